@@ -1,0 +1,28 @@
+"""What can go wrong through a caller's doing. Each message says: what, got, allowed, what to do."""
+
+
+class KVReclaimError(Exception):
+    """Base of everything that kvreclaim raises on purpose."""
+
+
+class InvalidArgumentError(KVReclaimError, ValueError):
+    """A value that is unknown, out of range or contradicts another one."""
+
+
+class UnsupportedModelError(KVReclaimError, ValueError):
+    """A model that cannot run from a paged cache here; the message names the reason."""
+
+
+class StatsMismatchError(KVReclaimError, ValueError):
+    """Query statistics that are malformed, incomplete or belong to another model."""
+
+
+class RequestTooLongError(KVReclaimError, ValueError):
+    """A request that a limit makes impossible; the message names the limit and what to change."""
+
+
+class UnknownRequestError(KVReclaimError, KeyError):
+    """A request or sequence id that is not (or no longer) known."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""

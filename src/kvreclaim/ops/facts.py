@@ -1,0 +1,47 @@
+"""What the rest of the engine has to know about a model's attention: shapes, scales, rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvreclaim.ops.rope import RopeLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerFacts:
+    """One attention layer. rope is None where no rotation could be verified (the reason is in
+    ModelFacts.rope_problem); a layer that truly has no rotation has a layout with F = 0."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    rope: RopeLayout | None = None
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFacts:
+    """All attention layers (equal in heads and dims), and what identifies the model.
+
+    fingerprint: sha256 hex digest over the config fields that decide what K/V and queries mean.
+    """
+
+    name: str
+    fingerprint: str
+    layers: tuple[LayerFacts, ...]
+    dtype: torch.dtype
+    device: torch.device
+    max_position: int
+    rope_problem: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)

@@ -1,0 +1,81 @@
+"""Rotary position embedding as complex numbers: where the rotated dims lie, and how to turn them.
+
+A vector of a head is read as F complex bands plus the dims that carry no position ("rest"). Every
+function works on the last dim of a tensor and keeps the leading ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RopeStyle = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeLayout:
+    """Where a layer's heads keep position, found by probing the model (model/probe.py).
+
+    inv_freq: [F] float64, the model's own frequencies after its own scaling (linear, llama3, YaRN);
+              F = 0 for a layer without rotary embedding.
+    style:    "half": band f is dims (f, f+F); "interleaved": dims (2f, 2f+1); both relative to start.
+    start:    first rotated dim; the dims outside [start, start + 2F) carry no position.
+    """
+
+    inv_freq: Tensor
+    style: RopeStyle = "half"
+    start: int = 0
+
+    @property
+    def num_bands(self) -> int:
+        return self.inv_freq.numel()
+
+    def band_dims(self) -> tuple[Tensor, Tensor]:
+        """Indices [F] of the real and of the imaginary dims."""
+        f = torch.arange(self.num_bands)
+        if self.style == "half":
+            return self.start + f, self.start + f + self.num_bands
+        return self.start + 2 * f, self.start + 2 * f + 1
+
+    def rest_dims(self, head_dim: int) -> Tensor:
+        """Indices [D - 2F] of the dims that are not rotated, ascending."""
+        dims = torch.arange(head_dim)
+        return dims[(dims < self.start) | (dims >= self.start + 2 * self.num_bands)]
+
+
+def to_bands(x: Tensor, layout: RopeLayout) -> Tensor:
+    """[..., D] real -> [..., F] complex (complex128 for float64 input, else complex64)."""
+    real, imag = (dims.to(x.device) for dims in layout.band_dims())
+    x = x if x.dtype == torch.float64 else x.float()
+    return torch.complex(x[..., real], x[..., imag])
+
+
+def from_bands(bands: Tensor, rest: Tensor, layout: RopeLayout) -> Tensor:
+    """[..., F] complex and [..., D - 2F] real -> [..., D] real; the inverse of to_bands and rest_dims."""
+    head_dim = 2 * layout.num_bands + rest.shape[-1]
+    out = rest.new_empty((*rest.shape[:-1], head_dim))
+    real, imag = (dims.to(rest.device) for dims in layout.band_dims())
+    out[..., real] = bands.real.to(rest.dtype)
+    out[..., imag] = bands.imag.to(rest.dtype)
+    out[..., layout.rest_dims(head_dim).to(rest.device)] = rest
+    return out
+
+
+def phases(positions: Tensor, layout: RopeLayout) -> Tensor:
+    """e^{i w_f p}: positions [...] -> [..., F] complex64; the angle is computed in float64,
+    since float32 is off by up to 6e-3 at p = 131,072."""
+    angle = positions.to(torch.float64)[..., None] * layout.inv_freq.to(positions.device)
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+
+
+def rotate(x: Tensor, positions: Tensor, layout: RopeLayout, *, inverse: bool = False) -> Tensor:
+    """Rotate x [..., T, D] to positions [T] (inverse: back to position 0). fp32 inside, dtype of x out."""
+    if layout.num_bands == 0:
+        return x
+    turn = phases(positions, layout)
+    bands = to_bands(x, layout).to(torch.complex64) * (turn.conj() if inverse else turn)
+    rest = x[..., layout.rest_dims(x.shape[-1]).to(x.device)].float()
+    return from_bands(bands, rest, layout).to(x.dtype)
