@@ -1,0 +1,32 @@
+"""Which tokens of a live sequence stay, how many, and where they move."""
+
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.plan import CompactionPlan, TableState, plan_compaction
+from kvreclaim.compression.policies.triattention import raw_scores
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.registry import make_policy, policy_class, policy_names
+from kvreclaim.compression.select import select
+from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
+from kvreclaim.compression.stats_builder import StatsBuilder
+
+__all__ = [
+    "CompactionPlan",
+    "CompressionConfig",
+    "CompressionPolicy",
+    "Compressor",
+    "LayerStats",
+    "LayerView",
+    "Mode",
+    "QueryStats",
+    "Signal",
+    "StatsBuilder",
+    "StatsMetadata",
+    "TableState",
+    "make_policy",
+    "plan_compaction",
+    "policy_class",
+    "policy_names",
+    "raw_scores",
+    "select",
+]

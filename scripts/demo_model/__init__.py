@@ -1,0 +1,1 @@
+"""Parts of the trainer of the demo model: batches, tokenizer, network and optimisers, check."""

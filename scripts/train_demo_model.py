@@ -1,0 +1,95 @@
+"""Train, check and save the small model that the tests, the demo and the evaluation use.
+
+Run it bare for the model that the package ships, with --resume after an interruption, and with --check-only
+for the scores of the model in --out.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from demo_model.check import check
+from demo_model.curriculum import LENGTHS, Curriculum
+from demo_model.network import MAX_TOKENS, STEP_TOKENS, Trainer, build_network
+from demo_model.tokenizer import build_tokenizer
+
+ASSETS = Path(__file__).resolve().parents[1] / "src" / "kvreclaim" / "assets" / "demo_model"
+REPORT_STEPS = 20
+CHECKPOINT_STEPS = 100
+FIRST_USABLE_LENGTH = 640  # from here on, a model on the way is worth showing
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train, check and save the demo model.")
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder for model and tokenizer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-steps", type=int, default=2500, help="the end, even if not all is learned")
+    parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "demo_ckpt")
+    parser.add_argument("--num-examples", type=int, default=32, help="held-out sequences of the check")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--check-only", action="store_true", help="train nothing, score the model in --out")
+    return parser.parse_args()
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write model and tokenizer in the layout that the Auto classes read."""
+    trainer.network.save_pretrained(folder)
+    build_tokenizer(MAX_TOKENS).save_pretrained(folder)
+
+
+def train(args: argparse.Namespace) -> float:
+    """Run the curriculum to its end, save to `args.out` and return the training time in seconds."""
+    torch.manual_seed(args.seed)
+    trainer = Trainer(build_network())
+    curriculum, rng = Curriculum(args.max_steps), random.Random(args.seed)
+    elapsed_s, num_tokens_seen = 0.0, 0
+    state_file = args.checkpoints / "state.pt"
+    if args.resume:
+        state = torch.load(state_file, weights_only=False)
+        trainer.load_state_dict(state["trainer"])
+        curriculum, elapsed_s, num_tokens_seen = state["curriculum"], state["elapsed_s"], state["tokens"]
+        rng.setstate(state["rng"])
+    args.checkpoints.mkdir(parents=True, exist_ok=True)
+    begin_s = time.monotonic() - elapsed_s
+    while not curriculum.finished:
+        num_tokens = curriculum.draw_length(rng)
+        right = trainer.step(rng, num_tokens, curriculum.lr_scale())
+        num_tokens_seen += max(1, STEP_TOKENS // num_tokens) * num_tokens
+        advanced = curriculum.record(num_tokens, right)
+        elapsed_s = time.monotonic() - begin_s
+        if advanced and LENGTHS[curriculum.stage - 1] >= FIRST_USABLE_LENGTH:
+            save(trainer, args.out)
+        if curriculum.step % REPORT_STEPS == 0 or advanced:
+            report(curriculum, elapsed_s, num_tokens_seen)
+        if curriculum.step % CHECKPOINT_STEPS == 0 or advanced:
+            state = {"trainer": trainer.state_dict(), "curriculum": curriculum, "rng": rng.getstate()}
+            torch.save(state | {"elapsed_s": elapsed_s, "tokens": num_tokens_seen}, state_file)
+    save(trainer, args.out)
+    return elapsed_s
+
+
+def report(curriculum: Curriculum, elapsed_s: float, num_tokens_seen: int) -> None:
+    """Print one line of progress."""
+    shares = " ".join(f"{kind.value} {share:.3f}" for kind, share in curriculum.smoothed.items())
+    print(
+        f"step {curriculum.step} length {curriculum.num_tokens} rate {curriculum.lr_scale():.2f} "
+        f"{elapsed_s:.0f} s {num_tokens_seen / 1e6:.2f} M tokens | {shares}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Train unless told not to, then check what was saved."""
+    args = parse_arguments()
+    if not args.check_only:
+        print(f"trained in {train(args):.0f} s")
+    for name, score in check(args.out, args.num_examples).items():
+        print(f"{name:16} {score:g}")
+
+
+if __name__ == "__main__":
+    main()

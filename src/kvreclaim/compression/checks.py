@@ -1,0 +1,40 @@
+"""Checks of what a caller gave, with one wording: what, got, allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvreclaim.errors import InvalidArgumentError
+
+
+def is_int(value: object) -> bool:
+    """A real integer; True and False are not numbers of anything."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: object, minimum: int, remedy: str = "") -> None:
+    """Raises InvalidArgumentError unless value is an int >= minimum."""
+    if not isinstance(value, int) or not is_int(value) or value < minimum:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer >= {minimum}{remedy}.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises InvalidArgumentError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be true or false.")
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises InvalidArgumentError unless value is one of allowed."""
+    known = list(allowed)
+    if value not in known:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}.")
+
+
+def check_offsets(name: str, value: object) -> tuple[int, ...]:
+    """A non-empty list or tuple of integers >= 0, as a tuple."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be a non-empty list of integers >= 0.")
+    for item in value:
+        check_int(f"an entry of {name}", item, 0)
+    return tuple(value)

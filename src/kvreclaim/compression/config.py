@@ -1,0 +1,73 @@
+"""What a caller says about compression; checked at once, then frozen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvreclaim.compression.checks import check_bool, check_choice, check_int
+from kvreclaim.compression.policy import CompressionPolicy, Mode
+from kvreclaim.compression.registry import DEFAULT_POLICY, make_policy
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.errors import InvalidArgumentError
+
+StatsSource = str | os.PathLike[str] | QueryStats
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """How the KV cache of a sequence is compressed.
+
+    policy:         which tokens stay: a registered name, or "evict-only(name)"
+    budget:         tokens kept per layer and KV head by a compression; more than sinks + recent
+    interval:       tokens over the budget at which the next compression runs
+    sinks:          first tokens of the sequence, never evicted
+    recent:         last tokens of the sequence, never evicted
+    protect_prompt: prompt tokens go only if there is no other way to keep sinks and recent tokens
+    mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own
+    stats:          query statistics or their file (.safetensors, public .pt), for policies that need
+                    them; policies that need none do not read it
+    options:        the policy's own parameters; an unknown one is an error
+
+    With policy "full" nothing is evicted: the other fields are checked but have no effect.
+    Comparable and hashable; QueryStats objects compare by identity.
+    Raises: InvalidArgumentError.
+    """
+
+    policy: str = DEFAULT_POLICY
+    budget: int = 2048
+    interval: int = 128
+    sinks: int = 4
+    recent: int = 128
+    protect_prompt: bool = False
+    mode: Mode | str | None = None
+    stats: StatsSource | None = None
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_int("budget", self.budget, 1, " tokens")
+        check_int("interval", self.interval, 1, " token")
+        check_int("sinks", self.sinks, 0, " tokens")
+        check_int("recent", self.recent, 0, " tokens")
+        check_bool("protect_prompt", self.protect_prompt)
+        if self.budget <= self.sinks + self.recent:
+            raise InvalidArgumentError(
+                f"budget is {self.budget} tokens, but sinks + recent = {self.sinks + self.recent} are always "
+                "kept; raise the budget or lower sinks or recent."
+            )
+        if self.mode is not None:
+            check_choice("mode", self.mode, Mode)
+            object.__setattr__(self, "mode", Mode(self.mode))
+        if not (self.stats is None or isinstance(self.stats, str | os.PathLike | QueryStats)):
+            raise InvalidArgumentError(
+                f"stats is {self.stats!r}; it must be a file of `kvreclaim calibrate` or QueryStats."
+            )
+        if not isinstance(self.options, Mapping):
+            raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
+        object.__setattr__(self, "options", dict(self.options))
+        self.make_policy()
+
+    def make_policy(self) -> CompressionPolicy:
+        """The policy with its options."""
+        return make_policy(self.policy, self.options)

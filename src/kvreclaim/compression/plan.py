@@ -1,0 +1,75 @@
+"""Where the survivors of a compression go: block ids only, no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """A sequence's block table as the plan sees it, in table order.
+
+    block_ids:  ids, without holes
+    ref_counts: references to each block, this sequence's included (>= 1)
+    indexed:    whether each block stands in the prefix index
+    """
+
+    block_ids: Sequence[int | None]
+    ref_counts: Sequence[int]
+    indexed: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionPlan:
+    """What the memory manager has to do so that a sequence's survivors lie in whole private blocks.
+
+    seq_id:     whose table
+    num_tokens: tokens kept: the new physical length
+    targets:    the new table; an id is one of the sequence's own blocks, None a fresh block. They are
+                not in general the first blocks of the old table: a mover reads before it writes
+    strip:      targets that must leave the prefix index before they are written
+    """
+
+    seq_id: int
+    num_tokens: int
+    targets: tuple[int | None, ...]
+    strip: tuple[int, ...]
+
+
+def plan_compaction(
+    seq_id: int, table: TableState, num_tokens: int, block_size: int, num_free: int
+) -> CompactionPlan | None:
+    """Choose ceil(num_tokens / block_size) blocks that may be written.
+
+    Own blocks that nobody else refers to and the index does not know come first, in table order. What
+    is missing is fresh if the pool has all of it; else own indexed blocks are stripped, from the end
+    of the table (the head of the chain stays hittable), and only the remainder is fresh.
+
+    Returns: the plan, with its targets in the order of the old table (a fresh block stands where the
+    first block that could not be used stood); None if there are too few blocks: postpone.
+    """
+    blocks = [block for block in table.block_ids if block is not None]
+    assert len(blocks) == len(table.block_ids), f"sequence {seq_id}: holes in its table {table.block_ids}"
+    assert len(blocks) == len(table.ref_counts) == len(table.indexed), f"sequence {seq_id}: {table}"
+    assert 0 <= num_tokens <= len(blocks) * block_size, f"{num_tokens} tokens, {len(blocks)} blocks"
+    needed = -(-num_tokens // block_size)
+    private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
+    chosen = [place for place in private if not table.indexed[place]][:needed]
+    strip: list[int] = []
+    missing = needed - len(chosen)
+    if missing > num_free:
+        strippable = [place for place in private if table.indexed[place]]
+        strip = strippable[max(0, len(strippable) - missing) :]
+        missing -= len(strip)
+        if missing > num_free:
+            return None
+    targets = _with_fresh(chosen + strip, missing, blocks)
+    return CompactionPlan(seq_id, num_tokens, targets, tuple(blocks[place] for place in strip))
+
+
+def _with_fresh(own: list[int], missing: int, blocks: list[int]) -> tuple[int | None, ...]:
+    """The blocks at the places `own` with `missing` fresh ones at the first places not among them."""
+    used = set(own)
+    fresh = [place for place in range(len(blocks)) if place not in used][:missing]
+    return tuple(blocks[place] if place in used else None for place in sorted([*own, *fresh]))

@@ -1,0 +1,26 @@
+"""Keep everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+
+
+@dataclass(frozen=True)
+class Full(CompressionPolicy):
+    """Keeps every token: the uncompressed baseline. Budget, interval and protection have no effect.
+
+    Cost: none; score exists for the contract and gives zeros.
+    """
+
+    name = "full"
+    evicts = False
+    compacts = False
+    default_mode = Mode.UNION
+
+    def score(self, view: LayerView) -> Tensor:
+        return torch.zeros(view.keys.shape[:2], dtype=torch.float32, device=view.keys.device)

@@ -1,0 +1,149 @@
+"""TriAttention: one mean query per head, turned to future positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.checks import check_bool, check_choice, check_int
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+from kvreclaim.ops.scoring import (
+    as_real,
+    group_max,
+    norm_scores,
+    offset_phases,
+    peak_trig_scores,
+    trig_scores,
+    z_scores,
+)
+
+OFFSETS = tuple(2**n for n in range(17))
+AGGREGATES = ("mean", "max")
+Aggregate = Literal["mean", "max"]
+
+
+@dataclass(frozen=True)
+class TriAttention(CompressionPolicy):
+    """Ranks a key by the attention that the head's mean query will pay it at future distances.
+
+        S(K) = mean_d Re sum_f c_f e^{i w_f (L + d)} conj(K_f) + sum_f (a_f - |c_f|) |K_f|
+
+    with c_f = E[q_f], a_f = E|q_f| before rotation and d = 2^0 ... 2^16; then a z-score over the
+    candidates per query head and the maximum over the query heads of a KV head. Dims without
+    position are plain products with the mean query.
+
+    Paper: arXiv 2604.04921.
+
+    aggregate: over the offsets; "mean" as published, which collapses to one product per head
+    use_trig:  False leaves the norm term alone (ablation)
+    use_norm:  False leaves the trigonometric term alone (ablation)
+    Cost: two products of [G, D] by [D, T] per KV head ("max": 17 + 1); state: the statistics.
+    """
+
+    aggregate: Aggregate = "mean"
+    use_trig: bool = True
+    use_norm: bool = True
+    name = "triattention"
+    needs = frozenset({Signal.QUERY_STATS})
+    default_mode = Mode.PER_HEAD
+
+    def __post_init__(self) -> None:
+        check_choice("triattention option 'aggregate'", self.aggregate, AGGREGATES)
+        check_bool("triattention option 'use_trig'", self.use_trig)
+        check_bool("triattention option 'use_norm'", self.use_norm)
+        if not (self.use_trig or self.use_norm):
+            raise InvalidArgumentError(
+                "triattention options 'use_trig' and 'use_norm' are both false; leave at least one true."
+            )
+
+    def score(self, view: LayerView) -> Tensor:
+        assert view.stats is not None, f"layer {view.layer}: no query statistics"
+        assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
+        query = _Query(view.stats.q_mean, view.stats.q_abs_mean, view.facts.rope, view.logical_len)
+        scores = query.score(view.keys, self)
+        return group_max(z_scores(scores, view.candidates), view.keys.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Query:
+    """The statistics of a layer's queries at one moment: mean [H, D], abs_mean [H, >= F]."""
+
+    mean: Tensor
+    abs_mean: Tensor
+    layout: RopeLayout
+    logical_len: int
+
+    def score(self, keys: Tensor, policy: TriAttention) -> Tensor:
+        """[K, T, D] -> [H, T], before the z-score."""
+        scores = keys.new_zeros((self.mean.shape[0], keys.shape[1]), dtype=as_real(keys[:0]).dtype)
+        if policy.use_trig:
+            trig = trig_scores if policy.aggregate == "mean" else peak_trig_scores
+            scores = scores + trig(keys, self.mean, self._turns(), self.layout)
+        if policy.use_norm:
+            spread = self.abs_mean[:, : self.layout.num_bands] - to_bands(self.mean, self.layout).abs()
+            scores = scores + norm_scores(keys, spread, self.layout)
+        return scores
+
+    def _turns(self) -> Tensor:
+        return offset_phases(self.logical_len, OFFSETS, self.layout)
+
+
+def raw_scores(
+    keys: Tensor,
+    q_mean: Tensor,
+    q_abs_mean: Tensor,
+    inv_freq: Tensor,
+    logical_len: int,
+    *,
+    aggregate: str = "mean",
+    rope_style: str = "half",
+) -> Tensor:
+    """The published score of each key for each query head, before the z-score: for conformance tests.
+
+    Args:
+        keys:        [K, T, 2F] rotated at their original positions, any float dtype
+        q_mean:      [H, F] complex, E[q_f] before rotation; H a multiple of K
+        q_abs_mean:  [H, F], E|q_f|
+        inv_freq:    [F], the model's frequencies
+        logical_len: L, position of the next query, tokens
+        aggregate:   over the offsets 2^0 ... 2^16: "mean" or "max"
+        rope_style:  "half" (band f is dims f, f + F) or "interleaved" (2f, 2f + 1)
+
+    Returns: [H, T] fp32 (fp64 for fp64 keys). The policy runs the same code.
+    Raises: InvalidArgumentError for shapes that do not fit or an unknown aggregate or style.
+    Source: arXiv 2604.04921.
+    """
+    check_choice("aggregate", aggregate, AGGREGATES)
+    check_choice("rope_style", rope_style, ("half", "interleaved"))
+    check_int("logical_len", logical_len, 0)
+    _check_shapes(keys, q_mean, q_abs_mean, inv_freq)
+    layout = RopeLayout(inv_freq.to(torch.float64), "half" if rope_style == "half" else "interleaved")
+    mean = from_bands(q_mean, q_mean.real.new_empty(q_mean.shape[0], 0), layout)
+    policy = TriAttention("mean" if aggregate == "mean" else "max")
+    return _Query(mean, q_abs_mean, layout, logical_len).score(keys, policy)
+
+
+def _check_shapes(keys: Tensor, q_mean: Tensor, q_abs_mean: Tensor, inv_freq: Tensor) -> None:
+    if inv_freq.ndim != 1 or not inv_freq.is_floating_point():
+        raise InvalidArgumentError(f"inv_freq is {_what(inv_freq)}; it must be real [F].")
+    bands = inv_freq.numel()
+    if keys.ndim != 3 or keys.shape[-1] != 2 * bands or not keys.is_floating_point():
+        raise InvalidArgumentError(f"keys is {_what(keys)}; it must be real [K, T, 2F = {2 * bands}].")
+    if q_mean.ndim != 2 or q_mean.shape[1] != bands or not q_mean.is_complex():
+        raise InvalidArgumentError(f"q_mean is {_what(q_mean)}; it must be complex [H, {bands}].")
+    if q_abs_mean.shape != q_mean.shape or not q_abs_mean.is_floating_point():
+        raise InvalidArgumentError(f"q_abs_mean is {_what(q_abs_mean)}; it must be real [H, {bands}].")
+    heads, kv_heads = q_mean.shape[0], keys.shape[0]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise InvalidArgumentError(
+            f"{heads} query heads cannot share {kv_heads} KV heads; H must be a positive multiple of K."
+        )
+
+
+def _what(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

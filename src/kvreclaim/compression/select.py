@@ -1,0 +1,58 @@
+"""How many tokens stay, and which: from scores to kept slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.policy import Mode
+from kvreclaim.errors import InvalidArgumentError
+
+
+def select(scores: Tensor, budget: int, tiers: Tensor, mode: Mode) -> Tensor:
+    """The kept slots of every (layer, KV head), equal in number.
+
+    Args:
+        scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
+        budget: tokens kept, >= 0
+        tiers:  [T] int; a token of a higher tier always beats one of a lower tier
+                (0 free, 1 protected prompt, 2 sinks and recent tokens)
+        mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
+                over layers, per_layer_head the scores as they are
+
+    Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
+        lowest slot wins. Mutates nothing.
+    Raises: InvalidArgumentError if a score is NaN.
+    """
+    rows = _shared_scores(scores, mode)
+    num_tokens = rows.shape[-1]
+    assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
+    if bool(rows.isnan().any()):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )
+    forced, rivals = _split_tiers(tiers, min(budget, num_tokens))
+    forced, rivals = forced.to(rows.device), rivals.to(rows.device)
+    places = min(budget, num_tokens) - forced.numel()
+    order = rows[..., rivals].sort(dim=-1, descending=True, stable=True).indices[..., :places]
+    kept = torch.cat([forced.expand(*rows.shape[:2], -1), rivals[order]], dim=-1)
+    return kept.sort(dim=-1).values
+
+
+def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:
+    """[L, K, T] -> [L | 1, K | 1, T]."""
+    if mode is Mode.UNION:
+        return scores.amax(dim=(0, 1), keepdim=True)
+    return scores.mean(dim=0, keepdim=True) if mode is Mode.PER_HEAD else scores
+
+
+def _split_tiers(tiers: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """Slots that are kept whatever their score, and those that compete for the places left: all of
+    one tier, the highest that does not fit whole. Lower tiers are out. Both ascending."""
+    forced = tiers.new_zeros(0, dtype=torch.int64)
+    for tier in sorted(set(tiers.tolist()), reverse=True):
+        members = (tiers == tier).nonzero()[:, 0]
+        if forced.numel() + members.numel() > places:
+            return forced, members
+        forced = torch.cat([forced, members])
+    return forced, forced[:0]

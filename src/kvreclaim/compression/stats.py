@@ -1,0 +1,225 @@
+"""What is known of a model's queries before rotation: made once by calibration, read by policies."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvreclaim.compression.public_stats import read_public_stats
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.rope import RopeLayout, to_bands
+
+RECALIBRATE = "run `kvreclaim calibrate` for this model"
+_HEADER = "kvreclaim"
+_CENTER_TENSORS = ("centers", "center_var", "center_weight")
+
+
+class StatsMetadata(BaseModel):
+    """Whose queries they are. None: the source does not say, and it is not checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    format_version: Literal[1] = 1
+    model_name: str
+    fingerprint: str | None = None
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt
+    rope_style: Literal["half", "interleaved"]
+    num_tokens: PositiveInt | None = None
+    num_centers: NonNegativeInt = 0
+    source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStats:
+    """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H, C, D],
+    center_weight [H, C]; the last three are None together. F may exceed the layer's own bands."""
+
+    q_mean: Tensor
+    q_abs_mean: Tensor
+    centers: Tensor | None = None
+    center_var: Tensor | None = None
+    center_weight: Tensor | None = None
+
+    def to(self, device: torch.device) -> LayerStats:
+        """The same on a device; itself where it is there already."""
+        tensors = (self.q_mean, self.q_abs_mean, self.centers, self.center_var, self.center_weight)
+        return LayerStats(*(None if t is None else t.to(device) for t in tensors))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryStats:
+    """Moments, and clusters where calibrated, of every layer's queries before rotation, fp32 on the CPU.
+
+    q_mean:        [L, H, D], in the arrangement of dims that the model itself uses
+    q_abs_mean:    [L, H, F], E|q_f|; F the most bands of any layer, zeros where one has fewer
+    centers:       [L, H, C, D] | None
+    center_var:    [L, H, C, D], variance per real dim; E|q_f - mu_f|^2 / 2 in both dims of a band
+    center_weight: [L, H, C], share of the queries; 0 for a centre that repeats another
+
+    Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
+    """
+
+    metadata: StatsMetadata
+    q_mean: Tensor
+    q_abs_mean: Tensor
+    centers: Tensor | None = None
+    center_var: Tensor | None = None
+    center_weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        meta = self.metadata
+        heads = (meta.num_layers, meta.num_heads)
+        bands = self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_mean": (*heads, meta.head_dim),
+            "q_abs_mean": (*heads, min(bands, meta.head_dim // 2)),
+        }
+        clusters = (*heads, meta.num_centers)
+        if meta.num_centers:
+            shapes |= {"centers": (*clusters, meta.head_dim), "center_var": (*clusters, meta.head_dim)}
+            shapes["center_weight"] = clusters
+        for name in ("q_mean", "q_abs_mean", *_CENTER_TENSORS):
+            _check_tensor(name, getattr(self, name), shapes.get(name))
+
+    @property
+    def num_centers(self) -> int:
+        """Centres per query head; 0 for statistics without centres."""
+        return self.metadata.num_centers
+
+    def layer(self, layer: int) -> LayerStats:
+        """Views of one layer."""
+        clusters = (
+            None if t is None else t[layer] for t in (self.centers, self.center_var, self.center_weight)
+        )
+        return LayerStats(self.q_mean[layer], self.q_abs_mean[layer], *clusters)
+
+    def concentration(self, layouts: Sequence[RopeLayout | None]) -> Tensor:
+        """R = |E q_f| / E|q_f| in [0, 1]: [L, H, F] fp32; 0 for bands a layer lacks or never uses."""
+        ratio = torch.zeros_like(self.q_abs_mean)
+        for layer, layout in enumerate(layouts):
+            if layout is not None and layout.num_bands:
+                mean = to_bands(self.q_mean[layer], layout).abs()
+                size = self.q_abs_mean[layer, :, : layout.num_bands]
+                ratio[layer, :, : layout.num_bands] = torch.where(size > 0, mean / size, 0.0).clamp_max(1.0)
+        return ratio
+
+    def mean_concentration(self, layouts: Sequence[RopeLayout | None]) -> Tensor:
+        """R averaged over the heads and bands of each layer: [L]; 0 for a layer without bands."""
+        bands = torch.tensor([0 if layout is None else layout.num_bands for layout in layouts])
+        return self.concentration(layouts).sum(dim=(1, 2)) / (self.metadata.num_heads * bands).clamp_min(1)
+
+    def check_model(self, facts: ModelFacts) -> None:
+        """Raises StatsMismatchError, saying what differs, if these are statistics of another model."""
+        meta, first = self.metadata, facts.layers[0]
+        layouts = [layer.rope for layer in facts.layers if layer.rope is not None and layer.rope.num_bands]
+        pairs: list[tuple[str, object, object]] = [
+            ("layers", meta.num_layers, facts.num_layers),
+            ("query heads", meta.num_heads, first.num_heads),
+            ("KV heads", meta.num_kv_heads, first.num_kv_heads),
+            ("head_dim", meta.head_dim, first.head_dim),
+            ("config fingerprint", meta.fingerprint, facts.fingerprint),
+        ]
+        if layouts:
+            pairs.append(("rope_style", meta.rope_style, layouts[0].style))
+            pairs.append(("rotary bands", self.q_abs_mean.shape[-1], max(x.num_bands for x in layouts)))
+        differ = [
+            f"{what} {ours}, the model has {its}" for what, ours, its in pairs if ours not in (None, its)
+        ]
+        if differ:
+            raise StatsMismatchError(
+                f"query statistics of {meta.model_name!r} ({meta.source}) do not fit the model "
+                f"{facts.name!r}: {'; '.join(differ)}; {RECALIBRATE}."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a .safetensors file, whole or not at all."""
+        target = Path(path)
+        if target.suffix != ".safetensors":
+            raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors to be saved.")
+        names = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
+        os.close(handle)
+        try:
+            header = {_HEADER: self.metadata.model_dump_json()}
+            save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=header)
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> QueryStats:
+        """Read our .safetensors or a public .pt file, which holds no centres.
+
+        Raises: InvalidArgumentError for a missing file or another suffix; StatsMismatchError for a
+            file that is corrupt or incomplete.
+        """
+        file = Path(path)
+        if file.suffix not in (".safetensors", ".pt"):
+            raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors or .pt.")
+        if not file.is_file():
+            raise InvalidArgumentError(f"statistics file {str(path)!r} does not exist; {RECALIBRATE}.")
+        return _load_public(file) if file.suffix == ".pt" else _load_own(file)
+
+
+def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> None:
+    if tensor is None and shape is None:
+        return
+    if tensor is None:
+        raise StatsMismatchError(f"query statistics lack {name} {list(shape or ())}; {RECALIBRATE}.")
+    if shape is None or tensor.shape != shape or tensor.dtype != torch.float32:
+        wanted = "absent (num_centers is 0)" if shape is None else f"float32 {list(shape)}"
+        raise StatsMismatchError(
+            f"{name} in the query statistics is {tensor.dtype} {list(tensor.shape)}; it must be {wanted}."
+        )
+    if not bool(tensor.isfinite().all()):
+        raise StatsMismatchError(
+            f"{name} in the query statistics has entries that are not finite; {RECALIBRATE}."
+        )
+
+
+def _load_own(path: Path) -> QueryStats:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get(_HEADER)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if header is None:
+            raise StatsMismatchError(f"{path} has no {_HEADER!r} metadata: it is no statistics file of ours.")
+        metadata = StatsMetadata.model_validate(json.loads(header))
+    except (SafetensorError, ValidationError, json.JSONDecodeError) as error:
+        raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error
+    known = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
+    if unknown := sorted(set(tensors) - set(known)):
+        raise StatsMismatchError(f"{path} holds unknown tensors {', '.join(unknown)}; {RECALIBRATE}.")
+    if missing := [name for name in known[:2] if name not in tensors]:
+        raise StatsMismatchError(f"{path} lacks {', '.join(missing)}; {RECALIBRATE}.")
+    return QueryStats(metadata, **tensors)
+
+
+def _load_public(path: Path) -> QueryStats:
+    public = read_public_stats(path)
+    num_layers, num_heads, head_dim = public.q_mean.shape
+    metadata = StatsMetadata(
+        model_name=public.model_name,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        rope_style="half" if public.rope_style == "half" else "interleaved",
+        source="public .pt file",
+    )
+    return QueryStats(metadata, public.q_mean, public.q_abs_mean)

@@ -1,0 +1,136 @@
+"""What a caller may set. Names follow vLLM; every value is checked once, here, and then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InvalidArgumentError with a sentence that says what, got, allowed, what to do."""
+    if not condition:
+        raise InvalidArgumentError(message)
+
+
+def require_int(name: str, value: Any, minimum: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    require(is_int and value >= minimum, f"{name} is {value!r}; pass an integer of at least {minimum}.")
+
+
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(is_number and low <= value <= high, f"{name} is {value!r}; pass a number from {low} to {high}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine's limits.
+
+    num_blocks:             blocks in the pool; None: as many as max_num_seqs sequences of max_model_len
+                            could fill, at most kv_memory_fraction of the device's free memory
+    max_model_len:          longest sequence (prompt and output) in tokens; None: the model's own limit
+    max_num_batched_tokens: tokens computed in one step, and the largest prefill chunk
+    seed:                   of requests that bring none
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    kv_memory_fraction: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("block_size", self.block_size, 1)
+        require_int("max_num_seqs", self.max_num_seqs, 1)
+        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        require_int("seed", self.seed, 0)
+        for name in ("num_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1)
+        require_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
+        require(
+            isinstance(self.enable_prefix_caching, bool),
+            f"enable_prefix_caching is {self.enable_prefix_caching!r}; pass True or False.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn; vLLM's names and meanings.
+
+    temperature: 0 is greedy; top_k: 0 or -1 keeps all; top_p, min_p: nucleus and relative minimum
+    n:           outputs for the prompt, computed once and forked with copy-on-write
+    stop:        strings that end an output (cut from the text); stop_token_ids likewise (kept in token_ids)
+    logprobs:    per generated token the log-probabilities of this many most likely tokens and of the
+                 one drawn, before temperature and penalties; None keeps none
+    max_tokens:  None: as many as max_model_len leaves
+    cache_salt:  prefix blocks are shared only among requests with the same salt
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    cache_salt: str | None = None
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check_draw()
+        self._check_ends()
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        require(
+            all(isinstance(s, str) and s for s in stop),
+            f"stop is {self.stop!r}; pass a non-empty string or a list of them.",
+        )
+        object.__setattr__(self, "stop_strings", stop)
+
+    def _check_draw(self) -> None:
+        require_int("n", self.n, 1)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1 (1 keeps all tokens).")
+        require_int("top_k", self.top_k, -1)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        if self.seed is not None:
+            require_int("seed", self.seed, 0)
+        if self.logprobs is not None:
+            require_int("logprobs", self.logprobs, 0)
+        greedy = self.temperature == 0
+        require(
+            not (greedy and self.n > 1),
+            f"n is {self.n} with temperature 0; greedy outputs would be the same, so pass n=1 or a temperature.",
+        )
+
+    def _check_ends(self) -> None:
+        require_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            require_int("max_tokens", self.max_tokens, 1)
+            require(
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
+            )
+        for token in self.stop_token_ids or ():
+            require_int("stop_token_ids", token, 0)
+        require(
+            self.cache_salt is None or isinstance(self.cache_salt, str),
+            f"cache_salt is {self.cache_salt!r}; pass a string or None.",
+        )

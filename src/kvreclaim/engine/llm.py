@@ -1,0 +1,247 @@
+"""The Python face: LLM.generate, stream, chat and score."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from tqdm.auto import tqdm
+
+from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
+from kvreclaim.engine.request import Request
+from kvreclaim.engine.sizing import choose_limits
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.model.loader import load_model
+
+STATS_FILE = "kvreclaim_stats.safetensors"
+"""Looked up in the model's directory when a policy needs statistics and none are named."""
+
+Prompt = str | list[int]
+OnStep = Callable[[StepStats], None]
+T = TypeVar("T")
+
+
+class LLM:
+    """A model, its paged cache and its requests, in one process.
+
+    Args:
+        model:        a local directory or a hub id
+        dtype:        "auto", "float32", "bfloat16", "float16"
+        device:       "auto", "cpu", "cuda"
+        compression:  of requests that bring none of their own; None keeps every token
+        max_model_len, num_blocks: None chooses them from the model and the free memory
+        (the rest as in EngineConfig)
+
+    Raises: UnsupportedModelError, InvalidArgumentError, StatsMismatchError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        kv_memory_fraction: float = 0.5,
+        seed: int = 0,
+        compression: CompressionConfig | None = None,
+    ) -> None:
+        config = EngineConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_memory_fraction=kv_memory_fraction,
+            seed=seed,
+        )
+        self.loaded = load_model(model, dtype=dtype, device=device)
+        self._stats_file = Path(model) / STATS_FILE
+        self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
+        self._compressors: dict[CompressionConfig, Compressor] = {}
+        self._ids = itertools.count()
+        self._default_compression = compression
+        if compression is not None:
+            self._compressor(compression)
+
+    @property
+    def tokenizer(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        """The model's tokenizer. Raises: InvalidArgumentError where it has none."""
+        if self.loaded.tokenizer is None:
+            raise InvalidArgumentError(f"{self.loaded.facts.name} has no tokenizer; pass prompts as token ids.")
+        return self.loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
+        *,
+        use_tqdm: bool = False,
+        on_step: OnStep | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts:         text or token ids, one or several
+            sampling_params: one, or one per prompt
+            compression:     one, or one per prompt; None takes the LLM's own
+            on_step:         called with each step's figures
+
+        Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
+        A request that fails while it runs ends with finish_reason "error" and does not raise.
+        """
+        batch = _as_list(prompts)
+        params = _one_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
+        configs = _one_each(compression, len(batch), "compression")
+        requests = self._add_all(batch, params, configs)
+        self._run(requests, use_tqdm, on_step)
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        sampling_params: SamplingParams | None = None,
+        compression: CompressionConfig | None = None,
+    ) -> RequestOutput:
+        """Generate the assistant's turn of one conversation, through the tokenizer's chat template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidArgumentError(
+                f"{self.loaded.facts.name} has no chat template; pass a prompt to generate() instead."
+            )
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return self.generate(list(ids["input_ids"]), sampling_params, compression)[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        compression: CompressionConfig | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the request's outputs so far after each token; closing the iterator aborts it."""
+        request = self._add(prompt, sampling_params or SamplingParams(), compression)
+        try:
+            while not request.finished:
+                if request in self.engine.step().requests:
+                    yield request.output()
+        finally:
+            if not request.finished:
+                self.engine.abort(request.request_id)
+
+    def score(
+        self,
+        prompts: Sequence[list[int]],
+        continuations: Sequence[list[int]],
+        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[ScoreOutput]:
+        """What the model would have said at each place of a given continuation (teacher forcing).
+
+        The cache is compressed at exactly the points at which generating the continuation would have
+        compressed it; between two of them the tokens are computed in one go.
+        """
+        if len(prompts) != len(continuations):
+            raise InvalidArgumentError(
+                f"{len(prompts)} prompts but {len(continuations)} continuations; pass one for each."
+            )
+        if not all(continuations):
+            raise InvalidArgumentError("a continuation is empty; pass at least one token to score.")
+        configs = _one_each(compression, len(prompts), "compression")
+        params = [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts)
+        requests = self._add_all(list(prompts), params, configs, list(continuations))
+        self._run(requests, use_tqdm, None)
+        return [request.score_output() for request in requests]
+
+    def abort(self, request_id: str) -> None:
+        """End a request and return its blocks. Raises: UnknownRequestError."""
+        self.engine.abort(request_id)
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: list[SamplingParams],
+        configs: list[CompressionConfig | None],
+        continuations: list[list[int]] | None = None,
+    ) -> list[Request]:
+        """Queue all or none."""
+        requests: list[Request] = []
+        given = continuations or [None] * len(prompts)
+        try:
+            for item in zip(prompts, params, configs, given, strict=True):
+                requests.append(self._add(*item))
+        except KVReclaimError as error:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            if len(prompts) > 1:
+                error.args = (f"prompt {len(requests)}: {error}",)
+            raise
+        return requests
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        config: CompressionConfig | None,
+        continuation: list[int] | None = None,
+    ) -> Request:
+        config = config if config is not None else self._default_compression
+        compressor = self._compressor(config) if config is not None else None
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = f"request-{next(self._ids)}"
+        return self.engine.add_request(
+            request_id, tokens, params, compressor, prompt=text, continuation=continuation
+        )
+
+    def _compressor(self, config: CompressionConfig) -> Compressor:
+        if config not in self._compressors:
+            bound = config
+            if config.stats is None and self._stats_file.is_file():
+                bound = replace(config, stats=self._stats_file)
+            self._compressors[config] = Compressor(bound, self.loaded.facts)
+        return self._compressors[config]
+
+    def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
+        bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)
+        try:
+            while pending := sum(not request.finished for request in requests):
+                result = self.engine.step()
+                bar.update(pending - sum(not request.finished for request in requests))
+                if on_step is not None:
+                    on_step(result.stats)
+        finally:
+            bar.close()
+            for request in requests:
+                if not request.finished:
+                    self.engine.abort(request.request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and all(isinstance(p, int) for p in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count  # type: ignore[list-item]
+    if len(value) != count:
+        raise InvalidArgumentError(f"{name} has {len(value)} entries for {count} prompts; pass one, or one each.")
+    return list(value)

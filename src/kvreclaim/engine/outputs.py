@@ -1,0 +1,121 @@
+"""What a caller gets back. Names follow vLLM where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token before temperature and penalties; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request; text and token_ids are all that came so far.
+
+    stop_reason: the stop string or token id that ended it; None for end-of-sequence or a length limit
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """What one request cost and gave back, over all its outputs.
+
+    tokens_evicted: slots per head whose token left the attention set
+    blocks_freed:   blocks that compression returned to the pool while the request lived
+    blocks_perfect: blocks that perfect packing would have returned for the same evictions
+    peak_blocks:    most blocks that one of its outputs' tables held between two steps
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    tokens_evicted: int = 0
+    blocks_freed: int = 0
+    blocks_perfect: int = 0
+    compactions: int = 0
+    compactions_postponed: int = 0
+    peak_blocks: int = 0
+    preemptions: int = 0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def reclaim_efficiency(self) -> float | None:
+        """blocks_freed / blocks_perfect; None where nothing was to be freed."""
+        return self.blocks_freed / self.blocks_perfect if self.blocks_perfect else None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's outputs; `finished` once every one of them has a finish_reason.
+
+    error: why the request failed, None otherwise
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """A given continuation under the model (teacher forcing), one entry per continuation token.
+
+    predicted: the most likely token at each place; logprobs: of the given token
+    """
+
+    request_id: str
+    predicted: list[int]
+    logprobs: list[float]
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One engine step, for charts and logs.
+
+    blocks_in_use is read at the end of the step, after compression and after finished requests left.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    blocks_in_use: int
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Counters over the engine's life."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    tokens_evicted: int = 0
+    preemptions: int = 0
+    compactions: int = 0
+    compactions_postponed: int = 0
+    score_s: float = 0.0
+    compact_s: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)

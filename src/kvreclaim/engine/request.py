@@ -1,0 +1,155 @@
+"""A request and its sequences: one prompt, n outputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvreclaim.compression import Compressor
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.compression import CompressionState
+from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    ScoreOutput,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output in the making.
+
+    token_ids:    prompt, then what was generated (or is given, for a request that is scored)
+    num_computed: leading tokens whose K/V have been written; the rest is known but not computed
+    row_cache:    (version, block ids) of the block table as the kernels want it
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    generator: torch.Generator | None = None
+    detokenizer: Detokenizer | None = None
+    num_computed: int = 0
+    state: CompressionState = field(default_factory=CompressionState)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    peak_blocks: int = 0
+    waits_for_fork: bool = False
+    row_cache: tuple[int, np.ndarray] | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def seats(self) -> int:
+        """Places it takes among the running sequences, those of its siblings to come included."""
+        return self.request.params.n if self.waits_for_fork else 1
+
+    @property
+    def num_live(self) -> int:
+        """Tokens that a head attends to."""
+        return self.num_computed - self.state.num_evicted
+
+    def reset(self) -> None:
+        """Forget what was computed (preemption by recompute); the tokens stay known."""
+        self.num_computed = 0
+        self.state = CompressionState()
+        self.row_cache = None
+
+    def output(self) -> CompletionOutput:
+        generated = self.token_ids[self.num_prompt :]
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=generated,
+            logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """Filled in while a scored request is computed; index i belongs to continuation token i."""
+
+    predicted: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way through the engine.
+
+    max_len: tokens at which every output ends, prompt included
+    scores:  None for generation; else the given continuation is scored and nothing is drawn
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    compressor: Compressor | None
+    max_len: int
+    scores: Scores | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    arrival_s: float = field(default_factory=time.perf_counter)
+    error: str | None = None
+    cached_tokens_known: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+    def collect_metrics(self) -> RequestMetrics:
+        """Sum the sequences' figures into the request's."""
+        m = self.metrics
+        m.num_prompt_tokens = len(self.prompt_token_ids)
+        m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
+        states = [seq.state for seq in self.sequences]
+        m.tokens_evicted = sum(s.num_evicted - s.inherited_evicted for s in states)
+        m.blocks_freed = sum(s.blocks_freed for s in states)
+        m.blocks_perfect = sum(s.blocks_perfect for s in states)
+        m.compactions = sum(s.compactions for s in states)
+        m.compactions_postponed = sum(s.postponed for s in states)
+        m.peak_blocks = max((seq.peak_blocks for seq in self.sequences), default=0)
+        return m
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[seq.output() for seq in sorted(self.sequences, key=lambda s: s.index)],
+            finished=self.finished,
+            metrics=self.collect_metrics(),
+            error=self.error,
+        )
+
+    def score_output(self) -> ScoreOutput:
+        assert self.scores is not None, f"request {self.request_id} is not scored"
+        return ScoreOutput(
+            request_id=self.request_id,
+            predicted=self.scores.predicted,
+            logprobs=self.scores.logprobs,
+            metrics=self.collect_metrics(),
+            error=self.error,
+        )

@@ -1,0 +1,110 @@
+"""One forward pass of the model over a step's sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.compression import block_row
+from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops import reference as ops
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKVBatch:
+    """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch)."""
+
+    cache: KVCache
+    batch: AttentionBatch
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        ops.write_kv(self.cache, call.layer, call.k, call.v, self.batch.slot_mapping)
+        return ops.paged_attention(
+            call.q,
+            self.cache,
+            call.layer,
+            self.batch,
+            scale=call.scale,
+            softcap=call.softcap,
+            window=call.window,
+            sinks=call.sinks,
+        )
+
+
+class ModelRunner:
+    """Builds a step's tensors and runs the model. Holds the cache and nothing between steps."""
+
+    def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache) -> None:
+        self.model = loaded.model
+        self.device = loaded.facts.device
+        self.memory = memory
+        self.cache = cache
+
+    @torch.inference_mode()
+    def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
+        """Compute the step and write its K/V.
+
+        Returns: logits [rows, V] fp32 and, for each scheduled sequence, the token positions whose
+        rows it owns, in order (position p predicts token p + 1).
+        """
+        self._prepare_blocks(step)
+        tokens: list[int] = []
+        positions: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        wanted: list[range] = []
+        slots: list[SequenceSlots] = []
+        for item in step:
+            seq, start = item.seq, item.seq.num_computed
+            want = _wanted_positions(item)
+            rows.append(np.arange(want.start, want.stop) - start + len(tokens))
+            wanted.append(want)
+            tokens += seq.token_ids[start : start + item.num_tokens]
+            positions.append(np.arange(start, start + item.num_tokens))
+            slots.append(self._slots(item))
+        batch = AttentionBatch.build(tuple(slots), self.cache.block_size, self.device)
+        output = self.model(
+            input_ids=torch.tensor([tokens], device=self.device),
+            position_ids=torch.from_numpy(np.concatenate(positions))[None].to(self.device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(np.concatenate(rows)).to(self.device),
+            kv_batch=PagedKVBatch(self.cache, batch),
+        )
+        return output.logits[0].float(), wanted
+
+    def _prepare_blocks(self, step: list[Scheduled]) -> None:
+        copies = [pair for item in step for pair in item.growth.copies]
+        if copies:
+            ops.copy_blocks(self.cache, copies)
+        fresh = [block for item in step for block in item.growth.new_blocks]
+        if fresh:
+            ops.zero_blocks(self.cache, fresh)
+
+    def _slots(self, item: Scheduled) -> SequenceSlots:
+        table = self.memory.table(item.seq.seq_id)
+        return SequenceSlots(
+            block_ids=block_row(item.seq, self.memory),
+            query_len=item.num_tokens,
+            seq_len=table.physical_len + item.num_tokens,
+            shift=table.num_evicted,
+            evicted=item.seq.state.evicted,
+            slot_positions=item.seq.state.slot_positions,
+        )
+
+
+def _wanted_positions(item: Scheduled) -> range:
+    """The positions of this chunk whose logits are needed: the last known token's, or, for a request
+    that is scored, every one that predicts a given continuation token."""
+    seq, start = item.seq, item.seq.num_computed
+    end = start + item.num_tokens
+    known = len(seq.token_ids)
+    if seq.request.scores is not None:
+        return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
+    return range(end - 1, end) if end == known else range(end, end)

@@ -1,0 +1,121 @@
+"""Who runs next. Integers only; the memory manager is asked before it is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.compression import first_compaction, prompt_cap, tokens_until_compaction
+from kvreclaim.engine.request import Sequence
+from kvreclaim.memory.manager import Growth, MemoryManager
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled:
+    """A sequence that computes its next num_tokens known tokens in this step."""
+
+    seq: Sequence
+    num_tokens: int
+    growth: Growth
+
+
+class Scheduler:
+    """First come, first served; decodes before prefill chunks; the last to come is preempted first.
+
+    A preempted sequence loses its blocks, keeps its tokens and waits in front of all others.
+    """
+
+    def __init__(self, config: EngineConfig, memory: MemoryManager) -> None:
+        self.config = config
+        self.memory = memory
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence wherever it is and return its blocks."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self.memory.free(seq.seq_id)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        """The sequences of the next step, room for their tokens included. Empty: nothing can run."""
+        chosen: dict[int, Scheduled] = {}
+        budget = self.config.max_num_batched_tokens
+        preempted = False
+        for seq in sorted(self.running, key=_is_prefill):
+            if budget == 0:
+                break
+            if seq not in self.running:
+                continue
+            num_tokens = self._chunk(seq, budget)
+            while not self.memory.can_grow(seq.seq_id, num_tokens):
+                preempted = True
+                victim = self.running[-1]
+                self._preempt(victim)
+                dropped = chosen.pop(victim.seq_id, None)
+                budget += dropped.num_tokens if dropped else 0
+                if victim is seq:
+                    break
+            if seq in self.running:
+                chosen[seq.seq_id] = Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens))
+                budget -= num_tokens
+        if not preempted:
+            self._admit(chosen, budget)
+        return list(chosen.values())
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        limit = tokens_until_compaction(seq, self.config.max_num_batched_tokens)
+        return min(seq.num_uncomputed, budget, limit)
+
+    def _admit(self, chosen: dict[int, Scheduled], budget: int) -> None:
+        seats = sum(seq.seats for seq in self.running)
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            if seats + seq.seats > self.config.max_num_seqs:
+                return
+            most_hit, most_held = self._limits(seq)
+            salt = seq.request.params.cache_salt
+            match = self.memory.match_prefix(seq.token_ids, cache_salt=salt, max_tokens=most_hit)
+            if not self.memory.can_admit(match, max(1, most_held - match.num_tokens)):
+                return
+            self.waiting.popleft()
+            self.memory.admit(seq.seq_id, match, token_ids=seq.token_ids, cache_salt=salt)
+            seq.num_computed = match.num_tokens
+            if not seq.request.cached_tokens_known:
+                seq.request.metrics.num_cached_tokens = match.num_tokens
+                seq.request.cached_tokens_known = True
+            self.running.append(seq)
+            seats += seq.seats
+            num_tokens = self._chunk(seq, budget)
+            chosen[seq.seq_id] = Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens))
+            budget -= num_tokens
+
+    def _limits(self, seq: Sequence) -> tuple[int, int]:
+        """(tokens that a prefix hit may cover, slots to hold before decoding begins anew)."""
+        known = len(seq.token_ids)
+        hit = known if seq.request.scores is None else seq.num_prompt - 1
+        compressor = seq.request.compressor
+        if compressor is None or not compressor.evicts:
+            return hit, known
+        chunk = self.config.max_num_batched_tokens
+        hit = min(hit, first_compaction(compressor, seq.num_prompt, chunk) - 1)
+        if not compressor.compacts:
+            return hit, known
+        return hit, min(known, prompt_cap(compressor, chunk))
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.memory.free(seq.seq_id)
+        seq.reset()
+        seq.request.metrics.preemptions += 1
+        self.waiting.appendleft(seq)
+
+
+def _is_prefill(seq: Sequence) -> bool:
+    return seq.num_uncomputed > 1

@@ -1,0 +1,96 @@
+"""Where one sequence's tokens lie, and its lengths. Only this file changes the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvreclaim.memory.prefix_index import Link
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one sequence. Others read it; only the memory manager calls what changes it.
+
+    block_ids:    slot i lies in block_ids[i // block_size]; None is a hole: its block was given
+                  back while the later ones stayed. May exceed what physical_len needs (room)
+    logical_len:  tokens processed: positions, stop rules, usage
+    physical_len: slots written: attention length, next slot
+    exact:        nothing lossy has happened; once False never True again, and never hashed again
+    exact_len:    leading slots that hold what full attention would; ends with exact
+    version:      changes whenever block_ids change
+    chain, tail:  where the prefix hash stands, and the tokens after it; no chain: not hashed
+    """
+
+    chain: Link | None
+    block_ids: list[int | None] = field(default_factory=list)
+    logical_len: int = 0
+    physical_len: int = 0
+    exact: bool = True
+    version: int = 0
+    tail: list[int] = field(default_factory=list)
+    _exact_len: int = 0
+
+    @property
+    def num_evicted(self) -> int:
+        return self.logical_len - self.physical_len
+
+    @property
+    def exact_len(self) -> int:
+        return self.physical_len if self.exact else self._exact_len
+
+    def blocks(self) -> list[int]:
+        """The blocks held, in slot order, without the holes."""
+        return [block for block in self.block_ids if block is not None]
+
+    def append(self, blocks: Sequence[int]) -> None:
+        """Add room at the end."""
+        self.block_ids.extend(blocks)
+        self.version += 1
+
+    def replace(self, index: int, block: int) -> None:
+        """Point one entry to another block with the same content."""
+        self.block_ids[index] = block
+        self.version += 1
+
+    def advance(self, num_tokens: int) -> None:
+        """The next num_tokens slots have been written."""
+        self.logical_len += num_tokens
+        self.physical_len += num_tokens
+
+    def fork(self, num_blocks: int) -> BlockTable:
+        """A copy with the first num_blocks entries."""
+        return BlockTable(
+            chain=self.chain,
+            block_ids=self.block_ids[:num_blocks],
+            logical_len=self.logical_len,
+            physical_len=self.physical_len,
+            exact=self.exact,
+            tail=self.tail.copy(),
+            _exact_len=self._exact_len,
+        )
+
+    def mark_inexact(self) -> None:
+        """From here on the content is not what full attention would give."""
+        self._exact_len = self.exact_len
+        self.exact = False
+        self.chain = None
+        self.tail = []
+
+    def shrink(self, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Survivors were compacted into num_tokens slots of these blocks; no token is unprocessed."""
+        self.mark_inexact()
+        self._exact_len = 0
+        self.block_ids = list(block_ids)
+        self.physical_len = num_tokens
+        self.version += 1
+
+    def punch(self, indices: Sequence[int]) -> list[int]:
+        """Leave holes at these entries. Returns: the blocks that were there, in this order."""
+        blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
+        assert len(set(blocks)) == len(indices), f"entries {indices}: a hole already, or named twice"
+        self.mark_inexact()
+        for index in indices:
+            self.block_ids[index] = None
+        self.version += 1
+        return blocks

@@ -1,0 +1,56 @@
+"""The invariants that hold between any two operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.pool import BlockPool
+
+
+def check_memory(pool: BlockPool, tables: Mapping[int, BlockTable], block_size: int) -> None:
+    """Pool, index and tables agree. Raises AssertionError with the numbers."""
+    pool.check()
+    _check_counts(pool, tables)
+    for seq_id, table in tables.items():
+        _check_table(seq_id, table, pool, block_size)
+
+
+def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable]) -> None:
+    free = pool.num_free - pool.num_cached
+    assert free + pool.num_cached + pool.num_in_use == pool.num_blocks, (
+        f"{free} free + {pool.num_cached} cached + {pool.num_in_use} in use != {pool.num_blocks}"
+    )
+    entries = Counter(block for table in tables.values() for block in table.blocks())
+    references = {block: refs for block, refs in enumerate(pool.refs) if refs}
+    assert entries.total() == sum(references.values()), (
+        f"{entries.total()} table entries, {sum(references.values())} references"
+    )
+    assert entries == references, f"per block: {dict(entries)} in the tables, {references} in the pool"
+
+
+def _check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: int) -> None:
+    name, blocks = f"sequence {seq_id}", table.blocks()
+    assert len(set(blocks)) == len(blocks), f"{name}: a block occurs twice in {table.block_ids}"
+    assert 0 <= table.exact_len <= table.physical_len <= table.logical_len, (
+        f"{name}: exact {table.exact_len}, physical {table.physical_len}, logical {table.logical_len}"
+    )
+    room = len(table.block_ids) * block_size
+    assert table.physical_len <= room, f"{name}: {table.physical_len} slots written, room for {room}"
+    full, exact = table.physical_len // block_size, table.exact_len // block_size
+    for index, block in enumerate(table.block_ids):
+        assert block is not None or index < full, f"{name}: entry {index} of {full} full ones is a hole"
+        assert block is None or block not in pool.index or index < exact, (
+            f"{name}: entry {index} is indexed, only {exact} blocks were computed exactly"
+        )
+    _check_chain(name, table, block_size)
+
+
+def _check_chain(name: str, table: BlockTable, block_size: int) -> None:
+    if table.chain is None:
+        assert not table.tail, f"{name}: {len(table.tail)} tokens wait for a chain that has ended"
+        return
+    assert table.exact, f"{name}: still hashed after {table.num_evicted} tokens were evicted"
+    waiting = table.physical_len % block_size
+    assert len(table.tail) == waiting, f"{name}: {len(table.tail)} tokens wait in a tail of {waiting}"

@@ -1,0 +1,142 @@
+"""Which block holds the K/V of which exact prefix: a hash chain over full blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from struct import Struct
+
+HashFunction = Callable[[bytes], bytes]
+
+
+def sha256(message: bytes) -> bytes:
+    return hashlib.sha256(message).digest()
+
+
+def _field(tag: bytes, payload: bytes) -> bytes:
+    """One typed, length-prefixed field: no two lists of fields give the same bytes."""
+    return tag + len(payload).to_bytes(8, "little") + payload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A point in a chain that a block can be appended to; the root of a salt is one.
+
+    serial is never given twice, so equal serials mean the very same entry (or the same root epoch).
+    """
+
+    digest: bytes
+    serial: int
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry(Link):
+    """A full block that can be hit.
+
+    tokens: the block's token ids, packed; parent: serial of the link that it follows.
+    """
+
+    block: int
+    tokens: bytes
+    parent: int
+
+
+class PrefixIndex:
+    """Digest to entry, and block to entry: a bijection.
+
+    The digest only finds a candidate. A hit must also have the same tokens, the same salt and,
+    as its parent, the very entry that the walk came through, so by induction the whole prefix is
+    equal whatever the hash function does. An entry whose parent is gone can't be reached.
+
+    Args:
+        block_size:    tokens per block
+        fingerprint:   what else the K/V depend on (model, dtype, KV format)
+        hash_function: bytes to digest; tests inject one that collides
+    """
+
+    def __init__(self, block_size: int, fingerprint: str = "", hash_function: HashFunction = sha256) -> None:
+        self.block_size = block_size
+        self._hash = hash_function
+        self._fingerprint = _field(b"f", fingerprint.encode("utf-8", "surrogatepass"))
+        self._packer = Struct(f"<{block_size}q")
+        self._serials = count()
+        self._root_serial = next(self._serials)
+        self._by_digest: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._by_digest.values())
+
+    def pack(self, token_ids: Sequence[int]) -> bytes:
+        """The tokens of one full block, 8 bytes each."""
+        return self._packer.pack(*token_ids)
+
+    def root(self, salt: str | None) -> Link:
+        """Where the chains of this salt begin; None and "" are different salts."""
+        field = _field(b"n", b"") if salt is None else _field(b"s", salt.encode("utf-8", "surrogatepass"))
+        return Link(self._hash(self._fingerprint + field), self._root_serial, salt)
+
+    def digest(self, parent: Link, tokens: bytes) -> bytes:
+        """The key of a block with these packed tokens after parent."""
+        return self._hash(_field(b"p", parent.digest) + _field(b"t", tokens))
+
+    def at(self, digest: bytes) -> Entry | None:
+        """The entry under this key, unverified."""
+        return self._by_digest.get(digest)
+
+    def of(self, block: int) -> Entry | None:
+        """The entry of this block."""
+        return self._by_block.get(block)
+
+    def find(self, parent: Link, tokens: bytes) -> Entry | None:
+        """The entry that holds exactly these packed tokens after exactly this prefix."""
+        entry = self._by_digest.get(self.digest(parent, tokens))
+        return entry if entry is not None and self.follows(entry, parent, tokens) else None
+
+    @staticmethod
+    def follows(entry: Entry, parent: Link, tokens: bytes) -> bool:
+        """Whether the entry holds these packed tokens after this prefix: compared, not hashed."""
+        return entry.parent == parent.serial and entry.tokens == tokens and entry.salt == parent.salt
+
+    def is_live(self, link: Link) -> bool:
+        """Whether a walk can still come through this link's own entry (or root)."""
+        if isinstance(link, Entry):
+            return self._by_digest.get(link.digest) is link
+        return link.serial == self._root_serial
+
+    def add(self, parent: Link, digest: bytes, tokens: bytes, block: int) -> Entry:
+        """Enter a block under a free key; the parent must be live."""
+        assert digest not in self._by_digest, f"block {block}: its key leads to another block"
+        assert block not in self._by_block, f"block {block} is indexed already"
+        assert self.is_live(parent), f"block {block}: its parent (serial {parent.serial}) is gone"
+        entry = Entry(digest, next(self._serials), parent.salt, block, tokens, parent.serial)
+        self._by_digest[digest] = entry
+        self._by_block[block] = entry
+        return entry
+
+    def remove(self, block: int) -> None:
+        """Forget a block that is indexed."""
+        del self._by_digest[self._by_block.pop(block).digest]
+
+    def clear(self) -> None:
+        """Forget everything, and let no chain that began before go on."""
+        self._by_digest.clear()
+        self._by_block.clear()
+        self._root_serial = next(self._serials)
+
+    def check(self) -> None:
+        """The two directions agree. Raises AssertionError."""
+        assert len(self._by_digest) == len(self._by_block), f"{len(self._by_digest)} != {len(self._by_block)}"
+        for digest, entry in self._by_digest.items():
+            assert digest == entry.digest, f"block {entry.block} lies under another digest than its own"
+            assert self._by_block.get(entry.block) is entry, f"block {entry.block} maps to another entry"
+            assert entry.parent < entry.serial, f"serial {entry.serial} has the later parent {entry.parent}"

@@ -1,0 +1,82 @@
+"""The one attention function registered with transformers; what it does is decided by its caller.
+
+The engine passes a KVBatch as the keyword argument `kv_batch` of the model's forward; transformers
+hands it down to every attention layer. Nothing is fetched from globals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvreclaim.errors import UnsupportedModelError
+
+ATTENTION_NAME = "kvreclaim_paged"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """What one attention layer asks for: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    window: int | None
+    sinks: Tensor | None
+
+
+class KVBatch(Protocol):
+    """Serves the attention layers of one forward pass."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """[T, H, Dv], dtype of call.q."""
+        ...
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    kv_batch: KVBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv]."""
+    if kv_batch is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand keyword arguments down to its attention function, "
+            "so the paged cache cannot reach it; use a model whose attention layers do "
+            "(Llama, Qwen, Mistral, Gemma 2, Phi-3, GLM-4, OLMo 2, DeepSeek-V3, ...)."
+        )
+    call = AttentionCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        q=query[0].transpose(0, 1),
+        k=key[0].transpose(0, 1),
+        v=value[0].transpose(0, 1),
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        softcap=kwargs.get("softcap"),
+        window=kwargs.get("sliding_window"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return kv_batch.attend(call)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Masks follow from the batch; transformers must not build one."""
+    return None
+
+
+def register_attention() -> None:
+    """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -1,0 +1,153 @@
+"""Load a transformers causal LM and its tokenizer so that its attention runs over paged blocks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.model.attention import ATTENTION_NAME, register_attention
+from kvreclaim.model.probe import probe
+from kvreclaim.ops.facts import ModelFacts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in eval mode with the paged attention function, and what the engine must know of it.
+
+    tokenizer is None where the directory holds none: prompts are then token ids only.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer | None
+    facts: ModelFacts
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+
+
+def load_model(path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Load a local directory or a hub id; safetensors only, no code from the model's repository.
+
+    Args:
+        dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
+        device: "auto" (cuda where there is one, else cpu) or any torch device
+
+    Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype or path.
+    """
+    register_attention()
+    name = os.fspath(path)
+    config = _load_config(name)
+    _refuse_unsupported(config, name)
+    model = _load_weights(name, _resolve_dtype(dtype))
+    model.eval().requires_grad_(False).to(resolve_device(device))
+    return LoadedModel(
+        model=model,
+        tokenizer=_load_tokenizer(name),
+        facts=probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name),
+        eos_token_ids=_eos_token_ids(model),
+        vocab_size=int(config.get_text_config().vocab_size),
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """A torch device; "auto" is cuda where there is one, else cpu."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgumentError(f"device is {device!r}; pass 'auto', 'cpu' or 'cuda'.") from error
+
+
+def _resolve_dtype(dtype: str) -> torch.dtype | str:
+    if dtype == "auto":
+        return "auto"
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype is {dtype!r}; allowed are auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _load_config(name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"model {name!r} has no readable config ({_first_line(error)}); pass a local directory with "
+            "config.json and *.safetensors, or the id of a model that is in the local hub cache."
+        ) from error
+
+
+def _refuse_unsupported(config: Any, name: str) -> None:
+    """Refuse by config what can be known before any weight is read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder ({config.model_type}); kvreclaim serves decoder-only models."
+        )
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if strange := sorted(layer_types - ATTENTION_LAYER_TYPES):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) has layers of type {', '.join(strange)}, whose state is not a "
+            "paged KV cache; kvreclaim serves models with full or sliding-window attention only."
+        )
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")
+    model_class = mapping[type(config)]
+    if not _uses_attention_interface(model_class):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) has its own attention code instead of transformers' "
+            "AttentionInterface, so the paged cache cannot reach it."
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) keeps recurrent (SSM) state, which has no blocks to page; "
+            "kvreclaim serves models with softmax attention in every layer."
+        )
+
+
+def _uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers can exchange the class's attention function."""
+    return bool(model_class._can_set_attn_implementation())
+
+
+def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+        )
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"model {name!r} has no loadable safetensors weights ({_first_line(error)}); "
+            "convert the checkpoint to safetensors."
+        ) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{name} cannot run with a custom attention function: {_first_line(error)}"
+        ) from error
+
+
+def _load_tokenizer(name: str) -> Tokenizer | None:
+    if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
+        return None
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    sources = (model.generation_config, model.config.get_text_config())
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,184 @@
+"""One step's sequences as tensors: who asks (queries) and where each one's keys lie (blocks)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceSlots:
+    """One sequence of a step.
+
+    block_ids:      [blocks] int64; a hole (its block was returned) names any block of the sequence
+    query_len:      tokens computed in this step, the last ones of seq_len
+    seq_len:        physical length, this step's tokens included
+    shift:          logical minus physical position of the new tokens
+    evicted:        None, or [L, K, slots] bool: slots that are no longer attended; later slots are live
+    slot_positions: None, or [L, K, slots] int32 logical positions; later slots are at slot + shift
+    """
+
+    block_ids: np.ndarray
+    query_len: int
+    seq_len: int
+    shift: int = 0
+    evicted: Tensor | None = None
+    slot_positions: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """The sequences of one step in the order of their rows in the flat token dim.
+
+    slot_mapping: [T] int64, block * block_size + offset, where each new token's K/V goes.
+    """
+
+    sequences: tuple[SequenceSlots, ...]
+    slot_mapping: Tensor
+    block_size: int
+
+    @classmethod
+    def build(
+        cls, sequences: tuple[SequenceSlots, ...], block_size: int, device: torch.device
+    ) -> AttentionBatch:
+        parts = []
+        for seq in sequences:
+            slots = np.arange(seq.seq_len - seq.query_len, seq.seq_len)
+            parts.append(seq.block_ids[slots // block_size] * block_size + slots % block_size)
+        mapping = torch.from_numpy(np.concatenate(parts)).to(device)
+        return cls(sequences, mapping, block_size)
+
+    @cached_property
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """Sequences of like shape together, so that one padded product serves each group."""
+        members: dict[tuple[int, int, bool], list[int]] = {}
+        starts = np.cumsum([0, *(seq.query_len for seq in self.sequences)])
+        for i, seq in enumerate(self.sequences):
+            key = (_bucket(seq.query_len, 1), _bucket(max(seq.seq_len, 256), 2), seq.evicted is not None)
+            members.setdefault(key, []).append(i)
+        return tuple(
+            AttentionGroup(
+                tuple(self.sequences[i] for i in group),
+                tuple(int(starts[i]) for i in group),
+                self.block_size,
+                self.slot_mapping.device,
+            )
+            for group in members.values()
+        )
+
+
+def _bucket(length: int, log_step: int) -> int:
+    return (length - 1).bit_length() // log_step
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionGroup:
+    """n sequences padded to Q queries and C = blocks * block_size columns."""
+
+    sequences: tuple[SequenceSlots, ...]
+    starts: tuple[int, ...]
+    block_size: int
+    device: torch.device
+    _gather: dict[int, Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def num_queries(self) -> int:
+        return max(seq.query_len for seq in self.sequences)
+
+    @cached_property
+    def num_columns(self) -> int:
+        most = max(seq.seq_len for seq in self.sequences)
+        return -(-most // self.block_size) * self.block_size
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[n, Q] int64: flat token of each query; a padded one repeats the sequence's last."""
+        q = torch.arange(self.num_queries)
+        lens = torch.tensor([seq.query_len for seq in self.sequences])
+        rows = torch.tensor(self.starts)[:, None] + torch.minimum(q, lens[:, None] - 1)
+        return rows.to(self.device)
+
+    def gather_index(self, num_kv_heads: int) -> Tensor:
+        """[n * K * blocks] int64 into the cache seen as [B * K, S * D]."""
+        index = self._gather.get(num_kv_heads)
+        if index is None:
+            width = self.num_columns // self.block_size
+            table = np.stack([_padded(seq.block_ids, width) for seq in self.sequences])
+            heads = np.arange(num_kv_heads)
+            flat = table[:, None, :] * num_kv_heads + heads[None, :, None]
+            index = self._gather[num_kv_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
+        return index
+
+    def mask(self, layer: int, window: int | None) -> Tensor:
+        """[n, 1 | K, Q, C] bool, True where attended; cached when it is the same for every layer."""
+        per_layer = self._is_per_layer(window)
+        key = (layer if per_layer else -1, window)
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._causal()
+            if window is not None:
+                mask = mask & (self._query_positions[:, None, :, None] - self._positions(layer) < window)
+            if self.sequences[0].evicted is not None:
+                mask = mask & ~self._evicted(layer)[:, :, None, :]
+            self._masks[key] = mask
+        return mask
+
+    def _is_per_layer(self, window: int | None) -> bool:
+        if self.sequences[0].evicted is not None:
+            return True
+        return window is not None and any(seq.slot_positions is not None for seq in self.sequences)
+
+    @cached_property
+    def _query_slots(self) -> Tensor:
+        """[n, Q] int64 physical slot of each query."""
+        first = torch.tensor([seq.seq_len - seq.query_len for seq in self.sequences])
+        last = torch.tensor([seq.seq_len - 1 for seq in self.sequences])
+        slots = torch.minimum(first[:, None] + torch.arange(self.num_queries), last[:, None])
+        return slots.to(self.device)
+
+    @cached_property
+    def _query_positions(self) -> Tensor:
+        shift = torch.tensor([seq.shift for seq in self.sequences], device=self.device)
+        return self._query_slots + shift[:, None]
+
+    def _causal(self) -> Tensor:
+        columns = torch.arange(self.num_columns, device=self.device)
+        return (columns <= self._query_slots[:, :, None])[:, None]
+
+    def _positions(self, layer: int) -> Tensor:
+        """[n, 1 | K, 1, C] logical position of each slot."""
+        columns = torch.arange(self.num_columns, device=self.device)
+        shift = torch.tensor([seq.shift for seq in self.sequences], device=self.device)
+        positions = (columns + shift[:, None])[:, None, None]
+        known = [seq.slot_positions for seq in self.sequences]
+        heads = next((p.shape[1] for p in known if p is not None), None)
+        if heads is None:
+            return positions
+        positions = positions.expand(-1, heads, -1, -1).clone()
+        for i, table in enumerate(known):
+            if table is not None:
+                positions[i, :, 0, : table.shape[-1]] = table[layer]
+        return positions
+
+    def _evicted(self, layer: int) -> Tensor:
+        """[n, K, C] bool."""
+        first = self.sequences[0].evicted
+        assert first is not None, "a group is either masked or not"
+        out = torch.zeros(
+            (len(self.sequences), first.shape[1], self.num_columns), dtype=torch.bool, device=self.device
+        )
+        for i, seq in enumerate(self.sequences):
+            assert seq.evicted is not None, "a group is either masked or not"
+            out[i, :, : seq.evicted.shape[-1]] = seq.evicted[layer]
+        return out
+
+
+def _padded(block_ids: np.ndarray, width: int) -> np.ndarray:
+    """Pad with the last block: a masked column then reads the sequence's own, finite bytes."""
+    row = block_ids[:width]
+    return np.pad(row, (0, width - len(row)), mode="edge") if len(row) < width else row

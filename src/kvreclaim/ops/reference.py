@@ -1,0 +1,179 @@
+"""The ops in plain PyTorch, vectorised over sequences and heads: oracle and fallback of every kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvreclaim.ops.batch import AttentionBatch, AttentionGroup
+from kvreclaim.ops.kv_cache import KVCache
+
+MAX_SCORES = 1 << 26
+"""Attention scores held at once (elements); longer query ranges are cut into pieces."""
+
+
+def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Store new tokens' keys and values in their slots.
+
+    Args:
+        k, v:         [T, K, D], keys already rotated
+        slot_mapping: [T] int64, block * S + offset, no slot twice
+
+    Mutates the cache at these slots only.
+    """
+    block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
+    cache.k[layer][block, :, offset] = k.to(cache.k.dtype)
+    cache.v[layer][block, :, offset] = v.to(cache.v.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend each sequence's new tokens over its paged keys and values, causally.
+
+    Args:
+        q:       [T, H, D], rows in the order of batch.sequences; head h reads KV head h // (H / K)
+        scale:   multiplies q.k before the softmax
+        softcap: scores become softcap * tanh(score / softcap)
+        window:  a key is seen while query position - key position < window (logical positions)
+        sinks:   [H] logits that join the softmax's denominator and carry no value
+
+    Returns: [T, H, Dv], dtype of q. Mutates nothing. Computes in fp32.
+    A row without any visible key is zero.
+    Source: arXiv 2309.06180 section 4; sinks as in GPT-OSS; soft-capping as in Gemma 2.
+    """
+    out = q.new_zeros((q.shape[0], q.shape[1], cache.v.shape[-1]))
+    for group in batch.groups:
+        k = _gather_group(cache.k[layer], group)
+        v = _gather_group(cache.v[layer], group)
+        mask = group.mask(layer, window)
+        n, num_kv_heads, columns, _ = k.shape
+        step = max(1, MAX_SCORES // (n * q.shape[1] * columns))
+        for start in range(0, group.num_queries, step):
+            rows = group.rows[:, start : start + step]
+            part = _attend_rows(
+                q[rows].float(),
+                k,
+                v,
+                mask[:, :, start : start + step],
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            out[rows.reshape(-1)] = part.reshape(-1, *part.shape[2:]).to(q.dtype)
+    return out
+
+
+def _gather_group(cache: Tensor, group: AttentionGroup) -> Tensor:
+    """[B, K, S, D] -> [n, K, C, D] fp32; a block of one head is one contiguous copy."""
+    num_blocks, heads, size, dim = cache.shape
+    flat = cache.view(num_blocks * heads, size * dim).index_select(0, group.gather_index(heads))
+    return flat.view(len(group.sequences), heads, -1, dim).float()
+
+
+def _attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [n, Q, H, D], k and v [n, K, C, D], mask [n, 1 | K, Q, C] -> [n, Q, H, Dv].
+
+    The query heads of a KV head are folded into the query dim, so that they share each key.
+    """
+    n, num_queries, num_heads, dim = q.shape
+    heads = k.shape[1]
+    group = num_heads // heads
+    q = q.view(n, num_queries, heads, group, dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(n, heads, group * num_queries, dim)
+    mask = mask if num_queries == 1 or group == 1 else mask.repeat(1, 1, group, 1)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
+    else:
+        sink_rows = None
+        if sinks is not None:
+            sink_rows = sinks.float().view(heads, group, 1).expand(-1, -1, num_queries)
+            sink_rows = sink_rows.reshape(1, heads, group * num_queries, 1).expand(n, -1, -1, -1)
+        out = _explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sink_rows)
+    out = out.view(n, heads, group, num_queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(n, num_queries, num_heads, -1)
+
+
+def _explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same with the scores written out, for what SDPA does not take; sinks [n, K, rows, 1]."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    else:
+        probs = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(probs, v)
+
+
+def gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """One sequence's keys or values of one layer in token order: [B, K, S, D] -> [K, T, D] (a copy)."""
+    blocks = x.index_select(0, block_ids)
+    return blocks.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :num_tokens]
+
+
+def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Slide the kept tokens of one sequence together: the i-th kept slot goes to slot i.
+
+    Args:
+        kept:       [L | 1, K | 1, M] int64 ascending slots of the old table
+        source_ids: [blocks] int64, the table before; target_ids: the table after, ceil(M / S) blocks
+
+    Every layer is read whole before it is written, so sources and targets may overlap.
+    Mutates the target blocks only; what lies past slot M in the last one is zeroed.
+    """
+    size, heads = cache.block_size, cache.k.shape[2]
+    num_kept = kept.shape[-1]
+    kept = kept.expand(-1, heads, -1)
+    block, offset = source_ids[kept // size], kept % size
+    head = torch.arange(heads, device=kept.device)[:, None]
+    padded = target_ids.numel() * size - num_kept
+    for layer in range(cache.k.shape[0]):
+        row = layer if kept.shape[0] > 1 else 0
+        for x in (cache.k[layer], cache.v[layer]):
+            survivors = F.pad(x[block[row], head, offset[row]], (0, 0, 0, padded))
+            x[target_ids] = survivors.view(heads, -1, size, x.shape[-1]).transpose(0, 1)
+
+
+def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks (source, target) in all layers; no block is both."""
+    source, target = torch.tensor(pairs, device=cache.k.device).unbind(1)
+    cache.k[:, target] = cache.k[:, source]
+    cache.v[:, target] = cache.v[:, source]
+
+
+def zero_blocks(cache: KVCache, block_ids: list[int]) -> None:
+    """Clear freshly allocated blocks, so that what another request left there (a NaN, say) is
+    never multiplied by a zero probability."""
+    index = torch.tensor(block_ids, device=cache.k.device)
+    cache.k.index_fill_(1, index, 0)
+    cache.v.index_fill_(1, index, 0)

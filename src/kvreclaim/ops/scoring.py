@@ -1,0 +1,140 @@
+"""Scores of cached keys from statistics of the queries: pure functions of tensors, nothing decided.
+
+Every function here is the slow twin of a fused kernel and its oracle. Keys are rotated, [K, T, D];
+query head h reads KV head h // G. Results are fp32, or fp64 when the keys are fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+
+MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
+
+
+def as_real(x: Tensor) -> Tensor:
+    """x in fp64 if it is, else in fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def offset_phases(logical_len: int, offsets: Sequence[int], layout: RopeLayout) -> Tensor:
+    """e^{i w_f (L + d)} for each offset d: [O, F] complex128 on the device of layout.inv_freq.
+
+    fp64 throughout: an fp32 angle is off by up to 6e-3 at L = 131,072.
+    """
+    frequencies = layout.inv_freq.to(torch.float64)
+    angle = frequencies.new_tensor([logical_len + d for d in offsets])[:, None] * frequencies
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def turned_queries(queries: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
+    """Queries [..., D] before rotation, each multiplied by every turn [O, F]: [..., O, D].
+
+    The dims without position are repeated as they are. Real: the product with a rotated key is then
+    an ordinary dot product, Re sum_f q_f turn_f conj(K_f) + rest.
+    """
+    queries = as_real(queries)
+    bands = to_bands(queries, layout)[..., None, :] * turns.to(queries.device)
+    rest = queries[..., layout.rest_dims(queries.shape[-1]).to(queries.device)]
+    return from_bands(bands, rest[..., None, :].expand(*bands.shape[:-1], -1), layout)
+
+
+def band_power(keys: Tensor, layout: RopeLayout) -> Tensor:
+    """|K_f|^2: keys [..., D] -> [..., F]. Slices only: no index tensor, no complex copy."""
+    first, bands = layout.start, layout.num_bands
+    squares = as_real(keys[..., first : first + 2 * bands]).square()
+    if layout.style == "half":
+        return squares[..., :bands] + squares[..., bands:]
+    return squares[..., 0::2] + squares[..., 1::2]
+
+
+def grouped_products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Dot products of each query head with the keys of its KV head.
+
+    Args:
+        queries: [H, R, D], R vectors per query head
+        keys:    [K, T, D], H a multiple of K
+
+    Returns: [H, R, T].
+    """
+    keys = as_real(keys)
+    heads, rows, dim = queries.shape
+    stacked = queries.to(keys.dtype).reshape(keys.shape[0], -1, dim)
+    return (stacked @ keys.transpose(1, 2)).view(heads, rows, keys.shape[1])
+
+
+def trig_scores(keys: Tensor, q_mean: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
+    """Mean over the turns of the product of the turned mean query with each key.
+
+    The mean is taken over the phases first, which collapses the offsets into one product per head.
+
+    Args:
+        keys:   [K, T, D]; q_mean: [H, D] before rotation; turns: [O, F] complex (offset_phases)
+
+    Returns: [H, T]. Source: arXiv 2604.04921 (S_trig).
+    """
+    turn = turns.mean(dim=0, keepdim=True)
+    return grouped_products(turned_queries(q_mean.to(keys.device), turn, layout), keys)[:, 0]
+
+
+def peak_trig_scores(keys: Tensor, q_mean: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
+    """As trig_scores, with the maximum over the turns: [H, T], one product per turn."""
+    return grouped_products(turned_queries(q_mean.to(keys.device), turns, layout), keys).amax(dim=1)
+
+
+def norm_scores(keys: Tensor, weights: Tensor, layout: RopeLayout) -> Tensor:
+    """sum_f weights_f |K_f|: keys [K, T, D], weights [H, F] -> [H, T]."""
+    return grouped_products(weights[:, None, :].to(keys.device), band_power(keys, layout).sqrt())[:, 0]
+
+
+def z_scores(scores: Tensor, over: slice, eps: float = 1e-6) -> Tensor:
+    """Scores [H, T] less the row's mean, over its population standard deviation, both taken over
+    the columns `over`. fp32 [H, T]; a constant (or empty) row gives zeros, never NaN.
+
+    fp64 inside, where the mean of equal fp32 numbers is exactly that number.
+    """
+    wide = scores.double()
+    part = wide[:, over]
+    if part.shape[-1] == 0:
+        return torch.zeros_like(scores, dtype=torch.float32)
+    std = part.std(dim=-1, correction=0, keepdim=True)
+    return ((wide - part.mean(dim=-1, keepdim=True)) / std.clamp_min(eps)).float()
+
+
+def group_max(scores: Tensor, num_kv_heads: int) -> Tensor:
+    """[H, T] -> [K, T]: each KV head gets the maximum over its query heads."""
+    return scores.unflatten(0, (num_kv_heads, -1)).amax(dim=1)
+
+
+def mixture_attention(keys: Tensor, centers: Tensor, variances: Tensor, scale: float) -> Tensor:
+    """The attention each key expects from the kind of query that wants it most.
+
+        l_{c,o}(j) = s mu_{c,o}.K_j + s^2/2 sum_d v_{c,d} K_{j,d}^2
+        S(j) = max over query heads and c of mean over o of softmax_j l_{c,o}(j)
+
+    Args:
+        keys:      [K, T, D] any float dtype
+        centers:   [H, C, O, D], each centre turned to O offsets (turned_queries)
+        variances: [H, C, D], per real dim; equal in the two dims of a band
+        scale:     s, the model's softmax scale
+
+    Returns: [K, T] in [0, 1]. The centres go in one batch unless its logits exceed MAX_LOGITS.
+    """
+    keys_t = as_real(keys).transpose(1, 2)
+    squares_t = keys_t.square()
+    (kv_heads, dim, tokens), (heads, count, offsets) = keys_t.shape, centers.shape[:3]
+    best = keys_t.new_zeros(kv_heads, tokens)
+    if tokens == 0:
+        return best
+    centers = (centers.to(keys_t) * scale).reshape(kv_heads, -1, count, offsets, dim)
+    variances = (variances.to(keys_t) * (scale * scale / 2)).reshape(kv_heads, -1, count, dim)
+    step = max(1, MAX_LOGITS // (heads * offsets * tokens))
+    for mu, var in zip(centers.split(step, dim=2), variances.split(step, dim=2), strict=True):
+        logits = (mu.flatten(1, 3) @ keys_t).view(*mu.shape[:4], tokens)
+        logits += (var.flatten(1, 2) @ squares_t).view(*var.shape[:3], 1, tokens)
+        best = torch.maximum(best, logits.softmax(dim=-1).mean(dim=3).amax(dim=(1, 2)))
+    return best

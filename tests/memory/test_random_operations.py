@@ -1,0 +1,80 @@
+"""Ten thousand operations from a seed, then everything ends: no block is lost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from .world import World
+
+WEIGHTS = {
+    "admit": 20,
+    "again": 12,
+    "extend": 40,
+    "fork": 6,
+    "shrink": 8,
+    "punch": 3,
+    "mark_inexact": 1,
+    "preempt": 4,
+    "finish": 25,
+    "reset": 0.1,
+}
+
+
+def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> str:
+    """Returns: what was done; "full" if there was no room for it."""
+    live = world.live
+    kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    salt = rng.choice([None, None, None, "tenant"])
+    if kind == "admit" or not live:
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(40))]
+        return kind if world.start(tokens, salt) is not None else "full"
+    seq_id = rng.choice(live)
+    sequence = world.shadow.sequences[seq_id]
+    if kind == "again":
+        tokens = rng.choice(past) if past else sequence.tokens
+        return kind if world.start(tokens, salt) is not None else "full"
+    if kind == "extend":
+        room = world.extend(seq_id, [rng.randrange(3) for _ in range(rng.choice([1, 1, 1, 2, 17]))])
+        if not room:
+            world.preempt(live[-1])
+        return kind if room else "full"
+    if kind == "fork":
+        world.fork(seq_id)
+    elif kind == "shrink":
+        return kind if world.shrink(seq_id, rng) is not None else "full"
+    elif kind == "punch":
+        world.punch(seq_id, rng)
+    elif kind == "mark_inexact":
+        world.mark_inexact(seq_id)
+    elif kind == "preempt":
+        world.preempt(seq_id)
+    elif kind == "finish":
+        past[:] = [*past[-15:], sequence.tokens]
+        world.free(seq_id)
+    else:
+        world.reset_prefix_cache()
+    return kind
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(48, 4)])
+def test_ten_thousand_random_operations(num_blocks: int, block_size: int) -> None:
+    world, rng, past = World(num_blocks, block_size), random.Random(20250101), []
+    done: Counter[str] = Counter()
+    for _ in range(10_000):
+        done[one_operation(world, rng, past)] += 1
+        world.check()
+    assert set(done) == {*WEIGHTS, "full"}, f"not every kind of operation occurred: {done}"
+    stats = world.memory.stats()
+    for what in ("prefix_hit_tokens", "prefix_evictions", "blocks_freed_by_compression", "cow_copies"):
+        assert getattr(stats, what) > 0, f"{what} is 0: the run did not exercise it"
+    for seq_id in world.live:
+        world.free(seq_id)
+    world.check()
+    stats = world.memory.stats()
+    assert stats.in_use == 0
+    assert stats.free + stats.cached == num_blocks
+    world.reset_prefix_cache()
+    assert world.memory.stats().free == num_blocks

@@ -1,0 +1,284 @@
+"""Drives a MemoryManager and the shadow together; everything the one says is compared with the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+from kvreclaim.memory import MemoryManager, MemoryStats, PrefixMatch
+from kvreclaim.memory.prefix_index import HashFunction, sha256
+
+from .shadow import Shadow, ShadowSequence
+
+
+@dataclass(frozen=True)
+class Plan:
+    seq_id: int
+    num_tokens: int
+    targets: tuple[int | None, ...]
+    strip: tuple[int, ...] = ()
+
+
+class World:
+    """caching: with prefix caching. colliding: a hash function that makes digests meet, so that the
+    shadow can't foretell which prefixes are indexed and learns it from the manager instead."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, caching: bool = True, colliding: HashFunction | None = None
+    ) -> None:
+        self.memory = MemoryManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=caching,
+            fingerprint="model",
+            hash_function=colliding or sha256,
+        )
+        self.shadow = Shadow(num_blocks, block_size, caching)
+        self.foretold = colliding is None
+        self.ids = count()
+
+    @property
+    def live(self) -> list[int]:
+        return list(self.shadow.sequences)
+
+    def start(self, tokens: Sequence[int], salt: str | None, max_tokens: int | None = None) -> int | None:
+        """Admit a prompt and write all of it. Returns: its id, None if the pool is too full."""
+        match = self._match(tokens, salt, max_tokens)
+        rest = len(tokens) - match.num_tokens
+        queued = sum(1 for block in match.block_ids if block in self.shadow.order)
+        size = self.shadow.block_size
+        needed = -(-len(tokens) // size) - len(match.block_ids)
+        fits = needed <= len(self.shadow.order) - queued
+        assert self.memory.can_admit(match, rest) == fits
+        if not fits:
+            return None
+        seq_id = next(self.ids)
+        self.memory.admit(seq_id, match, token_ids=tokens, cache_salt=salt)
+        self._shadow_admit(seq_id, match, tokens, salt)
+        assert self.extend(seq_id, tokens[match.num_tokens :]), "can_admit said yes, can_grow no"
+        return seq_id
+
+    def _match(self, tokens: Sequence[int], salt: str | None, max_tokens: int | None) -> PrefixMatch:
+        match = self.memory.match_prefix(tokens, cache_salt=salt, max_tokens=max_tokens)
+        limit = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+        if self.foretold:
+            assert list(match.block_ids) == self.shadow.match(salt, tokens, limit)
+        assert match.num_tokens <= max(0, limit)
+        found = [content for block in match.block_ids for content in self.shadow.contents[block]]
+        assert found == self.shadow.expected(salt, tokens[: match.num_tokens]), "a hit holds other tokens"
+        return match
+
+    def _shadow_admit(self, seq_id: int, match: PrefixMatch, tokens: Sequence[int], salt: str | None) -> None:
+        shadow = self.shadow
+        for block in match.block_ids:
+            shadow.touch(block)
+        contents = shadow.expected(salt, tokens[: match.num_tokens])
+        path = contents[-1] if contents else shadow.path("salt", salt)
+        node = shadow.root
+        if self.foretold and contents:
+            node = shadow.nodes[path].number
+        shadow.sequences[seq_id] = ShadowSequence(
+            salt,
+            path,
+            node if shadow.caching else None,
+            list(tokens[: match.num_tokens]),
+            list(contents),
+            list(match.block_ids),
+            match.num_tokens,
+        )
+        if shadow.caching:
+            shadow.queries += len(tokens)
+            shadow.hits += match.num_tokens
+
+    def grow(self, seq_id: int, num_tokens: int) -> bool:
+        """Make room. Returns: whether there was enough."""
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        append, shared = shadow.missing(seq_id, num_tokens)
+        fits = append + shared <= len(shadow.order)
+        assert self.memory.can_grow(seq_id, num_tokens) == fits
+        if not fits:
+            return False
+        fresh = shadow.allocate(append + shared)
+        copies: tuple[tuple[int, int], ...] = ()
+        if shared:
+            index = len(sequence.contents) // shadow.block_size
+            source, copy = sequence.blocks[index], fresh.pop(0)
+            assert source is not None
+            copies = ((source, copy),)
+            shadow.contents[copy] = list(shadow.contents[source])
+            sequence.blocks[index] = copy
+            shadow.release([source])
+            shadow.copies += 1
+        sequence.blocks += fresh
+        growth = self.memory.grow(seq_id, num_tokens)
+        assert growth.new_blocks == tuple(fresh)
+        assert growth.copies == copies
+        return True
+
+    def extend(self, seq_id: int, tokens: Sequence[int]) -> bool:
+        """Grow, write the tokens, commit. Returns: whether there was room; if not, nothing changed."""
+        if not self.grow(seq_id, len(tokens)):
+            return False
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        self._learn_index()
+        for token in tokens:
+            sequence.path = shadow.path(sequence.path, token) if sequence.exact else shadow.lossy()
+            index, slot = divmod(len(sequence.contents), shadow.block_size)
+            block = sequence.blocks[index]
+            assert block is not None
+            shadow.write(block, slot, sequence.path)
+            sequence.contents.append(sequence.path)
+            sequence.tokens.append(token)
+            sequence.logical_len += 1
+            if self.foretold and slot == shadow.block_size - 1 and sequence.node is not None:
+                shadow.enter(sequence, index)
+        self.memory.commit(seq_id, tokens)
+        return True
+
+    def fork(self, parent_id: int) -> int:
+        shadow, parent = self.shadow, self.shadow.sequences[parent_id]
+        child_id = next(self.ids)
+        self.memory.fork(parent_id, child_id)
+        written = -(-len(parent.contents) // shadow.block_size)
+        shadow.sequences[child_id] = child = ShadowSequence(
+            parent.salt,
+            parent.path,
+            parent.node,
+            list(parent.tokens),
+            list(parent.contents),
+            parent.blocks[:written],
+            parent.logical_len,
+            parent.exact,
+        )
+        for block in child.held():
+            shadow.touch(block)
+        return child_id
+
+    def plan(self, seq_id: int, rng: random.Random) -> tuple[Plan, list[int]]:
+        """A plan with every kind of target, and the slots that survive."""
+        sequence, size = self.shadow.sequences[seq_id], self.shadow.block_size
+        slots = [i for i, content in enumerate(sequence.contents) if content is not None]
+        kept = sorted(rng.sample(slots, rng.randint(0, len(slots))))
+        own = [block for block in sequence.held() if self.memory.pool.ref_count(block) == 1]
+        rng.shuffle(own)
+        targets: list[int | None] = []
+        for _ in range(-(-len(kept) // size)):
+            targets.append(own.pop() if own and rng.random() < 0.75 else None)
+        strip = tuple(b for b in targets if b is not None and b in self.memory.pool.index)
+        return Plan(seq_id, len(kept), tuple(targets), strip), kept
+
+    def shrink(self, seq_id: int, rng: random.Random) -> int | None:
+        """Compress. Returns: blocks freed, None if the pool is too full."""
+        plan, kept = self.plan(seq_id, rng)
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        fits = plan.targets.count(None) <= len(shadow.order)
+        assert self.memory.can_shrink(plan) == fits
+        if not fits:
+            with pytest.raises(AssertionError, match="fresh blocks wanted"):
+                self.memory.shrink(plan)
+            return None
+        shrunk = self.memory.shrink(plan)
+        for block in plan.strip:
+            shadow.strip(block)
+        fresh = shadow.allocate(plan.targets.count(None))
+        assert list(shrunk.fresh) == fresh
+        supply = iter(fresh)
+        blocks = [next(supply) if target is None else target for target in plan.targets]
+        assert list(shrunk.block_ids) == blocks
+        survivors = [shadow.contents[sequence.blocks[i // shadow.block_size]][i % shadow.block_size] for i in kept]
+        assert survivors == [sequence.contents[i] for i in kept], "a source was reused before it was read"
+        freed = shadow.release([b for b in reversed(sequence.held()) if b not in blocks]) - len(fresh)
+        assert shrunk.blocks_freed == freed
+        shadow.freed += freed
+        sequence.blocks, sequence.contents = list(blocks), survivors
+        sequence.exact, sequence.node = False, None
+        self._learn_index()
+        for i, content in enumerate(survivors):
+            shadow.write(blocks[i // shadow.block_size], i % shadow.block_size, content)
+        return freed
+
+    def punch(self, seq_id: int, rng: random.Random) -> int:
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        size = shadow.block_size
+        full = [i for i in range(len(sequence.contents) // size) if sequence.blocks[i] is not None]
+        chosen = rng.sample(full, rng.randint(0, len(full)))
+        freed = self.memory.punch(seq_id, chosen)
+        punched = [sequence.blocks[i] for i in sorted(chosen, reverse=True)]
+        assert freed == shadow.release([block for block in punched if block is not None])
+        shadow.freed += freed
+        for i in chosen:
+            sequence.blocks[i] = None
+            sequence.contents[i * size : (i + 1) * size] = [None] * size
+        sequence.exact, sequence.node = False, None
+        return freed
+
+    def mark_inexact(self, seq_id: int) -> None:
+        self.memory.mark_inexact(seq_id)
+        sequence = self.shadow.sequences[seq_id]
+        sequence.exact, sequence.node = False, None
+
+    def free(self, seq_id: int) -> int:
+        sequence = self.shadow.sequences.pop(seq_id)
+        freed = self.memory.free(seq_id)
+        assert freed == self.shadow.release(sequence.held()[::-1])
+        return freed
+
+    def preempt(self, seq_id: int) -> int | None:
+        """Free a sequence and compute all its tokens anew. Returns: its new id, None if it waits."""
+        sequence = self.shadow.sequences[seq_id]
+        self.free(seq_id)
+        return self.start(sequence.tokens, sequence.salt)
+
+    def reset_prefix_cache(self) -> None:
+        self.memory.reset_prefix_cache()
+        self.shadow.reset_index()
+
+    def _learn_index(self) -> None:
+        """With colliding digests: which blocks are indexed is the manager's word, what they hold is not."""
+        if not self.foretold:
+            shadow = self.shadow
+            shadow.path_of_block = {entry.block: 0 for entry in self.memory.pool.index}
+
+    def check(self) -> None:
+        """Structure, order, counts, index, every sequence's content and the statistics."""
+        self.memory.check()
+        shadow, pool = self.shadow, self.memory.pool
+        self._learn_index()
+        assert list(pool.free_queue) == shadow.order
+        assert {b: n for b, n in enumerate(pool.refs) if n} == shadow.refs
+        assert {entry.block for entry in pool.index} == set(shadow.path_of_block)
+        for seq_id in shadow.sequences:
+            self._check_sequence(seq_id)
+        assert self.memory.stats() == self._expected_stats()
+
+    def _check_sequence(self, seq_id: int) -> None:
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        table, size = self.memory.table(seq_id), self.shadow.block_size
+        assert table.block_ids == sequence.blocks
+        assert table.physical_len == len(sequence.contents)
+        assert table.logical_len == sequence.logical_len
+        assert table.exact == sequence.exact
+        for i, content in enumerate(sequence.contents):
+            block = sequence.blocks[i // size]
+            found = None if block is None else shadow.contents[block][i % size]
+            assert found == content, f"sequence {seq_id}, slot {i} in block {block} was overwritten"
+
+    def _expected_stats(self) -> MemoryStats:
+        shadow = self.shadow
+        cached = shadow.num_cached()
+        return MemoryStats(
+            num_blocks=shadow.num_blocks,
+            in_use=shadow.num_blocks - len(shadow.order),
+            cached=cached,
+            free=len(shadow.order) - cached,
+            peak_in_use=shadow.peak,
+            prefix_query_tokens=shadow.queries,
+            prefix_hit_tokens=shadow.hits,
+            prefix_evictions=shadow.evictions if self.foretold else self.memory.pool.num_evictions,
+            blocks_freed_by_compression=shadow.freed,
+            cow_copies=shadow.copies,
+        )
