@@ -6,7 +6,8 @@ import torch
 
 from kvreclaim.eval.chain import HEADER_TOKENS, HOP_TOKENS, NUM_NODES, ChainExample, ChainTask, Kind, Stream
 
-FILLER_WORDS = (3, 10)
+FILLER_WORDS = (2, 10)
+TOKENS_PER_FILLER_WORD = 32  # short examples get little filler: more hops, more to learn from
 MAX_DECOYS = 20
 TRACE_SHARE = (0.3, 0.6)
 HEAVY_KINDS = (Kind.LOOKUP, Kind.CARRY, Kind.RETURN, Kind.RESTORE)
@@ -16,7 +17,8 @@ KIND_NUMBERS = {kind: i for i, kind in enumerate(Kind)}
 
 def draw_example(rng: random.Random, num_tokens: int) -> ChainExample:
     """Return an example of exactly `num_tokens` tokens with random share of trace, filler and decoys."""
-    num_filler = rng.randint(*FILLER_WORDS)
+    least, most = FILLER_WORDS
+    num_filler = rng.randint(least, min(most, num_tokens // TOKENS_PER_FILLER_WORD))
     pair = 2 * (HOP_TOKENS + num_filler)
     num_facts = max(1, min(int(num_tokens * rng.uniform(*TRACE_SHARE)) // pair, NUM_NODES - MAX_DECOYS))
     num_prompt_tokens = num_tokens - num_facts * pair - 1

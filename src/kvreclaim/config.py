@@ -104,7 +104,9 @@ class SamplingParams:
         require_int("n", self.n, 1)
         require_number("temperature", self.temperature, 0.0, 100.0)
         require_number("top_p", self.top_p, 0.0, 1.0)
-        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1 (1 keeps all tokens).")
+        require(
+            self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1 (1 keeps all tokens)."
+        )
         require_int("top_k", self.top_k, -1)
         require_number("min_p", self.min_p, 0.0, 1.0)
         require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)

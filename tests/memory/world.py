@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -12,15 +11,8 @@ import pytest
 from kvreclaim.memory import MemoryManager, MemoryStats, PrefixMatch
 from kvreclaim.memory.prefix_index import HashFunction, sha256
 
+from .sequences import Plan
 from .shadow import Shadow, ShadowSequence
-
-
-@dataclass(frozen=True)
-class Plan:
-    seq_id: int
-    num_tokens: int
-    targets: tuple[int | None, ...]
-    strip: tuple[int, ...] = ()
 
 
 class World:
@@ -165,11 +157,11 @@ class World:
         kept = sorted(rng.sample(slots, rng.randint(0, len(slots))))
         own = [block for block in sequence.held() if self.memory.pool.ref_count(block) == 1]
         rng.shuffle(own)
-        targets: list[int | None] = []
-        for _ in range(-(-len(kept) // size)):
-            targets.append(own.pop() if own and rng.random() < 0.75 else None)
+        targets = tuple(
+            own.pop() if own and rng.random() < 0.75 else None for _ in range(-(-len(kept) // size))
+        )
         strip = tuple(b for b in targets if b is not None and b in self.memory.pool.index)
-        return Plan(seq_id, len(kept), tuple(targets), strip), kept
+        return Plan(seq_id, len(kept), targets, strip), kept
 
     def shrink(self, seq_id: int, rng: random.Random) -> int | None:
         """Compress. Returns: blocks freed, None if the pool is too full."""
@@ -189,7 +181,9 @@ class World:
         supply = iter(fresh)
         blocks = [next(supply) if target is None else target for target in plan.targets]
         assert list(shrunk.block_ids) == blocks
-        survivors = [shadow.contents[sequence.blocks[i // shadow.block_size]][i % shadow.block_size] for i in kept]
+        survivors = [
+            shadow.contents[sequence.blocks[i // shadow.block_size]][i % shadow.block_size] for i in kept
+        ]
         assert survivors == [sequence.contents[i] for i in kept], "a source was reused before it was read"
         freed = shadow.release([b for b in reversed(sequence.held()) if b not in blocks]) - len(fresh)
         assert shrunk.blocks_freed == freed

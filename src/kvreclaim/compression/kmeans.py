@@ -41,15 +41,25 @@ def kmeans(points: Tensor, num_clusters: int, seed: int, *, rounds: int = 15) ->
     num_heads, num_points = points.shape[:2]
     if num_points == 0:
         raise InvalidArgumentError("k-means got 0 queries; it needs at least 1 token per head.")
+    lengths = torch.cat([part.square().sum(dim=-1) for _, part in _chunks(points)], dim=1)
     source = torch.Generator().manual_seed(seed)
     draws = torch.rand(num_clusters, num_heads, 1, generator=source, dtype=torch.float64)
-    centers = _spread_start(points, draws)
+    centers = _spread_start(points, lengths, draws)
     for _ in range(rounds - 1):
-        labels, distances = _assign(points, centers)
-        sums, counts = _totals(points, labels, num_clusters)
-        centers = _reseed(points, sums / counts.clamp_min(1)[..., None], counts, distances)
-    labels, _ = _assign(points, centers)
-    return _summary(points, labels, num_clusters)
+        grouping = _group(points, lengths, centers)
+        centers = _reseed(points, grouping)
+    return _summary(points, _group(points, lengths, centers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grouping:
+    """labels and distances (squared): [H, T], the nearest centre; counts [H, C] and means [H, C, D] of
+    the members, the mean of none being 0."""
+
+    labels: Tensor
+    distances: Tensor
+    counts: Tensor
+    means: Tensor
 
 
 def _chunks(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -66,43 +76,40 @@ def _take(points: Tensor, index: Tensor) -> Tensor:
     return points.gather(1, index[..., None].expand(-1, -1, points.shape[-1])).float()
 
 
-def _spread_start(points: Tensor, draws: Tensor) -> Tensor:
+def _spread_start(points: Tensor, lengths: Tensor, draws: Tensor) -> Tensor:
     """k-means++: each next centre is a point drawn in proportion to its squared distance from the
-    nearest centre so far. draws: [C, H, 1] in [0, 1). Returns [H, C, D] fp32."""
-    num_heads, num_points, _ = points.shape
-    nearest = torch.ones(num_heads, num_points, device=points.device)
+    nearest centre so far. lengths: [H, T] |x|^2; draws: [C, H, 1] in [0, 1). Returns [H, C, D] fp32."""
+    num_points = points.shape[1]
+    nearest = torch.ones_like(lengths)
     centers: list[Tensor] = []
     for draw in draws:
         mass = nearest.double().cpu().cumsum(dim=1)  # on a GPU a running sum is not deterministic
         index = torch.searchsorted(mass, draw * mass[:, -1:], right=True).clamp_max(num_points - 1)
         centers.append(_take(points, index.to(points.device)))
-        apart = torch.cat([(part - centers[-1]).square().sum(dim=-1) for _, part in _chunks(points)], dim=1)
+        apart = torch.cat([_apart(part, centers[-1])[..., 0] for _, part in _chunks(points)], dim=1)
+        apart = (apart + lengths).clamp_min(0)
         nearest = apart if len(centers) == 1 else torch.minimum(nearest, apart)
     return torch.cat(centers, dim=1)
 
 
-def _assign(points: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest centre and squared distance to it, [H, T] each; ties go to the first centre."""
-    lengths = centers.square().sum(dim=-1)[:, None]
-    labels, distances = [], []
-    for _, part in _chunks(points):
-        apart = torch.baddbmm(lengths, part, centers.transpose(1, 2), alpha=-2)
-        nearest = apart.min(dim=-1)
-        labels.append(nearest.indices)
-        distances.append(nearest.values + part.square().sum(dim=-1))
-    return torch.cat(labels, dim=1), torch.cat(distances, dim=1).clamp_min(0)
+def _apart(part: Tensor, centers: Tensor) -> Tensor:
+    """Squared distances less |x|^2: [H, t, D], [H, C, D] -> [H, t, C]."""
+    return torch.baddbmm(centers.square().sum(dim=-1)[:, None], part, centers.transpose(1, 2), alpha=-2)
 
 
-def _totals(points: Tensor, labels: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """Sums [H, C, D] and counts [H, C] of the members: a product with one-hot rows, which is
-    deterministic where scattered additions are not."""
-    sums = points.new_zeros(points.shape[0], num_clusters, points.shape[-1], dtype=torch.float32)
-    counts = sums.new_zeros(sums.shape[:2])
+def _group(points: Tensor, lengths: Tensor, centers: Tensor) -> _Grouping:
+    """Each point to its nearest centre; ties go to the first. Sums are products with one-hot rows,
+    which are deterministic where scattered additions are not."""
+    labels, distances = torch.empty_like(lengths, dtype=torch.int64), torch.empty_like(lengths)
+    sums, counts = torch.zeros_like(centers), torch.zeros_like(centers[..., 0])
     for span, part in _chunks(points):
-        member = _members(labels[:, span], num_clusters)
-        sums += member @ part
-        counts += member.sum(dim=-1)
-    return sums, counts
+        nearest = _apart(part, centers).min(dim=-1)
+        labels[:, span] = nearest.indices
+        distances[:, span] = (nearest.values + lengths[:, span]).clamp_min(0)
+        members = _members(nearest.indices, centers.shape[1])
+        sums += members @ part
+        counts += members.sum(dim=-1)
+    return _Grouping(labels, distances, counts, sums / counts.clamp_min(1)[..., None])
 
 
 def _members(labels: Tensor, num_clusters: int) -> Tensor:
@@ -111,24 +118,23 @@ def _members(labels: Tensor, num_clusters: int) -> Tensor:
     return (labels[:, None] == clusters[:, None]).float()
 
 
-def _reseed(points: Tensor, centers: Tensor, counts: Tensor, distances: Tensor) -> Tensor:
-    """Centres with the n-th empty cluster of a head moved to its n-th farthest point."""
-    empty = counts == 0
+def _reseed(points: Tensor, grouping: _Grouping) -> Tensor:
+    """The means, with the n-th empty cluster of a head moved to its n-th farthest point."""
+    empty = grouping.counts == 0
     if not bool(empty.any()):
-        return centers
-    farthest = distances.topk(min(counts.shape[1], distances.shape[1]), dim=1).indices
+        return grouping.means
+    farthest = grouping.distances.topk(min(empty.shape[1], points.shape[1]), dim=1).indices
     rank = (empty.long().cumsum(dim=1) - 1).clamp(0, farthest.shape[1] - 1)
-    return torch.where(empty[..., None], _take(points, farthest.gather(1, rank)), centers)
+    return torch.where(empty[..., None], _take(points, farthest.gather(1, rank)), grouping.means)
 
 
-def _summary(points: Tensor, labels: Tensor, num_clusters: int) -> Clusters:
-    sums, counts = _totals(points, labels, num_clusters)
-    centers = sums / counts.clamp_min(1)[..., None]
-    squares = torch.zeros_like(sums)
+def _summary(points: Tensor, grouping: _Grouping) -> Clusters:
+    counts, means = grouping.counts, grouping.means
+    squares = torch.zeros_like(means)
     for span, part in _chunks(points):
-        apart = part - _take(centers, labels[:, span])
-        squares += _members(labels[:, span], num_clusters) @ apart.square()
+        labels = grouping.labels[:, span]
+        squares += _members(labels, counts.shape[1]) @ (part - _take(means, labels)).square()
     variances = squares / counts.clamp_min(1)[..., None]
-    everyone = torch.arange(num_clusters, device=points.device).expand_as(counts)
+    everyone = torch.arange(counts.shape[1], device=points.device).expand_as(counts)
     source = torch.where(counts > 0, everyone, counts.argmax(dim=1, keepdim=True))
-    return Clusters(_take(centers, source), _take(variances, source), counts / points.shape[1])
+    return Clusters(_take(means, source), _take(variances, source), counts / points.shape[1])

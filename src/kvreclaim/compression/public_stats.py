@@ -83,10 +83,11 @@ def _head_grid(path: object, metadata: Mapping[str, object], heads: Mapping[str,
 
 
 def _same_heads(sampled: object, found: set[tuple[int, int]]) -> bool:
+    """Whether sampled is a list of [layer, head] that names each found head, and no other."""
     if not isinstance(sampled, list | tuple):
         return False
-    pairs = [tuple(pair) if isinstance(pair, list | tuple) else None for pair in sampled]
-    return all(pair is not None for pair in pairs) and set(pairs) == found
+    pairs = [list(pair) for pair in sampled if isinstance(pair, list | tuple)]
+    return len(pairs) == len(sampled) == len(found) and all([*head] in pairs for head in found)
 
 
 def _stacked(

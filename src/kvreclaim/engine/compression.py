@@ -52,7 +52,12 @@ class CompressionState:
         """The child's state: same tokens gone, its own counts from zero. Tensors are replaced, never
         written in place, so they are shared."""
         return replace(
-            self, blocks_freed=0, blocks_perfect=0, compactions=0, postponed=0, inherited_evicted=self.num_evicted
+            self,
+            blocks_freed=0,
+            blocks_perfect=0,
+            compactions=0,
+            postponed=0,
+            inherited_evicted=self.num_evicted,
         )
 
 
@@ -138,9 +143,7 @@ class CompressionPass:
             ref_counts=memory.ref_counts(seq.seq_id),
             indexed=memory.indexed(seq.seq_id),
         )
-        return plan_compaction(
-            seq.seq_id, table, num_kept, memory.block_size, num_free=memory.pool.num_free
-        )
+        return plan_compaction(seq.seq_id, table, num_kept, memory.block_size, num_free=memory.pool.num_free)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.block_size)

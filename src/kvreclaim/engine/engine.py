@@ -147,9 +147,7 @@ class Engine:
         in_prompt = max(0, min(seq.num_computed, seq.num_prompt) - start)
         self.totals.prompt_tokens += in_prompt
 
-    def _take_logits(
-        self, step: list[Scheduled], logits: torch.Tensor, wanted: list[range]
-    ) -> list[Request]:
+    def _take_logits(self, step: list[Scheduled], logits: torch.Tensor, wanted: list[range]) -> list[Request]:
         """Draw or score from each sequence's rows, then compress whoever is due."""
         touched: dict[str, Request] = {}
         draws: list[tuple[Sequence, int]] = []
@@ -177,7 +175,9 @@ class Engine:
         assert scores is not None, f"request {seq.request.request_id} is not scored"
         if positions:
             first = positions.start + 1 - seq.num_prompt
-            given = torch.tensor(seq.token_ids[positions.start + 1 : positions.stop + 1], device=logits.device)
+            given = torch.tensor(
+                seq.token_ids[positions.start + 1 : positions.stop + 1], device=logits.device
+            )
             logprobs = torch.log_softmax(logits, -1).gather(-1, given[:, None])[:, 0]
             scores.predicted[first : first + len(positions)] = logits.argmax(-1).tolist()
             scores.logprobs[first : first + len(positions)] = logprobs.tolist()

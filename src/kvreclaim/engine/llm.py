@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from tqdm.auto import tqdm
 
 from kvreclaim.compression import CompressionConfig, Compressor
@@ -79,10 +78,12 @@ class LLM:
             self._compressor(compression)
 
     @property
-    def tokenizer(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def tokenizer(self):  # type: ignore[no-untyped-def]
         """The model's tokenizer. Raises: InvalidArgumentError where it has none."""
         if self.loaded.tokenizer is None:
-            raise InvalidArgumentError(f"{self.loaded.facts.name} has no tokenizer; pass prompts as token ids.")
+            raise InvalidArgumentError(
+                f"{self.loaded.facts.name} has no tokenizer; pass prompts as token ids."
+            )
         return self.loaded.tokenizer
 
     def generate(
@@ -243,5 +244,7 @@ def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
     if not isinstance(value, (list, tuple)):
         return [value] * count  # type: ignore[list-item]
     if len(value) != count:
-        raise InvalidArgumentError(f"{name} has {len(value)} entries for {count} prompts; pass one, or one each.")
+        raise InvalidArgumentError(
+            f"{name} has {len(value)} entries for {count} prompts; pass one, or one each."
+        )
     return list(value)

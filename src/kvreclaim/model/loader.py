@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
@@ -55,6 +56,11 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "auto", device: str
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
     )
+
+
+def hide_progress_bars() -> None:
+    """Silence transformers' own bars, for commands that draw their own."""
+    transformers_logging.disable_progress_bar()
 
 
 def resolve_device(device: str) -> torch.device:

@@ -82,7 +82,9 @@ def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
     recorder = _Probe()
     positions = torch.tensor([POSITIONS], device=model.device)
     embeddings = model.get_input_embeddings().weight
-    token = torch.full_like(positions, int(embeddings.float().norm(dim=-1).argmax()))  # never a zero (pad) row
+    token = torch.full_like(
+        positions, int(embeddings.float().norm(dim=-1).argmax())
+    )  # never a zero (pad) row
     model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.calls) != list(range(expected)):

@@ -73,6 +73,42 @@ def paged_attention(
     return out
 
 
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One whole document attends to itself, without a cache: q [T, H, D], k and v [T, K, D].
+
+    Returns: [T, H, Dv], dtype of q; the parameters mean what they mean in paged_attention.
+    """
+    keys, values = k.transpose(0, 1)[None].float(), v.transpose(0, 1)[None].float()
+    columns = torch.arange(q.shape[0], device=q.device)
+    step = max(1, MAX_SCORES // (q.shape[0] * q.shape[1]))
+    parts = []
+    for rows in columns.split(step):
+        mask = columns <= rows[:, None]
+        if window is not None:
+            mask &= rows[:, None] - columns < window
+        parts.append(
+            _attend_rows(
+                q[rows][None].float(),
+                keys,
+                values,
+                mask[None, None],
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )[0]
+        )
+    return torch.cat(parts).to(q.dtype)
+
+
 def _gather_group(cache: Tensor, group: AttentionGroup) -> Tensor:
     """[B, K, S, D] -> [n, K, C, D] fp32; a block of one head is one contiguous copy."""
     num_blocks, heads, size, dim = cache.shape

@@ -63,7 +63,8 @@ def grouped_products(queries: Tensor, keys: Tensor) -> Tensor:
     """
     keys = as_real(keys)
     heads, rows, dim = queries.shape
-    stacked = queries.to(keys.dtype).reshape(keys.shape[0], -1, dim)
+    kv_heads = keys.shape[0]
+    stacked = queries.to(keys.dtype).reshape(kv_heads, heads // kv_heads * rows, dim)
     return (stacked @ keys.transpose(1, 2)).view(heads, rows, keys.shape[1])
 
 

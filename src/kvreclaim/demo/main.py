@@ -1,0 +1,63 @@
+"""Run the demo from start to end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvreclaim.demo.report import DemoReport
+from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
+from kvreclaim.demo.show import draw_report, show_report
+from kvreclaim.engine.llm import LLM
+
+
+def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:
+    """Measure everything, with a progress bar on the console."""
+    started = time.perf_counter()
+    limits = {"max_num_seqs": 64, "block_size": plan.block_size, "max_model_len": plan.final_length}
+    llm = LLM(model, num_blocks=plan.num_blocks, **limits)  # type: ignore[arg-type]
+    per_sequence = -(-plan.final_length // plan.block_size)
+    scorer = LLM(model, num_blocks=per_sequence * plan.num_scored, **limits)  # type: ignore[arg-type]
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("warm up", total=len(plan.settings()) + 2)
+
+        def on_progress(label: str) -> None:
+            progress.update(task, description=label, advance=1)
+
+        runs = run_policies(plan, llm, scorer, on_progress)
+        load = run_load(plan, llm, on_progress)
+    facts = llm.loaded.facts
+    return DemoReport(
+        command=command,
+        model=facts.name,
+        dtype=str(facts.dtype).removeprefix("torch."),
+        device=facts.device.type,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        kv_bytes_per_block=llm.engine.cache.bytes_per_block,
+        final_length=plan.final_length,
+        interval=plan.interval,
+        sinks=plan.sinks,
+        recent=plan.recent,
+        elapsed_s=time.perf_counter() - started,
+        runs=runs,
+        load=load,
+    )
+
+
+def present(report: DemoReport, console: Console, out: Path, json_file: Path | None) -> None:
+    """Print tables and charts; write the PNG and, if asked for, the JSON."""
+    show_report(console, report)
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "blocks_over_time.png"
+    draw_report(report, picture)
+    console.print(f"\nchart: {picture}")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        console.print(f"figures: {json_file}")
+    console.print(f"the demo took {report.elapsed_s:.0f} s")

@@ -1,0 +1,78 @@
+"""What the demo found, as data."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class PolicyRun(BaseModel):
+    """One policy at one budget: the same sequences scored, and the same generations in the same pool.
+
+    fraction:       budget / final length; None for the full cache
+    accuracy:       teacher-forced look-ups right (evidence in the prompt), over num_scored sequences
+    carry_accuracy: teacher-forced carries right (evidence in the far trace)
+    progress:       free-running: share of the trace before the first error, mean over num_generated
+    exact_match:    free-running: share of sequences that are right to the end
+    peak_blocks:    most blocks of the pool in use at once, in the generation
+    """
+
+    policy: str
+    fraction: float | None
+    budget: int | None
+    num_scored: int
+    accuracy: float
+    carry_accuracy: float
+    num_generated: int
+    progress: float
+    exact_match: float
+    tokens_evicted: int
+    blocks_freed: int
+    reclaim_efficiency: float | None
+    peak_blocks: int
+    preemptions: int
+    tokens_per_s: float
+    elapsed_s: float
+    blocks_over_time: list[int]
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
+
+
+class LoadRun(BaseModel):
+    """Many requests at once in the same pool."""
+
+    policy: str
+    fraction: float | None
+    budget: int | None
+    num_requests: int
+    most_running: int
+    mean_running: float
+    preemptions: int
+    peak_blocks: int
+    tokens_per_s: float
+    elapsed_s: float
+    blocks_over_time: list[int]
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
+
+
+class DemoReport(BaseModel):
+    """Everything the demo measured, and what it was measured on."""
+
+    command: str
+    model: str
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_block: int
+    final_length: int
+    interval: int
+    sinks: int
+    recent: int
+    elapsed_s: float
+    runs: list[PolicyRun]
+    load: list[LoadRun]

@@ -1,0 +1,66 @@
+"""One forward pass that shows each layer's queries before rotation, and keeps none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.reference import causal_attention
+from kvreclaim.ops.rope import rotate
+
+OnQueries = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Capture:
+    """A KVBatch over whole documents: causal attention inside each, no cache.
+
+    Queries reach an attention function after q_norm and rotation, at known positions; turning them
+    back gives the pre-RoPE query exactly, for every model that the probe has understood.
+    """
+
+    facts: ModelFacts
+    lengths: list[int]
+    positions: Tensor
+    on_queries: OnQueries
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        rope = self.facts.layers[call.layer].rope
+        assert rope is not None, f"layer {call.layer}: {self.facts.rope_problem}"
+        queries = rotate(call.q.transpose(0, 1).float(), self.positions, rope, inverse=True)
+        self.on_queries(call.layer, queries)
+        parts = zip(
+            call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
+        )
+        how = {"scale": call.scale, "softcap": call.softcap, "window": call.window, "sinks": call.sinks}
+        return torch.cat([causal_attention(q, k, v, **how) for q, k, v in parts])
+
+
+@torch.inference_mode()
+def capture_queries(loaded: LoadedModel, documents: list[list[int]], on_queries: OnQueries) -> None:
+    """Run the model once over all documents and hand each layer's queries to the callback.
+
+    Args:
+        documents:  token ids; each starts at position 0 and sees itself only
+        on_queries: (layer, queries [H, T, D] fp32 before rotation, T = tokens of all documents);
+                    called in the order of the layers; queries are not kept
+
+    Memory: activations of T tokens and the queries of one layer.
+    """
+    lengths = [len(document) for document in documents]
+    device = loaded.facts.device
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    tokens = torch.tensor([[token for document in documents for token in document]], device=device)
+    loaded.model(
+        input_ids=tokens,
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=1,
+        kv_batch=_Capture(loaded.facts, lengths, positions, on_queries),
+    )

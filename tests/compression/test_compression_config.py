@@ -1,0 +1,137 @@
+"""What a caller may say, and what he is told when he may not."""
+
+import pickle
+from dataclasses import FrozenInstanceError, dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from compression_oracles import model_facts, query_stats
+
+from kvreclaim.compression import (
+    CompressionConfig,
+    CompressionPolicy,
+    Mode,
+    make_policy,
+    policy_class,
+    policy_names,
+)
+from kvreclaim.compression import registry as module
+from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.errors import InvalidArgumentError
+
+
+def test_defaults_and_positional_order():
+    config = CompressionConfig("knorm", 300, 64, 2, 10, True, "union", "file.pt", {"keep": "large"})
+    assert config.mode is Mode.UNION
+    assert (config.policy, config.budget, config.interval, config.sinks) == ("knorm", 300, 64, 2)
+    assert (config.recent, config.protect_prompt, config.stats) == (10, True, "file.pt")
+    default = CompressionConfig()
+    assert (default.policy, default.budget, default.interval) == ("query_mixture", 2048, 128)
+    assert (default.sinks, default.recent, default.protect_prompt) == (4, 128, False)
+    assert default.mode is default.stats is None
+
+
+def test_compares_hashes_and_travels():
+    options = {"keep": "large"}
+    one, two = (CompressionConfig("knorm", options=options) for _ in range(2))
+    options["keep"] = "small"
+    assert one == two != CompressionConfig("knorm")
+    assert hash(one) == hash(two)
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(FrozenInstanceError):
+        one.budget = 3
+
+
+@pytest.mark.parametrize("stats", [None, "a.pt", Path("a.safetensors"), query_stats(model_facts())])
+def test_statistics_are_a_path_or_themselves(stats):
+    assert CompressionConfig(stats=stats).stats is stats
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policy": "h2o"}, "'h2o' is unknown; known are query_mixture, triattention"),
+        ({"policy": "knorm(full)"}, "knorm wraps no other policy"),
+        ({"policy": "evict-only(h2o)"}, "'h2o' is unknown"),
+        ({"policy": "evict-only(knorm"}, "is no name"),
+        ({"policy": ""}, "is no name"),
+        ({"policy": None}, "is no name"),
+        ({"mode": "per_layer"}, "mode is 'per_layer'; it must be one of union, per_head, per_layer_head"),
+        ({"mode": ["union"]}, "mode is"),
+        ({"budget": 0}, "budget is 0; it must be an integer >= 1"),
+        ({"budget": 2048.0}, "budget is 2048.0"),
+        ({"budget": True}, "budget is True"),
+        ({"budget": "2048"}, "budget is '2048'"),
+        ({"budget": 132}, r"budget is 132 tokens, but sinks \+ recent = 132"),
+        ({"interval": 0}, "interval is 0"),
+        ({"sinks": -1}, "sinks is -1; it must be an integer >= 0"),
+        ({"recent": -5}, "recent is -5"),
+        ({"protect_prompt": 1}, "protect_prompt is 1"),
+        ({"stats": 5}, "stats is 5"),
+        ({"options": ["keep"]}, "options"),
+        ({"policy": "knorm", "options": {"kept": "large"}}, "no option 'kept'; its options are keep"),
+        ({"policy": "knorm", "options": {"keep": "big"}}, "must be one of small, large"),
+        ({"policy": "full", "options": {"keep": "large"}}, "it has no options"),
+        ({"policy": "evict-only(knorm)", "options": {"inner": 1}}, "no option 'inner'"),
+        ({"policy": "triattention", "options": {"aggregate": "sum"}}, "must be one of mean, max"),
+        ({"policy": "triattention", "options": {"use_trig": "no"}}, "true or false"),
+        ({"options": {"offsets": []}}, "non-empty list"),
+        ({"options": {"offsets": "16"}}, "non-empty list"),
+        ({"options": {"offsets": [1, -2]}}, "an entry of query_mixture option 'offsets' is -2"),
+        ({"options": {"value_norm": None}}, "true or false"),
+        ({"options": {"normalise": "some"}}, "must be one of candidates, all"),
+    ],
+)
+def test_every_mistake_is_named(fields, message):
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        CompressionConfig(**fields)
+    assert str(caught.value).endswith(".")
+
+
+def test_options_reach_the_policy_inside_a_wrapper():
+    policy = CompressionConfig("evict-only(query_mixture)", options={"offsets": [1, 2]}).make_policy()
+    assert policy.inner == QueryMixture(offsets=(1, 2))
+    assert make_policy(" evict-only( knorm ) ") == make_policy("evict-only(knorm)")
+
+
+@dataclass(frozen=True)
+class Random(CompressionPolicy):
+    """Any third party's policy."""
+
+    seed: int = 0
+    name = "random"
+
+    def score(self, view):
+        return torch.rand(view.keys.shape[:2], generator=torch.Generator().manual_seed(self.seed))
+
+
+class TestEntryPoints:
+    @pytest.fixture(autouse=True)
+    def _installed(self, monkeypatch):
+        points = [
+            EntryPoint("random", f"{__name__}:Random", module.ENTRY_POINT_GROUP),
+            EntryPoint("broken", "builtins:int", module.ENTRY_POINT_GROUP),
+            EntryPoint("knorm", "builtins:int", module.ENTRY_POINT_GROUP),
+        ]
+
+        def entry_points(*, group, name=None):
+            return [point for point in points if point.group == group and name in (None, point.name)]
+
+        monkeypatch.setattr(module, "entry_points", entry_points)
+
+    def test_are_found_listed_and_given_options(self):
+        assert policy_class("random") is Random
+        assert policy_names()[-2:] == ("broken", "random")
+        assert CompressionConfig("random", options={"seed": 3}).make_policy() == Random(3)
+        assert make_policy("evict-only(random)").default_mode is Mode.PER_LAYER_HEAD
+        with pytest.raises(InvalidArgumentError, match="its options are seed"):
+            make_policy("random", {"sed": 3})
+
+    def test_must_be_policies(self):
+        with pytest.raises(InvalidArgumentError, match="no dataclass derived from CompressionPolicy"):
+            policy_class("broken")
+
+    def test_do_not_take_over_a_built_in_name(self):
+        assert make_policy("knorm").name == "knorm"

@@ -1,0 +1,309 @@
+"""Statistics: made, kept, read back, and refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from compression_oracles import layer_facts, layout, model_facts, noise, query_stats
+from safetensors.torch import save_file
+
+from kvreclaim.compression import QueryStats, StatsBuilder
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.ops.rope import to_bands
+
+FACTS = model_facts()
+TENSORS = ("q_mean", "q_abs_mean", "centers", "center_var", "center_weight")
+
+
+def same(ours, other):
+    return all(
+        getattr(ours, name) is getattr(other, name) is None
+        or torch.equal(getattr(ours, name), getattr(other, name))
+        for name in TENSORS
+    )
+
+
+class TestOwnFile:
+    @pytest.mark.parametrize("num_centers", [0, 3])
+    def test_round_trip(self, tmp_path, num_centers):
+        stats = query_stats(FACTS, num_centers)
+        stats.save(tmp_path / "stats.safetensors")
+        loaded = QueryStats.load(str(tmp_path / "stats.safetensors"))
+        assert loaded.metadata == stats.metadata
+        assert same(stats, loaded)
+        assert [file.name for file in tmp_path.iterdir()] == ["stats.safetensors"]
+
+    def test_truncated_and_foreign_files(self, tmp_path):
+        path = tmp_path / "stats.safetensors"
+        query_stats(FACTS).save(path)
+        whole = path.read_bytes()
+        for broken in (b"", b"nonsense", whole[:40], whole[:-5]):
+            path.write_bytes(broken)
+            with pytest.raises(StatsMismatchError, match="no valid statistics file"):
+                QueryStats.load(path)
+        save_file({"x": torch.zeros(1)}, path)
+        with pytest.raises(StatsMismatchError, match="metadata"):
+            QueryStats.load(path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"format_version": 2}, "format_version"),
+            ({"num_layers": 4}, "q_mean"),
+            ({"num_centers": 4}, "centers"),
+            ({"num_centers": 0}, "absent"),
+            ({"surprise": 1}, "surprise"),
+            ({"rope_style": "full"}, "rope_style"),
+        ],
+    )
+    def test_metadata_that_lies(self, tmp_path, change, message):
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS)
+        header = json.dumps(json.loads(stats.metadata.model_dump_json()) | change)
+        save_file({name: getattr(stats, name) for name in TENSORS}, path, metadata={"kvreclaim": header})
+        with pytest.raises(StatsMismatchError, match=message):
+            QueryStats.load(path)
+
+    @pytest.mark.parametrize("header", ["", "[]", "{", "{}"])
+    def test_metadata_that_is_none(self, tmp_path, header):
+        path = tmp_path / "stats.safetensors"
+        save_file({"q_mean": torch.zeros(1)}, path, metadata={"kvreclaim": header})
+        with pytest.raises(StatsMismatchError):
+            QueryStats.load(path)
+
+    @pytest.mark.parametrize("name", TENSORS)
+    def test_a_tensor_that_is_missing_or_not_finite(self, tmp_path, name):
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS)
+        header = {"kvreclaim": stats.metadata.model_dump_json()}
+        tensors = {tensor: getattr(stats, tensor) for tensor in TENSORS}
+        save_file({key: value for key, value in tensors.items() if key != name}, path, metadata=header)
+        with pytest.raises(StatsMismatchError, match=name):
+            QueryStats.load(path)
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[3] = torch.nan
+        save_file(tensors, path, metadata=header)
+        with pytest.raises(StatsMismatchError, match=f"{name} .* not finite"):
+            QueryStats.load(path)
+
+    def test_unknown_tensors(self, tmp_path):
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, 0)
+        tensors = {"q_mean": stats.q_mean, "q_abs_mean": stats.q_abs_mean, "extra": torch.zeros(1)}
+        save_file(tensors, path, metadata={"kvreclaim": stats.metadata.model_dump_json()})
+        with pytest.raises(StatsMismatchError, match="extra"):
+            QueryStats.load(path)
+
+    @pytest.mark.parametrize("name", ["stats.bin", "stats", "absent.pt", "absent.safetensors"])
+    def test_other_names_and_absent_files(self, tmp_path, name):
+        with pytest.raises(InvalidArgumentError, match=r"must end in|does not exist"):
+            QueryStats.load(tmp_path / name)
+
+    def test_is_saved_as_safetensors_only(self, tmp_path):
+        with pytest.raises(InvalidArgumentError, match="safetensors"):
+            query_stats(FACTS).save(tmp_path / "stats.pt")
+
+
+def public_file(num_layers=2, num_heads=3, bands=4, style="half"):
+    heads = [[layer, head] for layer in range(num_layers) for head in range(num_heads)]
+    vectors = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+    stats = {
+        f"layer{layer:02d}_head{head:02d}": {
+            name: noise(100 * layer + 10 * head + n, bands) for n, name in enumerate(vectors)
+        }
+        for layer, head in heads
+    }
+    metadata = {"rope_style": style, "head_dim": 2 * bands, "sampled_heads": heads, "model_name": "toy"}
+    return {"metadata": metadata, "stats": stats}
+
+
+class TestPublicFile:
+    @pytest.mark.parametrize("style", ["half", "interleaved"])
+    def test_is_read_into_the_models_arrangement(self, tmp_path, style):
+        data = public_file(style=style)
+        torch.save(data, tmp_path / "stats.pt")
+        stats = QueryStats.load(tmp_path / "stats.pt")
+        meta = stats.metadata
+        assert (meta.num_layers, meta.num_heads, meta.head_dim, meta.rope_style) == (2, 3, 8, style)
+        assert (meta.fingerprint, meta.num_kv_heads, stats.num_centers, meta.model_name) == (
+            None,
+            None,
+            0,
+            "toy",
+        )
+        head = data["stats"]["layer01_head02"]
+        bands = to_bands(stats.q_mean[1, 2], layout(4, style))
+        assert torch.equal(bands, torch.complex(head["q_mean_real"], head["q_mean_imag"]))
+        assert torch.equal(stats.q_abs_mean[1, 2], head["q_abs_mean"])
+
+    def test_more_than_a_hundred_heads_keep_their_order(self, tmp_path):
+        data = public_file(num_layers=1, num_heads=101)
+        torch.save(data, tmp_path / "stats.pt")
+        stats = QueryStats.load(tmp_path / "stats.pt")
+        assert torch.equal(stats.q_abs_mean[0, 100], data["stats"]["layer00_head100"]["q_abs_mean"])
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda d: d.pop("stats"), "metadata"),
+            (lambda d: d.update(metadata=[1]), "metadata"),
+            (lambda d: d["stats"].clear(), "no heads"),
+            (lambda d: d["stats"].pop("layer00_head01"), "every head"),
+            (lambda d: d["stats"].update(layer09_head00=d["stats"]["layer00_head00"]), "every head"),
+            (lambda d: d["stats"].update(layer0_head00=d["stats"]["layer00_head00"]), "every head"),
+            (lambda d: d["stats"].update(other={}), "other"),
+            (lambda d: d["stats"].update({7: {}}), "7"),
+            (lambda d: d["stats"].update(layer00_head01=torch.zeros(4)), "q_mean_real of layer00_head01"),
+            (lambda d: d["stats"]["layer00_head01"].pop("q_abs_mean"), "q_abs_mean of layer00_head01"),
+            (lambda d: d["stats"]["layer00_head01"].update(q_mean_imag=torch.zeros(5)), "q_mean_imag"),
+            (lambda d: d["stats"]["layer00_head01"].update(q_mean_imag=torch.zeros(4).long()), "q_mean_imag"),
+            (lambda d: d["stats"]["layer01_head01"]["q_abs_mean"].fill_(torch.nan), "not finite"),
+            (lambda d: d["metadata"].update(rope_style="full"), "rope_style"),
+            (lambda d: d["metadata"].update(head_dim=7), "head_dim"),
+            (lambda d: d["metadata"].update(head_dim=16), "q_mean_real"),
+            (lambda d: d["metadata"].pop("head_dim"), "head_dim"),
+            (lambda d: d["metadata"]["sampled_heads"].pop(), "sampled_heads"),
+            (lambda d: d["metadata"].update(sampled_heads=5), "sampled_heads"),
+            (lambda d: d["metadata"].update(sampled_heads=[[[0], 1]]), "sampled_heads"),
+        ],
+    )
+    def test_damage_is_named(self, tmp_path, damage, message):
+        data = public_file()
+        damage(data)
+        torch.save(data, tmp_path / "stats.pt")
+        with pytest.raises(StatsMismatchError, match=message):
+            QueryStats.load(tmp_path / "stats.pt")
+
+    def test_corrupt_archives(self, tmp_path):
+        path = tmp_path / "stats.pt"
+        torch.save(public_file(), path)
+        whole = path.read_bytes()
+        for broken in (b"", b"nonsense", whole[: len(whole) // 2]):
+            path.write_bytes(broken)
+            with pytest.raises(StatsMismatchError, match="no valid statistics file"):
+                QueryStats.load(path)
+
+    def test_arbitrary_objects_are_not_unpickled(self, tmp_path):
+        torch.save({"metadata": {}, "stats": {"layer00_head00": tmp_path}}, tmp_path / "stats.pt")
+        with pytest.raises(StatsMismatchError, match="no valid statistics file"):
+            QueryStats.load(tmp_path / "stats.pt")
+
+
+class TestCheckModel:
+    def test_its_own_model_passes(self):
+        query_stats(FACTS).check_model(FACTS)
+
+    @pytest.mark.parametrize(
+        ("facts", "message"),
+        [
+            (model_facts(4), "layers 3, the model has 4"),
+            (dataclasses.replace(FACTS, fingerprint="0" * 64), "fingerprint"),
+            (model_facts(rope=layout(4, "interleaved")), "rope_style half, the model has interleaved"),
+            (model_facts(rope=layout(3)), "rotary bands 4, the model has 3"),
+            (
+                dataclasses.replace(FACTS, layers=(layer_facts(head_dim=16),) * 3),
+                "head_dim 8, the model has 16",
+            ),
+        ],
+    )
+    def test_what_differs_is_said(self, facts, message):
+        with pytest.raises(StatsMismatchError, match=message):
+            query_stats(FACTS).check_model(facts)
+
+    def test_heads(self):
+        layers = tuple(dataclasses.replace(layer, num_heads=8, num_kv_heads=4) for layer in FACTS.layers)
+        with pytest.raises(
+            StatsMismatchError, match="query heads 4, the model has 8; KV heads 2, the model has 4"
+        ):
+            query_stats(FACTS).check_model(dataclasses.replace(FACTS, layers=layers))
+
+    def test_what_a_public_file_does_not_say_is_not_checked(self, tmp_path):
+        torch.save(public_file(3, 4, 4), tmp_path / "stats.pt")
+        QueryStats.load(tmp_path / "stats.pt").check_model(FACTS)
+
+
+class TestBuilder:
+    def test_moments_are_those_of_the_queries(self):
+        rope = layout(3, "interleaved", 2)
+        facts = model_facts(2, rope=rope)
+        queries = [noise(n, 4, 5000, 8) + n for n in range(2)]
+        builder = StatsBuilder(facts, 4, 0)
+        for n in (1, 0):
+            builder.add_layer(n, queries[n])
+        stats = builder.build()
+        stats.check_model(facts)
+        for n in range(2):
+            torch.testing.assert_close(stats.q_mean[n], queries[n].mean(1), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(stats.q_abs_mean[n], to_bands(queries[n], rope).abs().mean(1))
+        assert (stats.metadata.num_tokens, stats.metadata.num_centers) == (5000, 4)
+        torch.testing.assert_close(stats.center_weight.sum(-1), torch.ones(2, 4))
+
+    def test_variance_is_shared_by_the_dims_of_a_band(self):
+        rope = layout(3, start=2)
+        queries = noise(0, 4, 400, 8) * torch.arange(1.0, 9.0)
+        builder = StatsBuilder(model_facts(1, rope=rope), 1, 0)
+        builder.add_layer(0, queries)
+        variance = builder.build().center_var[0, :, 0]
+        spread = queries - queries.mean(1, keepdim=True)
+        real, imag = rope.band_dims()
+        bands = to_bands(spread, rope).abs().square().mean(1) / 2
+        torch.testing.assert_close(variance[:, real], bands)
+        torch.testing.assert_close(variance[:, imag], bands)
+        torch.testing.assert_close(variance[:, :2], spread.square().mean(1)[:, :2])
+
+    def test_layers_with_fewer_bands_are_padded(self):
+        layers = (layer_facts(layout(4)), layer_facts(layout(1)))
+        facts = dataclasses.replace(model_facts(2), layers=layers)
+        builder = StatsBuilder(facts, 0)
+        for n in range(2):
+            builder.add_layer(n, noise(n, 4, 50, 8))
+        stats = builder.build()
+        assert (stats.q_abs_mean[1, :, 0] > 0).all()
+        assert torch.equal(stats.q_abs_mean[1, :, 1:], torch.zeros(4, 3))
+        layouts = [layer.rope for layer in layers]
+        ratio = stats.concentration(layouts)
+        assert ratio.shape == (2, 4, 4)
+        assert ((ratio >= 0) & (ratio <= 1)).all()
+        torch.testing.assert_close(stats.mean_concentration(layouts)[1], ratio[1, :, 0].mean())
+
+    def test_concentration_is_one_for_a_constant_query(self):
+        builder = StatsBuilder(model_facts(1), 0)
+        builder.add_layer(0, noise(0, 4, 1, 8).expand(-1, 20, -1))
+        stats = builder.build()
+        torch.testing.assert_close(stats.concentration([layout(4)]), torch.ones(1, 4, 4))
+        assert stats.mean_concentration([None]).tolist() == [0.0]
+
+    def test_the_same_queries_give_the_same_statistics(self):
+        def built(seed):
+            builder = StatsBuilder(model_facts(1), 3, seed)
+            builder.add_layer(0, noise(0, 4, 200, 8))
+            return builder.build()
+
+        assert same(built(1), built(1))
+        assert not same(built(1), built(2))
+
+    @pytest.mark.parametrize(
+        ("layer", "queries", "message"),
+        [
+            (3, noise(0, 4, 9, 8), "layer 3"),
+            (-1, noise(0, 4, 9, 8), "layer -1"),
+            (0, noise(0, 2, 9, 8), r"\[4, tokens, 8\]"),
+            (0, noise(0, 9, 8), r"\[4, tokens, 8\]"),
+            (0, noise(0, 4, 0, 8), "empty"),
+            (0, noise(0, 4, 9, 8) / 0, "not finite"),
+        ],
+    )
+    def test_wrong_queries(self, layer, queries, message):
+        with pytest.raises(InvalidArgumentError, match=message):
+            StatsBuilder(FACTS, 2, 0).add_layer(layer, queries)
+
+    def test_layers_missing_or_twice(self):
+        builder = StatsBuilder(FACTS, 0)
+        builder.add_layer(1, noise(0, 4, 9, 8))
+        with pytest.raises(InvalidArgumentError, match="added before"):
+            builder.add_layer(1, noise(0, 4, 9, 8))
+        with pytest.raises(InvalidArgumentError, match=r"\[0, 2\] were not added"):
+            builder.build()
+
+    def test_a_model_whose_rotation_is_unknown(self):
+        facts = dataclasses.replace(FACTS, rope_problem="NTK is not verified")
+        with pytest.raises(InvalidArgumentError, match="NTK is not verified"):
+            StatsBuilder(facts, 2, 0)

@@ -1,0 +1,101 @@
+"""Which slots stay, against sorting by hand."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.compression import Mode, select
+from kvreclaim.errors import InvalidArgumentError
+
+modes = st.sampled_from(list(Mode))
+
+
+@st.composite
+def cases(draw):
+    """Few distinct scores, so that ties are common; eighths, so that sums are exact."""
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12)))
+    seed = draw(st.integers(0, 10_000))
+    scores = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)) / 8
+    if draw(st.booleans()):
+        scores[scores == scores.min()] = -torch.inf
+    tiers = torch.tensor(draw(st.lists(st.integers(0, 2), min_size=shape[2], max_size=shape[2])))
+    return scores, draw(st.integers(0, 14)), tiers
+
+
+def by_hand(row, budget, tiers):
+    order = sorted(range(len(row)), key=lambda j: (-tiers[j], -row[j], j))
+    return sorted(order[:budget])
+
+
+@given(cases(), modes)
+def test_equals_sorting_by_hand(case, mode):
+    scores, budget, tiers = case
+    kept = select(scores, budget, tiers, mode)
+    if mode is Mode.UNION:
+        shared = scores.flatten(0, 1).amax(0)[None, None]
+    else:
+        shared = scores.mean(0, keepdim=True) if mode is Mode.PER_HEAD else scores
+    assert kept.dtype == torch.int64
+    assert kept.shape == (*shared.shape[:2], min(budget, len(tiers)))
+    for layer in range(shared.shape[0]):
+        for head in range(shared.shape[1]):
+            expected = by_hand(shared[layer, head].tolist(), budget, tiers.tolist())
+            assert kept[layer, head].tolist() == expected
+
+
+@given(cases(), modes)
+def test_protected_slots_stay_as_long_as_they_fit(case, mode):
+    scores, budget, tiers = case
+    protected = set((tiers == 2).nonzero()[:, 0].tolist())
+    for row in select(scores, budget, tiers, mode).flatten(0, 1):
+        kept = set(row.tolist())
+        assert kept >= protected if len(protected) <= budget else kept <= protected
+
+
+@given(cases())
+def test_union_is_each_heads_best_united_and_ranked_again(case):
+    scores, budget, _ = case
+    free = torch.zeros(scores.shape[-1], dtype=torch.int64)
+    own = select(scores, budget, free, Mode.PER_LAYER_HEAD)
+    united = torch.tensor(
+        sorted({slot for row in own.flatten(0, 1) for slot in row.tolist()}), dtype=torch.int64
+    )
+    best = scores.flatten(0, 1).amax(0)
+    again = by_hand(best[united].tolist(), budget, free[united].tolist())
+    assert select(scores, budget, free, Mode.UNION)[0, 0].tolist() == united[again].tolist()
+
+
+@given(cases(), modes)
+def test_layers_and_heads_in_another_order_choose_the_same(case, mode):
+    scores, budget, tiers = case
+    kept = select(scores, budget, tiers, mode)
+    flipped = select(scores.flip(0, 1), budget, tiers, mode)
+    assert torch.equal(flipped, kept.flip(0, 1))
+
+
+def test_ties_go_to_the_lowest_slot():
+    scores = torch.tensor([[[1.0, 2.0, 1.0, 2.0, 1.0]]])
+    kept = select(scores, 3, torch.zeros(5, dtype=torch.int64), Mode.UNION)
+    assert kept.tolist() == [[[0, 1, 3]]]
+
+
+def test_a_higher_tier_beats_any_score():
+    scores = torch.tensor([[[9.0, torch.inf, -torch.inf, 0.0]]])
+    kept = select(scores, 2, torch.tensor([0, 0, 2, 1]), Mode.UNION)
+    assert kept.tolist() == [[[2, 3]]]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_nan_is_refused(mode):
+    scores = torch.zeros(2, 2, 4)
+    scores[1, 0, 2] = torch.nan
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        select(scores, 2, torch.zeros(4, dtype=torch.int64), mode)
+
+
+def test_inputs_are_not_changed():
+    scores, tiers = torch.arange(4.0)[None, None], torch.tensor([2, 0, 0, 1])
+    select(scores, 2, tiers, Mode.UNION)
+    assert scores.tolist() == [[[0.0, 1.0, 2.0, 3.0]]]
+    assert tiers.tolist() == [2, 0, 0, 1]

@@ -1,0 +1,110 @@
+"""check() is what the other tests lean on, so every kind of damage must make it fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvreclaim.memory import MemoryManager
+
+from .sequences import run
+
+
+def lose_a_block(memory):
+    memory.pool.free_queue.pop_front()
+
+
+def count_a_reference_too_many(memory):
+    memory.pool.refs[0] += 1
+
+
+def shift_a_reference(memory):
+    memory.pool.refs[0] += 1
+    memory.pool.refs[1] -= 1
+
+
+def queue_a_block_in_use(memory):
+    memory.pool.free_queue.push_back(0)
+
+
+def miscount_the_cached(memory):
+    memory.pool.num_cached += 1
+
+
+def forget_a_block_in_the_index(memory):
+    del memory.pool.index._by_block[0]
+
+
+def cross_two_entries(memory):
+    blocks = memory.pool.index._by_block
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def table_with_a_block_twice(memory):
+    memory.table(0).block_ids[1] = 0
+
+
+def write_past_the_room(memory):
+    memory.table(0).physical_len += 9
+    memory.table(0).logical_len += 9
+
+
+def more_physical_than_logical(memory):
+    memory.table(0).physical_len += 1
+
+
+def a_hole_that_is_written_next(memory):
+    memory.pool.release([memory.table(0).block_ids[2]])
+    memory.table(0).block_ids[2] = None
+
+
+def index_what_is_not_exact(memory):
+    table = memory.table(0)
+    table.mark_inexact()
+    table._exact_len = 3
+
+
+def lose_a_waiting_token(memory):
+    memory.table(0).tail.pop()
+
+
+def hash_after_a_loss(memory):
+    memory.table(0).exact = False
+    memory.table(0)._exact_len = 10
+
+
+def keep_tokens_without_a_chain(memory):
+    memory.table(0).chain = None
+
+
+def underestimate_the_peak(memory):
+    memory.pool.peak_in_use = 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_a_block,
+        count_a_reference_too_many,
+        shift_a_reference,
+        queue_a_block_in_use,
+        miscount_the_cached,
+        forget_a_block_in_the_index,
+        cross_two_entries,
+        table_with_a_block_twice,
+        write_past_the_room,
+        more_physical_than_logical,
+        a_hole_that_is_written_next,
+        index_what_is_not_exact,
+        lose_a_waiting_token,
+        hash_after_a_loss,
+        keep_tokens_without_a_chain,
+        underestimate_the_peak,
+    ],
+)
+def test_damage_is_found(damage):
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(10))
+    memory.check()
+    damage(memory)
+    with pytest.raises(AssertionError):
+        memory.check()

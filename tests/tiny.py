@@ -1,0 +1,190 @@
+"""Tiny random models of every family that kvreclaim serves, or refuses, and transformers as their oracle.
+
+    tiny.save_model("qwen3", directory)      # config.json, model.safetensors (and a tokenizer for llama)
+    tiny.prompts((5, 33), seed=1)            # token ids, the same for every family
+    tiny.greedy(directory, prompts, 24)      # what transformers' generate() answers, one prompt at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    Glm4Config,
+    GptOssConfig,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB_SIZE = 272
+WINDOW = 8
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+_CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3-moe": (Qwen3MoeConfig, {"head_dim": 16, "num_experts": 4, **_MOE}),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "phi3": (Phi3Config, {}),
+    "gpt-oss": (
+        GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "glm4": (Glm4Config, {"head_dim": 16}),
+    "olmo2": (Olmo2Config, {}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "deepseek-v3": (DeepseekV3Config, {**_DEEPSEEK, **_MOE}),
+    "llama-llama3": (LlamaConfig, {"rope_parameters": _LLAMA3}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": _YARN}),
+    "llama-linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "stablelm": (StableLmConfig, {}),
+    "falcon": (FalconConfig, {}),
+    "mamba": (MambaConfig, {}),
+    "jamba": (JambaConfig, {}),
+    "t5": (T5Config, {"d_model": 64, "num_layers": 2}),
+}
+
+SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
+REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
+FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
+WINDOWED = ("mistral", "gemma2", "gpt-oss")
+
+
+def config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The family's configuration; an override replaces a field."""
+    config_class, fields = _CLASSES[family]
+    shape = {"vocab_size": VOCAB_SIZE} if family == "t5" else _SHAPE
+    return config_class(**{**shape, **fields, **overrides})
+
+
+def build(family: str, seed: int = 1, **overrides: Any) -> PreTrainedModel:
+    """An fp32 model whose matrices are three times their usual size, so that greedy outputs vary."""
+    torch.manual_seed(seed)
+    settings = config(family, **overrides)
+    if family == "t5":
+        return T5ForConditionalGeneration(settings)
+    model = AutoModelForCausalLM.from_config(settings).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
+def save_model(family: str, directory: Path, *, seed: int = 1, **overrides: Any) -> Path:
+    """Write the model to the directory, for llama with a tokenizer beside it. Returns the directory."""
+    model = build(family, seed, **overrides)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = overrides.get("eos_token_id")
+    model.save_pretrained(directory)
+    if family == "llama":
+        tokenizer().save_pretrained(directory)
+    return Path(directory)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level: ids 0 to 255 are bytes, then a few merged words, then <eos>; encodes any text."""
+    alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("e", "n"), ("en", "d"), ("t", "h"), ("th", "e"), ("s", "t"), ("o", "p")]
+    vocab = alphabet | {a + b: len(alphabet) + i for i, (a, b) in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def prompts(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
+    """One prompt of random token ids, none of them 0, for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def load_oracle(directory: Path) -> PreTrainedModel:
+    """transformers' own model, with its own eager attention, fp32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.inference_mode()
+def greedy(directory: Path, token_prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The oracle's greedy continuation of each prompt, computed alone."""
+    model = load_oracle(directory)
+    answers = []
+    for prompt in token_prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
