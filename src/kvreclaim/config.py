@@ -119,7 +119,7 @@ class SamplingParams:
         greedy = self.temperature == 0
         require(
             not (greedy and self.n > 1),
-            f"n is {self.n} with temperature 0; greedy outputs would be the same, so pass n=1 or a temperature.",
+            f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",
         )
 
     def _check_ends(self) -> None:

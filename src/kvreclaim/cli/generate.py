@@ -99,8 +99,8 @@ def _compression(policy: str | None, given: dict[str, Any]) -> CompressionConfig
     if policy is None:
         if settings:
             raise InvalidArgumentError(
-                f"{', '.join(settings)} of the KV compression {'is' if len(settings) == 1 else 'are'} set, but "
-                "no policy; add --kv-compression, for example --kv-compression query_mixture."
+                f"{', '.join(settings)} set for the KV compression, but no policy is; "
+                "add --kv-compression, for example --kv-compression query_mixture."
             )
         return None
     return CompressionConfig(policy, **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -37,10 +38,8 @@ def _policy_table(report: DemoReport) -> Table:
         f"{report.model}, {report.dtype} on {report.device}, {report.final_length} tokens a sequence, "
         f"{report.num_blocks} blocks of {report.block_size}"
     )
-    headers = (
-        "policy|budget|look-ups|carries|progress|exact|tokens evicted|blocks freed|efficiency|peak blocks"
-    )
-    table = _table(title, [*headers.split("|"), "preemptions", "tokens/s"])
+    headers = "policy|budget|look-ups|carries|progress|exact|tokens evicted|blocks freed|efficiency"
+    table = _table(title, [*headers.split("|"), "peak blocks", "preemptions", "tokens/s"])
     last: float | None = None
     for run in report.runs:
         if run.fraction != last:
@@ -95,9 +94,7 @@ def _table(title: str, headers: Sequence[str]) -> Table:
 def _print_charts(
     console: Console, title: str, runs: Sequence[PolicyRun] | Sequence[LoadRun], num_blocks: int
 ) -> None:
-    console.print(
-        f"\n{title} (full bar: {num_blocks} blocks; one row lasts as long as its run)", style="bold"
-    )
+    console.print(f"\n{title} (full bar: {num_blocks} blocks; length: engine steps)", style="bold")
     longest = max(len(run.blocks_over_time) for run in runs)
     for run in runs:
         width = max(1, round(CHART_WIDTH * len(run.blocks_over_time) / longest))
@@ -107,7 +104,7 @@ def _print_charts(
 def _sparkline(values: Sequence[int], width: int, top: int) -> str:
     """The maximum of each of `width` stretches of the series, as a bar."""
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    peaks = [max(values[a : max(b, a + 1)]) for a, b in zip(edges, edges[1:], strict=False)]
+    peaks = [max(values[a : max(b, a + 1)]) for a, b in pairwise(edges)]
     return "".join(BARS[min(len(BARS) - 1, -(-peak * (len(BARS) - 1) // top))] for peak in peaks)
 
 

@@ -181,10 +181,10 @@ class LLM:
     ) -> list[Request]:
         """Queue all or none."""
         requests: list[Request] = []
-        given = continuations or [None] * len(prompts)
+        given: Sequence[list[int] | None] = continuations or [None] * len(prompts)
         try:
             for item in zip(prompts, params, configs, given, strict=True):
-                requests.append(self._add(*item))
+                requests.append(self._add(*item))  # noqa: PERF401  (the handler needs what was added)
         except KVReclaimError as error:
             for request in requests:
                 self.engine.abort(request.request_id)

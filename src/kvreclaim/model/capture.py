@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,12 @@ class _Capture:
         parts = zip(
             call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
         )
-        how = {"scale": call.scale, "softcap": call.softcap, "window": call.window, "sinks": call.sinks}
+        how: dict[str, Any] = {
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "window": call.window,
+            "sinks": call.sinks,
+        }
         return torch.cat([causal_attention(q, k, v, **how) for q, k, v in parts])
 
 

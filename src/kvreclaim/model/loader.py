@@ -119,7 +119,7 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         )
 
 
-def _uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
+def _uses_attention_interface(model_class: Any) -> bool:
     """Whether transformers can exchange the class's attention function."""
     return bool(model_class._can_set_attn_implementation())
 

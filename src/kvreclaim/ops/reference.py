@@ -56,8 +56,7 @@ def paged_attention(
         k = _gather_group(cache.k[layer], group)
         v = _gather_group(cache.v[layer], group)
         mask = group.mask(layer, window)
-        n, num_kv_heads, columns, _ = k.shape
-        step = max(1, MAX_SCORES // (n * q.shape[1] * columns))
+        step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
             part = _attend_rows(
