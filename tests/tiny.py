@@ -40,6 +40,7 @@ from transformers import (
 
 VOCAB_SIZE = 272
 WINDOW = 8
+WEIGHT_GAIN = 8.0
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -87,7 +88,15 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3-moe": (Qwen3MoeConfig, {"head_dim": 16, "num_experts": 4, **_MOE}),
     "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-    "gemma2": (Gemma2Config, {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+        },
+    ),
     "phi3": (Phi3Config, {}),
     "gpt-oss": (
         GptOssConfig,
@@ -120,8 +129,9 @@ def config(family: str, **overrides: Any) -> PreTrainedConfig:
     return config_class(**{**shape, **fields, **overrides})
 
 
-def build(family: str, seed: int = 1, **overrides: Any) -> PreTrainedModel:
-    """An fp32 model whose matrices are three times their usual size, so that greedy outputs vary."""
+def build(family: str, seed: int = 5, **overrides: Any) -> PreTrainedModel:
+    """An fp32 model with weights so large that attention is peaked and greedy outputs vary; vectors
+    (norms, biases, sinks) get noise, so that leaving one out shows."""
     torch.manual_seed(seed)
     settings = config(family, **overrides)
     if family == "t5":
@@ -130,11 +140,13 @@ def build(family: str, seed: int = 1, **overrides: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(3)
+                parameter.mul_(WEIGHT_GAIN)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
 
 
-def save_model(family: str, directory: Path, *, seed: int = 1, **overrides: Any) -> Path:
+def save_model(family: str, directory: Path, *, seed: int = 5, **overrides: Any) -> Path:
     """Write the model to the directory, for llama with a tokenizer beside it. Returns the directory."""
     model = build(family, seed, **overrides)
     if model.generation_config is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,13 +39,10 @@ class _Capture:
         parts = zip(
             call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
         )
-        how: dict[str, Any] = {
-            "scale": call.scale,
-            "softcap": call.softcap,
-            "window": call.window,
-            "sinks": call.sinks,
-        }
-        return torch.cat([causal_attention(q, k, v, **how) for q, k, v in parts])
+        attend = partial(
+            causal_attention, scale=call.scale, softcap=call.softcap, window=call.window, sinks=call.sinks
+        )
+        return torch.cat([attend(q, k, v) for q, k, v in parts])
 
 
 @torch.inference_mode()

@@ -1,0 +1,143 @@
+"""A shadow of the engine: keeps every key and value it ever saw at its logical position, follows what
+each compression chose to keep, and answers each attention call with plain attention over just that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvreclaim import LLM
+from kvreclaim.compression import Compressor
+from kvreclaim.engine import runner as runner_module
+from kvreclaim.engine.request import Sequence
+from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.model.attention import AttentionCall
+
+
+@dataclass
+class History:
+    """One sequence: k, v per layer [K, T, D] by logical position; live [L, K, n] positions attended."""
+
+    k: dict[int, Tensor] = field(default_factory=dict)
+    v: dict[int, Tensor] = field(default_factory=dict)
+    live: Tensor | None = None
+
+
+class Shadow:
+    """Watches one LLM (prefix caching off) through pytest's monkeypatch; compares on every call."""
+
+    def __init__(self, llm: LLM, monkeypatch) -> None:
+        self.facts = llm.loaded.facts
+        self.histories: dict[int, History] = {}
+        self.worst = 0.0
+        self.num_calls = 0
+        self.num_passes = 0
+        self._step: list[Scheduled] = []
+        self._watch_runner(llm, monkeypatch)
+        self._watch_compression(llm, monkeypatch)
+
+    def _watch_runner(self, llm: LLM, monkeypatch) -> None:
+        forward = llm.engine.runner.forward
+        attend = runner_module.PagedKVBatch.attend
+
+        def watched_forward(step):
+            self._step = step
+            result = forward(step)
+            for item in step:
+                self._extend_live(item)
+            return result
+
+        def watched_attend(batch, call):
+            out = attend(batch, call)
+            self._compare(call, out)
+            return out
+
+        monkeypatch.setattr(llm.engine.runner, "forward", watched_forward)
+        monkeypatch.setattr(runner_module.PagedKVBatch, "attend", watched_attend)
+
+    def _watch_compression(self, llm: LLM, monkeypatch) -> None:
+        run, choose = llm.engine.compression.run, Compressor.choose
+        current: list[Sequence] = []
+
+        def watched_run(seq, totals):
+            current[:] = [seq]
+            run(seq, totals)
+
+        def watched_choose(compressor, *args, **kwargs):
+            kept = choose(compressor, *args, **kwargs)
+            history = self.histories[current[0].seq_id]
+            assert history.live is not None
+            history.live = history.live.take_along_dim(kept.expand(*history.live.shape[:2], -1), -1)
+            self.num_passes += 1
+            return kept
+
+        monkeypatch.setattr(llm.engine.compression, "run", watched_run)
+        monkeypatch.setattr(Compressor, "choose", watched_choose)
+
+    def _extend_live(self, item: Scheduled) -> None:
+        history = self.histories[item.seq.seq_id]
+        start = item.seq.num_computed
+        new = torch.arange(start, start + item.num_tokens)
+        new = new.expand(self.facts.num_layers, self.facts.layers[0].num_kv_heads, -1)
+        if history.live is None or start == 0:
+            history.live = new
+        else:
+            history.live = torch.cat([history.live, new], -1)
+
+    def _compare(self, call: AttentionCall, out: Tensor) -> None:
+        row = 0
+        for item in self._step:
+            rows = slice(row, row + item.num_tokens)
+            row += item.num_tokens
+            history = self._remember(item, call, rows)
+            expected = self._attend(item, history, call, rows)
+            self.worst = max(self.worst, float((out[rows].double() - expected).abs().max()))
+        self.num_calls += 1
+
+    def _remember(self, item: Scheduled, call: AttentionCall, rows: slice) -> History:
+        """Add this step's keys; a fork starts from its parent's history."""
+        seq, start = item.seq, item.seq.num_computed
+        if seq.seq_id not in self.histories:
+            self.histories[seq.seq_id] = self._inherited(seq)
+        history = self.histories[seq.seq_id]
+        for store, new in ((history.k, call.k), (history.v, call.v)):
+            new = new[rows].transpose(0, 1).double()
+            old = store.get(call.layer, new[:, :0])[:, :start]
+            assert old.shape[1] == start, f"sequence {seq.seq_id} starts at {start}, seen {old.shape[1]}"
+            store[call.layer] = torch.cat([old, new], 1)
+        return history
+
+    def _inherited(self, seq: Sequence) -> History:
+        parent = self.histories.get(seq.request.sequences[0].seq_id)
+        if parent is None or seq.num_computed == 0:
+            return History()
+        assert parent.live is not None
+        return History(dict(parent.k), dict(parent.v), parent.live.clone())
+
+    def _attend(self, item: Scheduled, history: History, call: AttentionCall, rows: slice) -> Tensor:
+        """[T, H, Dv] fp64: attention over the kept tokens at their original positions."""
+        start, layer = item.seq.num_computed, call.layer
+        heads = call.k.shape[1]
+        total = start + item.num_tokens
+        attended = torch.zeros(heads, total, dtype=torch.bool)
+        attended[:, start:] = True
+        if history.live is not None and start > 0:
+            attended.scatter_(1, history.live[layer], True)
+        queries = torch.arange(start, total)
+        mask = attended[:, None, :] & (torch.arange(total) <= queries[:, None])
+        if call.window is not None:
+            mask = mask & (queries[:, None] - torch.arange(total) < call.window)
+        group = call.q.shape[1] // heads
+        q = call.q[rows].transpose(0, 1).double().unflatten(0, (heads, group))
+        scores = torch.einsum("kgtd,ksd->kgts", q, history.k[layer]) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = scores.masked_fill(~mask[:, None], -torch.inf)
+        if call.sinks is not None:
+            sinks = call.sinks.double().view(heads, group, 1, 1).expand(-1, -1, scores.shape[2], 1)
+            scores = torch.cat([scores, sinks], -1)
+        probs = scores.softmax(-1)[..., :total]
+        out = torch.einsum("kgts,ksd->kgtd", probs, history.v[layer])
+        return out.flatten(0, 1).transpose(0, 1)
