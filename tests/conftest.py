@@ -1,4 +1,7 @@
-"""One thread, no network, and each tiny model written to disk once per session."""
+"""One thread, no network, and each tiny model written to disk once per session.
+
+Set by environment, so that tests of the integer rooms run without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
-import tiny
-import torch
-import transformers
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TRANSFORMERS_VERBOSITY="error",
+)
 
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> the directory of its saved model; read only, shared by all tests of the session."""
+    import tiny
+
     saved: dict[str, Path] = {}
 
     def directory(family: str) -> Path:

@@ -1,8 +1,8 @@
 """Tiny random models of every family that kvreclaim serves, or refuses, and transformers as their oracle.
 
-    tiny.save_model("qwen3", directory)      # config.json, model.safetensors (and a tokenizer for llama)
-    tiny.prompts((5, 33), seed=1)            # token ids, the same for every family
-    tiny.greedy(directory, prompts, 24)      # what transformers' generate() answers, one prompt at a time
+>>> tiny.save_model("qwen3", directory)  # config.json, model.safetensors (and a tokenizer for llama)
+>>> tiny.prompts((5, 33), seed=1)  # token ids, the same for every family
+>>> tiny.greedy(directory, prompts, 24)  # what transformers' generate() answers, one prompt at a time
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek-v3": (DeepseekV3Config, {**_DEEPSEEK, **_MOE}),
     "llama-llama3": (LlamaConfig, {"rope_parameters": _LLAMA3}),
     "llama-yarn": (LlamaConfig, {"rope_parameters": _YARN}),
-    "llama-linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "llama-linear": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
     "stablelm": (StableLmConfig, {}),
     "falcon": (FalconConfig, {}),
     "mamba": (MambaConfig, {}),

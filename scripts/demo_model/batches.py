@@ -6,10 +6,10 @@ import torch
 
 from kvreclaim.eval.chain import HEADER_TOKENS, HOP_TOKENS, NUM_NODES, ChainExample, ChainTask, Kind, Stream
 
-FILLER_WORDS = (2, 10)
-TOKENS_PER_FILLER_WORD = 32  # short examples get little filler: more hops, more to learn from
+FILLER_WORDS = (1, 10)
+TOKENS_PER_FILLER_WORD = 64  # short examples get little filler, so that most hops need a look-up (see below)
 MAX_DECOYS = 20
-TRACE_SHARE = (0.3, 0.6)
+TRACE_SHARE = (0.35, 0.65)
 HEAVY_KINDS = (Kind.LOOKUP, Kind.CARRY, Kind.RETURN, Kind.RESTORE)
 HEAVY_WEIGHT = 3.0
 KIND_NUMBERS = {kind: i for i, kind in enumerate(Kind)}
@@ -23,7 +23,7 @@ def draw_example(rng: random.Random, num_tokens: int) -> ChainExample:
     num_facts = max(1, min(int(num_tokens * rng.uniform(*TRACE_SHARE)) // pair, NUM_NODES - MAX_DECOYS))
     num_prompt_tokens = num_tokens - num_facts * pair - 1
     free_tokens = num_prompt_tokens - HEADER_TOKENS - 3 * num_facts
-    # Without decoys, short examples teach to pick a value that is not used up instead of looking it up.
+    # Few facts teach tricks instead of look-ups: the one after START, the one before END, one not used up.
     num_decoys = rng.randint(0, min(MAX_DECOYS, free_tokens // 3))
     task = ChainTask(
         num_prompt_tokens=num_prompt_tokens,

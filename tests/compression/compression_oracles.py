@@ -13,6 +13,7 @@ from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
 
 FINGERPRINT = "f" * 64
+TENSORS = ("q_mean", "q_abs_mean", "centers", "center_var", "center_weight")
 
 
 def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,6 +70,11 @@ def query_stats(facts: ModelFacts, num_centers: int = 3, seed: int = 0) -> Query
     return QueryStats(metadata, mean, size, centers, variances, weights)
 
 
+def same_stats(ours: QueryStats, other: QueryStats) -> bool:
+    pairs = [(getattr(ours, name), getattr(other, name)) for name in TENSORS]
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
 def layer_view(
     facts: LayerFacts, stats: LayerStats | None, *, num_tokens: int = 9, logical_len: int = 40, seed: int = 7
 ) -> LayerView:
@@ -95,7 +101,13 @@ def turned_product(query: Tensor, key: Tensor, rope: RopeLayout, time: int) -> f
 
 
 def triattention_scores(
-    keys: Tensor, q_mean: Tensor, q_abs: Tensor, rope: RopeLayout, logical_len: int, aggregate: str = "mean"
+    keys: Tensor,
+    q_mean: Tensor,
+    q_abs: Tensor,
+    rope: RopeLayout,
+    logical_len: int,
+    *,
+    aggregate: str = "mean",
 ) -> Tensor:
     """[K, T, D], [H, D], [H, F] -> [H, T] float64, one number at a time."""
     heads, (kv_heads, tokens, _) = q_mean.shape[0], keys.shape

@@ -100,7 +100,7 @@ def test_options_reach_the_policy_inside_a_wrapper():
 class Random(CompressionPolicy):
     """Any third party's policy."""
 
-    seed: int = 0
+    seed: int
     name = "random"
 
     def score(self, view):
@@ -125,7 +125,9 @@ class TestEntryPoints:
         assert policy_class("random") is Random
         assert policy_names()[-2:] == ("broken", "random")
         assert CompressionConfig("random", options={"seed": 3}).make_policy() == Random(3)
-        assert make_policy("evict-only(random)").default_mode is Mode.PER_LAYER_HEAD
+        assert make_policy("evict-only(random)", {"seed": 3}).default_mode is Mode.PER_LAYER_HEAD
+        with pytest.raises(InvalidArgumentError, match="needs the option 'seed'"):
+            make_policy("random")
         with pytest.raises(InvalidArgumentError, match="its options are seed"):
             make_policy("random", {"sed": 3})
 

@@ -5,23 +5,14 @@ import json
 
 import pytest
 import torch
-from compression_oracles import layer_facts, layout, model_facts, noise, query_stats
+from compression_oracles import TENSORS, layer_facts, layout, model_facts, noise, query_stats, same_stats
 from safetensors.torch import save_file
 
-from kvreclaim.compression import QueryStats, StatsBuilder
+from kvreclaim.compression import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.rope import to_bands
 
 FACTS = model_facts()
-TENSORS = ("q_mean", "q_abs_mean", "centers", "center_var", "center_weight")
-
-
-def same(ours, other):
-    return all(
-        getattr(ours, name) is getattr(other, name) is None
-        or torch.equal(getattr(ours, name), getattr(other, name))
-        for name in TENSORS
-    )
 
 
 class TestOwnFile:
@@ -31,7 +22,7 @@ class TestOwnFile:
         stats.save(tmp_path / "stats.safetensors")
         loaded = QueryStats.load(str(tmp_path / "stats.safetensors"))
         assert loaded.metadata == stats.metadata
-        assert same(stats, loaded)
+        assert same_stats(stats, loaded)
         assert [file.name for file in tmp_path.iterdir()] == ["stats.safetensors"]
 
     def test_truncated_and_foreign_files(self, tmp_path):
@@ -218,92 +209,3 @@ class TestCheckModel:
     def test_what_a_public_file_does_not_say_is_not_checked(self, tmp_path):
         torch.save(public_file(3, 4, 4), tmp_path / "stats.pt")
         QueryStats.load(tmp_path / "stats.pt").check_model(FACTS)
-
-
-class TestBuilder:
-    def test_moments_are_those_of_the_queries(self):
-        rope = layout(3, "interleaved", 2)
-        facts = model_facts(2, rope=rope)
-        queries = [noise(n, 4, 5000, 8) + n for n in range(2)]
-        builder = StatsBuilder(facts, 4, 0)
-        for n in (1, 0):
-            builder.add_layer(n, queries[n])
-        stats = builder.build()
-        stats.check_model(facts)
-        for n in range(2):
-            torch.testing.assert_close(stats.q_mean[n], queries[n].mean(1), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(stats.q_abs_mean[n], to_bands(queries[n], rope).abs().mean(1))
-        assert (stats.metadata.num_tokens, stats.metadata.num_centers) == (5000, 4)
-        torch.testing.assert_close(stats.center_weight.sum(-1), torch.ones(2, 4))
-
-    def test_variance_is_shared_by_the_dims_of_a_band(self):
-        rope = layout(3, start=2)
-        queries = noise(0, 4, 400, 8) * torch.arange(1.0, 9.0)
-        builder = StatsBuilder(model_facts(1, rope=rope), 1, 0)
-        builder.add_layer(0, queries)
-        variance = builder.build().center_var[0, :, 0]
-        spread = queries - queries.mean(1, keepdim=True)
-        real, imag = rope.band_dims()
-        bands = to_bands(spread, rope).abs().square().mean(1) / 2
-        torch.testing.assert_close(variance[:, real], bands)
-        torch.testing.assert_close(variance[:, imag], bands)
-        torch.testing.assert_close(variance[:, :2], spread.square().mean(1)[:, :2])
-
-    def test_layers_with_fewer_bands_are_padded(self):
-        layers = (layer_facts(layout(4)), layer_facts(layout(1)))
-        facts = dataclasses.replace(model_facts(2), layers=layers)
-        builder = StatsBuilder(facts, 0)
-        for n in range(2):
-            builder.add_layer(n, noise(n, 4, 50, 8))
-        stats = builder.build()
-        assert (stats.q_abs_mean[1, :, 0] > 0).all()
-        assert torch.equal(stats.q_abs_mean[1, :, 1:], torch.zeros(4, 3))
-        layouts = [layer.rope for layer in layers]
-        ratio = stats.concentration(layouts)
-        assert ratio.shape == (2, 4, 4)
-        assert ((ratio >= 0) & (ratio <= 1)).all()
-        torch.testing.assert_close(stats.mean_concentration(layouts)[1], ratio[1, :, 0].mean())
-
-    def test_concentration_is_one_for_a_constant_query(self):
-        builder = StatsBuilder(model_facts(1), 0)
-        builder.add_layer(0, noise(0, 4, 1, 8).expand(-1, 20, -1))
-        stats = builder.build()
-        torch.testing.assert_close(stats.concentration([layout(4)]), torch.ones(1, 4, 4))
-        assert stats.mean_concentration([None]).tolist() == [0.0]
-
-    def test_the_same_queries_give_the_same_statistics(self):
-        def built(seed):
-            builder = StatsBuilder(model_facts(1), 3, seed)
-            builder.add_layer(0, noise(0, 4, 200, 8))
-            return builder.build()
-
-        assert same(built(1), built(1))
-        assert not same(built(1), built(2))
-
-    @pytest.mark.parametrize(
-        ("layer", "queries", "message"),
-        [
-            (3, noise(0, 4, 9, 8), "layer 3"),
-            (-1, noise(0, 4, 9, 8), "layer -1"),
-            (0, noise(0, 2, 9, 8), r"\[4, tokens, 8\]"),
-            (0, noise(0, 9, 8), r"\[4, tokens, 8\]"),
-            (0, noise(0, 4, 0, 8), "empty"),
-            (0, noise(0, 4, 9, 8) / 0, "not finite"),
-        ],
-    )
-    def test_wrong_queries(self, layer, queries, message):
-        with pytest.raises(InvalidArgumentError, match=message):
-            StatsBuilder(FACTS, 2, 0).add_layer(layer, queries)
-
-    def test_layers_missing_or_twice(self):
-        builder = StatsBuilder(FACTS, 0)
-        builder.add_layer(1, noise(0, 4, 9, 8))
-        with pytest.raises(InvalidArgumentError, match="added before"):
-            builder.add_layer(1, noise(0, 4, 9, 8))
-        with pytest.raises(InvalidArgumentError, match=r"\[0, 2\] were not added"):
-            builder.build()
-
-    def test_a_model_whose_rotation_is_unknown(self):
-        facts = dataclasses.replace(FACTS, rope_problem="NTK is not verified")
-        with pytest.raises(InvalidArgumentError, match="NTK is not verified"):
-            StatsBuilder(facts, 2, 0)

@@ -28,7 +28,7 @@ def test_raw_scores_equal_the_loop(style, aggregate, heads, kv_heads):
     rope = layout(3, style)
     keys, mean, size = noise(0, kv_heads, 5, 6), complex_noise(1, heads, 3), noise(3, heads, 3).abs()
     real = from_bands(mean, mean.real[:, :0], rope)
-    expected = triattention_scores(keys, real, size, rope, 77, aggregate)
+    expected = triattention_scores(keys, real, size, rope, 77, aggregate=aggregate)
     got = scored(keys, mean, size, rope, 77, aggregate=aggregate)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
@@ -83,10 +83,10 @@ def test_policy_with_partial_rotation_equals_the_loop(style, start, options):
     rope = layout(2, style, start)
     mean, size = noise(0, 4, 8), 2 + noise(1, 4, 3).abs()
     view = layer_view(layer_facts(rope), LayerStats(mean, size))
-    raw = triattention_scores(view.keys, mean, size[:, :2], rope, 40, options.get("aggregate", "mean"))
-    trig = triattention_scores(
-        view.keys, mean, to_bands(mean, rope).abs(), rope, 40, options.get("aggregate", "mean")
-    )
+    aggregate = options.get("aggregate", "mean")
+    raw = triattention_scores(view.keys, mean, size[:, :2], rope, 40, aggregate=aggregate)
+    no_norm = to_bands(mean, rope).abs()
+    trig = triattention_scores(view.keys, mean, no_norm, rope, 40, aggregate=aggregate)
     raw = {"use_trig": raw - trig, "use_norm": trig}.get(next(iter(options), ""), raw)
     part = raw[:, view.candidates]
     z = (raw - part.mean(1, keepdim=True)) / part.std(1, correction=0, keepdim=True)

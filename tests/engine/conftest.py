@@ -33,7 +33,7 @@ def calibrated_dir(tiny_dir: Callable[[str], Path], tmp_path_factory) -> Callabl
 def make_llm(calibrated_dir) -> Callable[..., LLM]:
     """(family, **engine arguments) -> an engine on the CPU in fp32."""
 
-    def make(family: str = "qwen3", **arguments) -> LLM:
+    def make(family: str = "llama", **arguments) -> LLM:
         return LLM(calibrated_dir(family), dtype="float32", device="cpu", **{"num_blocks": 200, **arguments})
 
     return make

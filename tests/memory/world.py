@@ -256,6 +256,13 @@ class World:
         assert table.physical_len == len(sequence.contents)
         assert table.logical_len == sequence.logical_len
         assert table.exact == sequence.exact
+        refs = tuple(0 if block is None else shadow.refs[block] for block in sequence.blocks)
+        indexed = tuple(block in shadow.path_of_block for block in sequence.blocks)
+        assert self.memory.ref_counts(seq_id) == refs
+        assert self.memory.indexed(seq_id) == indexed
+        assert self.memory.writable(seq_id) == tuple(
+            n == 1 and not hit for n, hit in zip(refs, indexed, strict=True)
+        )
         for i, content in enumerate(sequence.contents):
             block = sequence.blocks[i // size]
             found = None if block is None else shadow.contents[block][i % size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
@@ -80,4 +80,8 @@ def _known_options(cls: type[CompressionPolicy], options: Mapping[str, object]) 
         if option not in allowed:
             takes = f"its options are {', '.join(allowed)}" if allowed else "it has no options"
             raise InvalidArgumentError(f"policy {cls.name} has no option {option!r}; {takes}.")
+    for field in fields(cls):  # type: ignore[arg-type]
+        optional = field.default is not MISSING or field.default_factory is not MISSING or not field.init
+        if not optional and field.name not in options:
+            raise InvalidArgumentError(f"policy {cls.name} needs the option {field.name!r}; add it.")
     return dict(options)

@@ -107,13 +107,12 @@ class StepStats:
 
 @dataclass(slots=True)
 class EngineTotals:
-    """Counters over the engine's life."""
+    """Counters over the engine's life; the scheduler counts preemptions."""
 
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     tokens_evicted: int = 0
-    preemptions: int = 0
     compactions: int = 0
     compactions_postponed: int = 0
     score_s: float = 0.0

@@ -31,6 +31,7 @@ class Scheduler:
         self.memory = memory
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -114,6 +115,7 @@ class Scheduler:
         self.memory.free(seq.seq_id)
         seq.reset()
         seq.request.metrics.preemptions += 1
+        self.num_preemptions += 1
         self.waiting.appendleft(seq)
 
 

@@ -21,8 +21,9 @@ class QueryMixture(CompressionPolicy):
         S(j) = max_c mean_d softmax_j l_{c,d}(j)
 
     with centre mu_c and variance v_c per real dim of each cluster of queries before rotation and the
-    softmax scale s; then the maximum over the query heads of a KV head. Not published; see
-    docs: the maximum, not the weighted sum, since rare kinds of queries look far back.
+    softmax scale s; then the maximum over the query heads of a KV head. Dims without position are
+    plain products. The maximum over centres, not their weighted sum: rare kinds of queries are the
+    ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
 
     offsets:    future distances d, tokens; these five lose nothing against 2^0 ... 2^16, one loses
     value_norm: multiply by ||v||; helps on some checkpoints and hurts on others, so off
