@@ -93,7 +93,7 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {
             "head_dim": 16,
             "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 16,
+            "query_pre_attn_scalar": 25,
             "attn_logit_softcapping": 2.0,
         },
     ),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvreclaim.eval.chain import Kind
 
-LENGTHS = (96, 160, 256, 384, 640, 1024, 1536, 2048)
+LENGTHS = (128, 192, 256, 384, 640, 1024, 1536, 2048)
 JUDGED = (Kind.LOOKUP, Kind.FIRST, Kind.CARRY, Kind.RETURN, Kind.RESTORE)
 ENOUGH = 0.95
 LAST_ENOUGH = 0.98  # asked of the last length before the rate falls: exact match forgives nothing

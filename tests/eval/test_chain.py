@@ -67,8 +67,8 @@ def test_an_example_is_pinned():
     example = ChainTask(num_prompt_tokens=40, num_trace_tokens=31, num_decoys=1).sample(0)
     trace = " ".join(chain.TOKENS[i] for i in example.trace)
     out, back = (
-        "# START END c2 fern frost snow heath hail clay .",
-        "< END START c15 gulf mist star bell coal soil .",
+        "# START END c2 fir grape moor iris holly cedar .",
+        "< END START c15 heath moss stone aster coal bay .",
     )
     assert trace == f"{out} {back} <eos>"
 

@@ -98,7 +98,13 @@ class Shadow:
         assert block not in self.path_of_block, f"block {block} is written, it is indexed"
         self.contents[block][slot] = content
 
+    def stored(self, sequence: ShadowSequence, slot: int) -> int | None:
+        """What the block that holds this slot contains there; a hole contains nothing."""
+        block = sequence.blocks[slot // self.block_size]
+        return None if block is None else self.contents[block][slot % self.block_size]
+
     def strip(self, block: int) -> bool:
+        """Take the block out of the index. Returns: whether it was there."""
         path = self.path_of_block.pop(block, None)
         if path is not None:
             self.nodes.pop(path, None)

@@ -14,7 +14,7 @@ from .world import World
 TOKENS = st.lists(st.integers(0, 1), max_size=16)
 SEED = st.integers(0, 2**32 - 1)
 PICK = st.integers(0, 7)
-SALT = st.sampled_from([None, None, "", "a"])
+SALT = st.sampled_from([None, "", "a"])
 
 
 def three_bits(message: bytes) -> bytes:
@@ -54,11 +54,11 @@ class MemoryMachine(RuleBasedStateMachine):
     def admit(self, tokens, salt, max_tokens):
         self.start(tokens, salt, max_tokens)
 
-    @rule(number=PICK, cut=st.integers(0, 16), more=TOKENS)
-    def hit(self, number, cut, more):
-        """Ask with the beginning of what a live sequence has."""
+    @rule(number=PICK, cut=st.integers(0, 16), more=TOKENS, salt=SALT, same=st.booleans())
+    def hit(self, number, cut, more, salt, same):
+        """Ask with the beginning of what a live sequence has, as the same tenant or another."""
         sequence = self.world.shadow.sequences[self.pick(number)]
-        self.start(sequence.tokens[:cut] + more, sequence.salt)
+        self.start(sequence.tokens[:cut] + more, sequence.salt if same else salt)
 
     @rule(number=PICK, tokens=TOKENS)
     def finish_and_ask_again(self, number, tokens):

@@ -181,9 +181,7 @@ class World:
         supply = iter(fresh)
         blocks = [next(supply) if target is None else target for target in plan.targets]
         assert list(shrunk.block_ids) == blocks
-        survivors = [
-            shadow.contents[sequence.blocks[i // shadow.block_size]][i % shadow.block_size] for i in kept
-        ]
+        survivors = [shadow.stored(sequence, slot) for slot in kept]
         assert survivors == [sequence.contents[i] for i in kept], "a source was reused before it was read"
         freed = shadow.release([b for b in reversed(sequence.held()) if b not in blocks]) - len(fresh)
         assert shrunk.blocks_freed == freed
@@ -251,7 +249,7 @@ class World:
 
     def _check_sequence(self, seq_id: int) -> None:
         shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
-        table, size = self.memory.table(seq_id), self.shadow.block_size
+        table = self.memory.table(seq_id)
         assert table.block_ids == sequence.blocks
         assert table.physical_len == len(sequence.contents)
         assert table.logical_len == sequence.logical_len
@@ -263,10 +261,8 @@ class World:
         assert self.memory.writable(seq_id) == tuple(
             n == 1 and not hit for n, hit in zip(refs, indexed, strict=True)
         )
-        for i, content in enumerate(sequence.contents):
-            block = sequence.blocks[i // size]
-            found = None if block is None else shadow.contents[block][i % size]
-            assert found == content, f"sequence {seq_id}, slot {i} in block {block} was overwritten"
+        for slot, content in enumerate(sequence.contents):
+            assert shadow.stored(sequence, slot) == content, f"sequence {seq_id}: slot {slot} was overwritten"
 
     def _expected_stats(self) -> MemoryStats:
         shadow = self.shadow

@@ -10,11 +10,13 @@ from tokenizers.decoders import DecodeStream
 class Detokenizer:
     """Collects one output's text and looks for stop strings.
 
-    Incomplete UTF-8 is held back until its last byte has come (tokenizers' DecodeStream).
+    Incomplete UTF-8 is held back until its last byte has come (tokenizers' DecodeStream), or the end.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...]) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._stopped = False
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop_strings = stop_strings
         self._longest_stop = max((len(s) for s in stop_strings), default=0)
@@ -22,7 +24,8 @@ class Detokenizer:
 
     def append(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token. Returns: the stop string that it completed (cut from the text), or None."""
-        piece = self._stream.step(self._backend, token_id)
+        self._token_ids.append(token_id)
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
         if not piece:
             return None
         searched_from = max(0, len(self.text) - self._longest_stop + 1)
@@ -35,4 +38,11 @@ class Detokenizer:
             return None
         at, stop = min(hits)
         self.text = self.text[:at]
+        self._stopped = True
         return stop
+
+    def finish(self) -> None:
+        """No token follows: show what was held back."""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        if not self._stopped and whole.startswith(self.text):
+            self.text = whole

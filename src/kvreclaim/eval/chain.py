@@ -21,15 +21,19 @@ from kvreclaim.errors import InvalidArgumentError
 
 NUM_LENGTHS = 16
 NUM_CARRIES = 16
-NUM_NODES = 128
+NUM_NODES = 64
 NUM_CLASSES = 8  # a node's class is its number modulo this; END is one class more
 
 _WORDS = (
-    "ash bay bell birch bloom bog bough brook calm cave clay cliff cloud coal coast cove crag creek "
-    "dale dawn dew dune dusk earth elm fern field fjord flint foam fog ford frost gale glade glen grove "
-    "gulf hail haze heath hill ice isle ivy lake leaf marsh mead mist moon moor moss oak ore path peak "
-    "pine pond rain reed reef ridge river rock root sand sea shade shore sky sleet slope snow soil "
-    "spring star stone storm sun surf tide vale wave wind wood"
+    "acorn alder apple ash aster barley basil bay bead beech bell berry birch bird bloom bog bough "
+    "brook bud calm cave cedar cherry clay cliff cloud clover coal coast corn cove crag creek cress "
+    "crow daisy dale dawn deer dew dove duck dune dusk eagle earth elm fern field finch fir fish fjord "
+    "flint foam fog ford fox frog frost gale glade glen goose grain grape grass grove gulf hail hare "
+    "hawk haze hazel heath heron hill holly honey ice iris isle ivy kelp lake lark leaf lemon lilac "
+    "lily lotus maple marsh mead mint mist mole moon moor moss nest nut oak olive ore otter owl path "
+    "peach peak pear pebble pine plum pond poppy quail rain reed reef ridge river rock root rose rye "
+    "sage sand sea seal seed shade shell shore sky sleet slope snow soil spring star stone storm sun "
+    "surf tide vale wave wind wood"
 )
 FILLER_WORDS = tuple(_WORDS.split())
 

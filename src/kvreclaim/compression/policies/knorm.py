@@ -31,5 +31,12 @@ class Knorm(CompressionPolicy):
         check_choice("knorm option 'keep'", self.keep, ("small", "large"))
 
     def score(self, view: LayerView) -> Tensor:
-        norm = torch.linalg.vector_norm(view.keys, dim=-1, dtype=torch.float32)
+        norm = _round(torch.linalg.vector_norm(view.keys, dim=-1, dtype=torch.float32))
         return norm if self.keep == "large" else -norm
+
+
+def _round(norm: Tensor) -> Tensor:
+    """To 14 bits of mantissa: the same token's key has one norm at every position in the first layer,
+    and such ties must not be broken by the rounding noise of the rotation."""
+    mantissa, exponent = torch.frexp(norm)
+    return torch.ldexp((mantissa * 2**14).round() / 2**14, exponent)

@@ -1,0 +1,347 @@
+"""LLM's face: parameters have the effect they promise, mistakes are refused whole, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+import torch
+from settings import small
+
+from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.engine.outputs import RequestOutput
+from kvreclaim.errors import (
+    InvalidArgumentError,
+    KVReclaimError,
+    RequestTooLongError,
+    StatsMismatchError,
+    UnknownRequestError,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def assert_idle(llm):
+    llm.engine.memory.check()
+    stats = llm.engine.memory.stats()
+    assert stats.in_use == 0
+    assert stats.free + stats.cached == stats.num_blocks
+    assert not llm.engine.has_unfinished
+    assert not llm.engine.scheduler.waiting
+    assert not llm.engine.scheduler.running
+
+
+def test_text_in_text_out(make_llm):
+    llm = make_llm()
+    (out,) = llm.generate("then the end", GREEDY)
+    assert out.prompt == "then the end"
+    assert out.prompt_token_ids == llm.tokenizer.encode("then the end")
+    assert out.outputs[0].text == llm.tokenizer.decode(out.outputs[0].token_ids, skip_special_tokens=True)
+    assert out.finished
+    assert out.metrics.num_generated_tokens == 12
+    assert 0 < out.metrics.ttft_s <= out.metrics.e2e_s
+
+
+def test_one_setting_or_one_per_prompt(make_llm):
+    llm = make_llm()
+    prompts = tiny.prompts((9, 30, 4))
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 40, 1)]
+    outputs = llm.generate(prompts, params, [None, small("knorm"), None])
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [3, 40, 1]
+    assert [out.metrics.compactions > 0 for out in outputs] == [False, True, False]
+    assert [out.prompt_token_ids for out in outputs] == prompts
+    with pytest.raises(InvalidArgumentError, match="2 entries for 3 prompts"):
+        llm.generate(prompts, params[:2])
+    assert_idle(llm)
+
+
+def test_the_engines_own_compression_is_the_default_and_can_be_overridden(make_llm):
+    llm = make_llm(compression=small("knorm"))
+    prompt = tiny.prompts((40,))
+    (compressed,) = llm.generate(prompt, GREEDY)
+    (whole,) = llm.generate(prompt, GREEDY, CompressionConfig("full"))
+    assert compressed.metrics.tokens_evicted > 0
+    assert whole.metrics.tokens_evicted == 0
+
+
+def test_stop_strings_and_tokens(make_llm):
+    llm = make_llm()
+    (plain,) = llm.generate("stop the end", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    text, ids = plain.outputs[0].text, plain.outputs[0].token_ids
+    stop = text[8:11]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=[stop, "never"])
+    (cut,) = llm.generate("stop the end", params)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    token = ids[9]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop_token_ids=[token])
+    (ended,) = llm.generate("stop the end", params)
+    assert ended.outputs[0].token_ids == ids[: ids.index(token) + 1]
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", token)
+
+
+def test_end_of_sequence_and_min_tokens(tmp_path):
+    from kvreclaim import LLM
+
+    (answer,) = tiny.greedy(tiny.save_model("llama", tmp_path / "plain"), tiny.prompts((6,)), 20)
+    eos = answer[5]
+    first = answer.index(eos)
+    llm = LLM(tiny.save_model("llama", tmp_path / "eos", eos_token_id=eos), dtype="float32", num_blocks=50)
+    prompt = tiny.prompts((6,))
+    (out,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    assert out.outputs[0].token_ids == answer[: first + 1]
+    assert out.outputs[0].finish_reason == "stop"
+    (ignoring,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert ignoring.outputs[0].token_ids == answer
+    (late,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=20, min_tokens=first + 4))
+    assert eos not in late.outputs[0].token_ids[: first + 4]
+
+
+def test_n_outputs_share_the_prompt(make_llm):
+    llm = make_llm(block_size=8)
+    prompt = tiny.prompts((43,))[0]
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=10, ignore_eos=True)
+    (out,) = llm.generate(prompt, params)
+    assert [o.index for o in out.outputs] == [0, 1, 2, 3]
+    assert len({tuple(o.token_ids) for o in out.outputs}) == 4
+    stats = llm.engine.memory.stats()
+    assert stats.cow_copies == 3
+    assert stats.peak_in_use < 4 * 7
+    (again,) = llm.generate(prompt, params)
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in out.outputs]
+    assert_idle(llm)
+
+
+def test_logprobs_are_those_of_the_model(make_llm, calibrated_dir):
+    llm = make_llm()
+    prompt = tiny.prompts((10,))[0]
+    (out,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, ignore_eos=True))
+    ids = torch.tensor([prompt + out.outputs[0].token_ids])
+    with torch.inference_mode():
+        expected = tiny.load_oracle(calibrated_dir("llama"))(ids).logits[0].log_softmax(-1)
+    for i, (token, report) in enumerate(zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)):
+        line = expected[len(prompt) - 1 + i]
+        assert set(report) == set(line.topk(3).indices.tolist()) | {token}
+        assert report[token].rank == 1
+        for other, entry in report.items():
+            assert entry.logprob == pytest.approx(float(line[other]), abs=1e-4)
+
+
+def test_scores_are_those_of_the_model(make_llm, calibrated_dir):
+    llm = make_llm(max_num_batched_tokens=16)
+    prompts, continuations = tiny.prompts((10, 30)), tiny.prompts((25, 7), seed=8)
+    oracle = tiny.load_oracle(calibrated_dir("llama"))
+    for _ in range(2):  # the second time with prefix hits
+        scored = llm.score(prompts, continuations)
+        for prompt, continuation, result in zip(prompts, continuations, scored, strict=True):
+            with torch.inference_mode():
+                logits = oracle(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
+            given = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
+            assert result.predicted == logits.argmax(-1).tolist()
+            torch.testing.assert_close(torch.tensor(result.logprobs), given, atol=1e-4, rtol=0)
+    assert scored[1].metrics.num_cached_tokens > 0
+    assert_idle(llm)
+    with pytest.raises(InvalidArgumentError, match="continuation is empty"):
+        llm.score([[1, 2]], [[]])
+
+
+def test_streaming_gives_growing_outputs_and_closing_aborts(make_llm):
+    llm = make_llm()
+    seen = [len(out.outputs[0].token_ids) for out in llm.stream("the end", GREEDY)]
+    assert seen == list(range(1, 13))
+    stream = llm.stream("the end", GREEDY)
+    assert isinstance(next(stream), RequestOutput)
+    assert llm.engine.memory.stats().in_use > 0
+    stream.close()
+    assert_idle(llm)
+
+
+def test_chat_uses_the_template(make_llm):
+    llm = make_llm()
+    out = llm.chat([{"role": "user", "content": "end"}], GREEDY)
+    assert llm.tokenizer.decode(out.prompt_token_ids) == "user: end\nassistant: "
+
+
+def test_priority_of_limits(make_llm):
+    llm = make_llm(max_model_len=50)
+    (out,) = llm.generate(
+        tiny.prompts((40,)), SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    )
+    assert len(out.outputs[0].token_ids) == 10
+    assert out.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length", "config", "message"),
+    [
+        ({"max_model_len": 50}, 50, None, "max_model_len is 50"),
+        ({"num_blocks": 4}, 64, None, r"pool holds 64 \(4 blocks of 16\).*compress with a budget"),
+        ({"num_blocks": 4, "max_num_batched_tokens": 64}, 100, small("knorm"), "lower the budget"),
+        ({"num_blocks": 4}, 64, small("evict-only(knorm)"), "pool holds 64"),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused(arguments, length, config, message, make_llm):
+    llm = make_llm(**arguments)
+    with pytest.raises(RequestTooLongError, match=message):
+        llm.generate(tiny.prompts((length,)), GREEDY, config)
+    assert_idle(llm)
+
+
+def test_a_mistake_in_one_prompt_names_it_and_leaves_no_trace(make_llm):
+    llm = make_llm(max_model_len=50)
+    with pytest.raises(RequestTooLongError, match=r"^prompt 1: "):
+        llm.generate(tiny.prompts((5, 60, 5)), GREEDY)
+    with pytest.raises(InvalidArgumentError, match="token id 999"):
+        llm.generate([[1, 999]], GREEDY)
+    with pytest.raises(InvalidArgumentError, match="no tokens"):
+        llm.generate([[]], GREEDY)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -2},
+        {"min_p": 2.0},
+        {"n": 0},
+        {"n": 2, "temperature": 0.0},
+        {"max_tokens": 0},
+        {"min_tokens": 9, "max_tokens": 3},
+        {"stop": ""},
+        {"stop": ["a", 3]},
+        {"seed": -1},
+        {"logprobs": -1},
+        {"presence_penalty": 3.0},
+        {"repetition_penalty": 0.0},
+        {"cache_salt": 5},
+        {"temperature": "hot"},
+    ],
+)
+def test_sampling_parameters_are_checked(fields):
+    with pytest.raises(InvalidArgumentError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_salts_isolate_prefixes(make_llm):
+    llm = make_llm(block_size=8)
+    prompt = tiny.prompts((40,))
+
+    def cached(salt):
+        params = SamplingParams(temperature=0.0, max_tokens=1, cache_salt=salt)
+        return llm.generate(prompt, params)[0].metrics.num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached(None), cached("a"), cached("b")] == [0, 0, 0, 32, 32]
+
+
+def test_statistics_that_are_missing_or_foreign(make_llm, tiny_dir, calibrated_dir):
+    from kvreclaim import LLM
+    from kvreclaim.engine.llm import STATS_FILE
+
+    bare = LLM(tiny_dir("llama"), dtype="float32", num_blocks=20)
+    with pytest.raises(InvalidArgumentError, match="kvreclaim calibrate"):
+        bare.generate([[1, 2, 3]], GREEDY, small("query_mixture"))
+    foreign = small("triattention", stats=calibrated_dir("qwen3") / STATS_FILE)
+    with pytest.raises(StatsMismatchError, match="do not fit the model"):
+        bare.generate([[1, 2, 3]], GREEDY, foreign)
+    assert_idle(bare)
+
+
+def test_a_failing_policy_fails_its_request_only(make_llm, monkeypatch):
+    llm = make_llm()
+    prompts = tiny.prompts((40, 40, 40))
+    expected = llm.generate(prompts, GREEDY, [None, None, small("knorm")])
+    compressor = llm._compressor(small("streaming_llm"))
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(compressor, "choose", broken)
+    outputs = llm.generate(prompts, GREEDY, [None, small("streaming_llm"), small("knorm")])
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[1].error == "RuntimeError: boom"
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [
+        expected[i].outputs[0].token_ids for i in (0, 2)
+    ]
+    assert_idle(llm)
+
+
+def test_a_request_whose_numbers_break_does_not_infect_others(make_llm):
+    """One token's embedding is NaN; whoever uses it fails, and the blocks it leaves are clean again."""
+    llm = make_llm(num_blocks=12, enable_prefix_caching=False)
+    good = tiny.prompts((20, 25))
+    expected = llm.generate(good, GREEDY)
+    llm.loaded.model.get_input_embeddings().weight[0] = float("nan")
+    outputs = llm.generate([good[0], [0] * 60, good[1]], GREEDY)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "NaN" in outputs[1].error
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [out.outputs[0].token_ids for out in expected]
+    again = llm.generate(good, GREEDY)
+    assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in expected]
+    assert_idle(llm)
+
+
+def test_a_failing_forward_pass_fails_its_batch_and_the_engine_lives(make_llm, monkeypatch):
+    llm = make_llm()
+    forward = llm.engine.runner.forward
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda step: 1 / 0)
+    outputs = llm.generate(tiny.prompts((5, 6)), GREEDY)
+    assert [out.error for out in outputs] == ["ZeroDivisionError: division by zero"] * 2
+    assert_idle(llm)
+    monkeypatch.setattr(llm.engine.runner, "forward", forward)
+    assert llm.generate(tiny.prompts((5,)), GREEDY)[0].error is None
+
+
+def test_aborting_returns_all_blocks(make_llm):
+    llm = make_llm(block_size=8, num_blocks=30)
+    engine = llm.engine
+    sampled = SamplingParams(n=3, temperature=1.0, max_tokens=50, ignore_eos=True)
+    for i, prompt in enumerate(tiny.prompts((40, 30, 20, 200))):
+        engine.add_request(f"r{i}", prompt, sampled if i == 1 else GREEDY)
+    for _ in range(6):
+        engine.step()
+    with pytest.raises(InvalidArgumentError, match="'r1' is in use"):
+        engine.add_request("r1", [1], GREEDY)
+    for i in range(4):
+        if f"r{i}" in engine.requests:
+            llm.abort(f"r{i}")
+    assert_idle(llm)
+    with pytest.raises(UnknownRequestError, match="'r1' is unknown"):
+        llm.abort("r1")
+
+
+def test_any_mix_of_requests_loses_no_block(make_llm):
+    """Random requests of every kind come, are aborted and fail in a small pool; nothing is lost."""
+    llm = make_llm(block_size=8, num_blocks=40, max_num_batched_tokens=48, max_num_seqs=6)
+    engine, rng = llm.engine, random.Random(5)
+    shared = tiny.prompts((60,))[0]
+    configs = [None, small("query_mixture"), small("evict-only(knorm)"), small("streaming_llm", mode="union")]
+    for i in range(60):
+        prompt = shared[: rng.randrange(1, 60)] + tiny.prompts((rng.randrange(1, 30),), seed=i)[0]
+        params = SamplingParams(
+            n=rng.choice([1, 1, 2, 3]),
+            temperature=1.0,
+            seed=i,
+            max_tokens=rng.randrange(1, 60),
+            ignore_eos=True,
+        )
+        config = rng.choice(configs)
+        compressor = llm._compressor(config) if config else None
+        try:
+            engine.add_request(f"r{i}", prompt, params, compressor)
+        except KVReclaimError as error:
+            pytest.fail(str(error))
+        for _ in range(rng.randrange(8)):
+            engine.step()
+            engine.memory.check()
+        if engine.requests and rng.random() < 0.3:
+            engine.abort(rng.choice(list(engine.requests)))
+    while engine.has_unfinished:
+        engine.step()
+    assert_idle(llm)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.totals.compactions > 0
+    assert set(engine.totals.finished) == {"length", "abort"}

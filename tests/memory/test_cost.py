@@ -1,0 +1,80 @@
+"""Cost in executed lines, not in time: the same work in a small pool and in one a thousand times as big."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from kvreclaim.bench import blocks
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory import MemoryManager
+
+from .sequences import Plan
+
+
+def lines(work: Callable[[], object]) -> int:
+    """Lines of Python that the call executes."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable:
+        nonlocal executed
+        executed += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+def costs(num_blocks: int) -> list[int]:
+    """Of every operation, on a sequence of eight blocks."""
+    memory, prompt = MemoryManager(num_blocks, 4), range(33)
+
+    def admit(seq_id: int) -> None:
+        memory.admit(seq_id, memory.match_prefix(prompt), token_ids=prompt)
+
+    return [
+        lines(work)
+        for work in (
+            lambda: admit(0),
+            lambda: memory.grow(0, 33),
+            lambda: memory.commit(0, prompt),
+            lambda: memory.free(0),
+            lambda: admit(1),
+            lambda: (memory.grow(1, 1), memory.commit(1, [32])),
+            lambda: memory.fork(1, 2),
+            lambda: memory.grow(2, 5),
+            lambda: memory.shrink(Plan(2, 9, (None, None, None))),
+            lambda: memory.punch(1, [0, 3]),
+            lambda: memory.free(1),
+            lambda: memory.free(2),
+            memory.stats,
+        )
+    ]
+
+
+def test_cost_does_not_depend_on_the_pool():
+    assert costs(50) == costs(50_000)
+
+
+def test_the_bench_reports_every_operation_of_every_pool():
+    rows = blocks.run((2000, 1000), repeats=1)
+    assert [(row["num_blocks"], row["operation"]) for row in rows] == [
+        (size, operation) for size in (1000, 2000) for operation in blocks.OPERATIONS
+    ]
+    assert all(row["us_per_unit"] > 0 for row in rows)
+    assert {row["ratio"] for row in rows if row["num_blocks"] == 1000} == {1.0}
+    blocks.print_table(rows)
+
+
+@pytest.mark.parametrize(("sizes", "repeats"), [((), 1), ((999,), 1), ((1000,), 0)])
+def test_the_bench_refuses_pools_that_are_too_small(sizes, repeats):
+    with pytest.raises(InvalidArgumentError, match="at least 1000 blocks"):
+        blocks.run(sizes, repeats=repeats)

@@ -1,0 +1,216 @@
+"""Attention over blocks equals attention written out, whatever the shapes, lengths and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, assert_equal, attend, expected, noise, world
+
+from kvreclaim.ops import reference
+
+SHAPES = [
+    Shape(kv_heads=1, group=1, dim=32, block_size=16),
+    Shape(kv_heads=2, group=4, dim=64, block_size=16),
+    Shape(kv_heads=1, group=8, dim=80, block_size=32),
+    Shape(kv_heads=4, group=1, dim=96, block_size=4),
+    Shape(kv_heads=2, group=4, dim=128, block_size=1),
+    Shape(kv_heads=3, group=2, dim=64, v_dim=32, block_size=8),
+    Shape(kv_heads=2, group=1, dim=24, v_dim=40, block_size=5),
+]
+LENGTHS = {
+    "decode": [(1, 1), (1, 2), (1, 15), (1, 16), (1, 17), (1, 300), (1, 33)],
+    "prefill": [(1, 1), (3, 3), (15, 15), (16, 16), (17, 17), (40, 40)],
+    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33)],
+    "mixed": [(1, 260), (20, 20), (1, 1), (6, 38), (1, 16), (2, 270)],
+}
+
+
+def asks(kind: str) -> list[Ask]:
+    return [Ask(*lengths) for lengths in LENGTHS[kind]]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_shape(shape: Shape, kind: str, dtype: torch.dtype) -> None:
+    w = world(replace(shape, dtype=dtype), asks(kind))
+    out = attend(w)
+    assert out.dtype == dtype
+    assert_equal(out, expected(w))
+
+
+@DTYPES
+@ALL_HOW
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None:
+    w = world(Shape(dtype=dtype), asks(kind))
+    assert_equal(attend(w, **how), expected(w, **how))
+
+
+def random_mask(seed: int, shape: Shape, slots: int) -> torch.Tensor:
+    """[L, K, slots] bool: every (layer, head) loses as many, but others."""
+    lost = noise(seed, shape.layers, shape.kv_heads, slots).argsort(-1)[..., : slots // 2]
+    return torch.zeros(shape.layers, shape.kv_heads, slots, dtype=torch.bool).scatter_(-1, lost, True)
+
+
+def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> torch.Tensor:
+    """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
+    order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
+    return order.sort(-1).values.to(torch.int32)
+
+
+@DTYPES
+@ALL_HOW
+def test_evicted_slots_are_not_attended(how: dict, dtype: torch.dtype) -> None:
+    """With and without a mask in one batch; every layer and head its own mask; later slots live."""
+    shape = Shape(layers=2, dtype=dtype)
+    batch = [
+        Ask(1, 40, evicted=random_mask(1, shape, 33)),
+        Ask(1, 40),
+        Ask(5, 50, evicted=random_mask(2, shape, 45)),
+        Ask(1, 18, evicted=random_mask(3, shape, 17)),
+        Ask(6, 6),
+        Ask(4, 20, evicted=random_mask(4, shape, 2)),
+    ]
+    w = world(shape, batch)
+    for layer in (0, 1, 0):
+        assert_equal(attend(w, layer, **how), expected(w, layer, **how))
+
+
+@DTYPES
+@ALL_HOW
+def test_a_window_counts_logical_positions(how: dict, dtype: torch.dtype) -> None:
+    """After a compaction every head holds other positions, and later slots lie at slot + shift."""
+    shape = Shape(layers=2, dtype=dtype)
+    batch = [
+        Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
+        Ask(1, 30),
+        Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
+        Ask(1, 21, shift=100),
+        Ask(12, 12),
+        Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
+    ]
+    w = world(shape, batch)
+    for layer in (0, 1, 0):
+        assert_equal(attend(w, layer, **how), expected(w, layer, **how))
+
+
+def test_masks_positions_and_windows_together() -> None:
+    shape = Shape(layers=2)
+    positions = random_positions(2, shape, 20, 6)
+    batch = [
+        Ask(2, 24, shift=6, evicted=random_mask(1, shape, 18), slot_positions=positions),
+        Ask(2, 24, evicted=random_mask(3, shape, 22)),
+        Ask(2, 24, shift=6, slot_positions=positions),
+    ]
+    w = world(shape, batch)
+    for layer, window in ((0, 8), (1, 8), (0, None), (1, 3)):
+        assert_equal(attend(w, layer, window=window), expected(w, layer, window=window))
+
+
+def test_one_batch_serves_layers_with_and_without_a_window() -> None:
+    shape = Shape(layers=3)
+    w = world(shape, asks("mixed"))
+    for layer, window in enumerate((None, 7, 16)):
+        assert_equal(attend(w, layer, window=window), expected(w, layer, window=window))
+
+
+@ALL_HOW
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_row_that_sees_nothing_is_zero(how: dict, query_len: int) -> None:
+    shape = Shape()
+    nothing = torch.ones(1, shape.kv_heads, 20, dtype=torch.bool)
+    half = nothing.clone()
+    half[:, 1] = False
+    w = world(shape, [Ask(query_len, 20, evicted=nothing), Ask(query_len, 20, evicted=half)])
+    out = attend(w, **how)
+    assert torch.equal(out[:query_len], torch.zeros_like(out[:query_len]))
+    assert torch.equal(out[query_len:, : shape.group], torch.zeros_like(out[query_len:, : shape.group]))
+    assert_equal(out, expected(w, **how))
+
+
+@ALL_HOW
+def test_spare_blocks_are_ignored(how: dict) -> None:
+    w = world(Shape(), [Ask(1, 16, spare=1), Ask(1, 40, spare=2), Ask(16, 16, spare=1)])
+    assert_equal(attend(w, **how), expected(w, **how))
+
+
+@pytest.mark.parametrize("num_scores", [1, 2000, 9000])
+@ALL_HOW
+def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
+    w = world(Shape(), [*asks("mixed"), Ask(9, 30, evicted=random_mask(1, Shape(), 20))])
+    whole = attend(w, **how)
+    monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+    assert_equal(attend(w, **how), whole)
+
+
+@ALL_HOW
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_sequence_does_not_depend_on_its_neighbours(how: dict, kind: str) -> None:
+    """Last-bit differences apart, which come from the padding of a group."""
+    w = world(Shape(), asks(kind))
+    together = attend(w, **how)
+    first = 0
+    for ask, slots in zip(w.asks, w.batch.sequences, strict=True):
+        last = first + ask.query_len
+        batch = type(w.batch).build((slots,), w.shape.block_size, w.q.device)
+        how_all = {"scale": w.shape.dim**-0.5, **how}
+        alone = reference.paged_attention(w.q[0, first:last], w.cache, 0, batch, **how_all)
+        torch.testing.assert_close(together[first:last], alone, atol=1e-6, rtol=1e-6)
+        first = last
+
+
+def test_nothing_is_mutated() -> None:
+    w = world(Shape(), asks("mixed"))
+    before = [x.clone() for x in (w.q, w.cache.k, w.cache.v)]
+    attend(w, window=7, softcap=2.0)
+    for x, y in zip((w.q, w.cache.k, w.cache.v), before, strict=True):
+        assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
+
+
+@st.composite
+def batches(draw):
+    block_size = draw(st.integers(1, 6))
+    lengths = st.integers(1, 30).flatmap(
+        lambda n: st.tuples(st.integers(1, n), st.just(n), st.integers(0, 2))
+    )
+    batch = [Ask(q, n, spare=spare) for q, n, spare in draw(st.lists(lengths, min_size=1, max_size=5))]
+    shape = Shape(draw(st.integers(1, 3)), draw(st.integers(1, 3)), dim=8, block_size=block_size)
+    return shape, batch, draw(st.integers(0, 99)), draw(st.none() | st.integers(1, 9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_any_block_tables(case) -> None:
+    shape, batch, seed, window = case
+    w = world(shape, batch, seed)
+    assert_equal(attend(w, window=window), expected(w, window=window))
+
+
+@given(batches())
+@settings(max_examples=40, deadline=None)
+def test_every_sequence_is_in_one_group(case) -> None:
+    """And every token of the batch is computed: the rows of the groups cover them all."""
+    shape, batch, seed, _ = case
+    w = world(shape, batch, seed)
+    members = [seq for group in w.batch.groups for seq in group.sequences]
+    assert sorted(map(id, members)) == sorted(map(id, w.batch.sequences))
+    rows = torch.cat([group.rows.flatten() for group in w.batch.groups])
+    assert rows.unique().tolist() == list(range(sum(ask.query_len for ask in batch)))
+
+
+@given(batches())
+@settings(max_examples=40, deadline=None)
+def test_slot_mapping_is_the_place_of_each_new_token(case) -> None:
+    shape, batch, seed, _ = case
+    w = world(shape, batch, seed)
+    places = []
+    for ask, slots in zip(w.asks, w.batch.sequences, strict=True):
+        for slot in range(ask.seq_len - ask.query_len, ask.seq_len):
+            block, offset = divmod(slot, shape.block_size)
+            places.append(int(slots.block_ids[block]) * shape.block_size + offset)
+    assert w.batch.slot_mapping.tolist() == places
