@@ -217,7 +217,8 @@ class TestSlidingLayers:
         """At L = 21 a window of 5 sees 17 to 20: of head 0 slot 6 alone, of head 1 slots 3 to 6."""
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 20], [10, 15, 16, 17, 18, 19, 20]])
         compressor = knorm(self.MIXED, budget=4, sinks=0, recent=1)
-        kept = compressor.choose(kv(7), 7, 0, 21, positions=positions[None])
+        older_is_larger = torch.arange(7.0, 0.0, -1.0)[:, None].expand(2, 7, 8)
+        kept = compressor.choose(lambda _: (older_is_larger,) * 2, 7, 0, 21, positions=positions[None])
         assert rows(kept[1:2]) == [[0, 1, 2, 6], [3, 4, 5, 6]]
 
     def test_without_positions_only_what_must_be_out_is_out(self):

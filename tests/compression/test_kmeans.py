@@ -82,6 +82,14 @@ def test_no_cluster_stays_empty_when_points_differ():
     assert (kmeans(points, 8, 0).weights > 0).all()
 
 
+def test_empty_clusters_move_to_the_farthest_points():
+    points = torch.tensor([[[0.0], [1.0], [9.0], [4.0]]])
+    labels, distances = torch.zeros(1, 4, dtype=torch.int64), points[..., 0].square()
+    counts, means = torch.tensor([[0.0, 4.0, 0.0]]), torch.tensor([[[0.0], [3.5], [0.0]]])
+    moved = module._reseed(points, module._Grouping(labels, distances, counts, means))
+    assert moved.tolist() == [[[9.0], [3.5], [4.0]]]
+
+
 def test_bf16_queries_are_summed_in_fp32():
     points = noise(0, 2, 3000, 4).bfloat16()
     found = kmeans(points, 1, 0)

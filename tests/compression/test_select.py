@@ -80,6 +80,13 @@ def test_ties_go_to_the_lowest_slot():
     assert kept.tolist() == [[[0, 1, 3]]]
 
 
+def test_ties_are_kept_in_order_in_long_rows():
+    scores = (torch.arange(60_000) % 3).float()[None, None]
+    kept = select(scores, 30_000, torch.zeros(60_000, dtype=torch.int64), Mode.PER_LAYER_HEAD)
+    expected = [slot for slot in range(60_000) if slot % 3 == 2 or (slot % 3 == 1 and slot < 30_000)]
+    assert kept[0, 0].tolist() == expected
+
+
 def test_a_higher_tier_beats_any_score():
     scores = torch.tensor([[[9.0, torch.inf, -torch.inf, 0.0]]])
     kept = select(scores, 2, torch.tensor([0, 0, 2, 1]), Mode.UNION)

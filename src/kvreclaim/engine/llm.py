@@ -18,7 +18,7 @@ from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request import Request
 from kvreclaim.engine.sizing import choose_limits
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
-from kvreclaim.model.loader import load_model
+from kvreclaim.model.loader import Tokenizer, load_model
 
 STATS_FILE = "kvreclaim_stats.safetensors"
 """Looked up in the model's directory when a policy needs statistics and none are named."""
@@ -78,7 +78,7 @@ class LLM:
             self._compressor(compression)
 
     @property
-    def tokenizer(self):  # type: ignore[no-untyped-def]
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises: InvalidArgumentError where it has none."""
         if self.loaded.tokenizer is None:
             raise InvalidArgumentError(

@@ -81,10 +81,8 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
 def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
     recorder = _Probe()
     positions = torch.tensor([POSITIONS], device=model.device)
-    embeddings = model.get_input_embeddings().weight
-    token = torch.full_like(
-        positions, int(embeddings.float().norm(dim=-1).argmax())
-    )  # never a zero (pad) row
+    sizes = model.get_input_embeddings().weight.float().norm(dim=-1)  # type: ignore[operator]
+    token = torch.full_like(positions, int(sizes.argmax()))  # never the zero row of a padding token
     model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.calls) != list(range(expected)):

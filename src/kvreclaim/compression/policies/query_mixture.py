@@ -53,7 +53,7 @@ class QueryMixture(CompressionPolicy):
         over = slice(None) if self.normalise == "all" else view.candidates
         scores = torch.zeros(view.keys.shape[:2], dtype=torch.float32, device=view.keys.device)
         scores[:, over] = mixture_attention(
-            view.keys[:, over].float(), centers, view.stats.center_var, view.facts.scale
+            view.keys[:, over], centers, view.stats.center_var, view.facts.scale
         )
         if self.value_norm:
             scores = scores * torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
