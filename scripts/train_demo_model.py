@@ -15,6 +15,7 @@ from demo_model.check import check
 from demo_model.curriculum import LENGTHS, Curriculum
 from demo_model.network import MAX_TOKENS, STEP_TOKENS, Trainer, build_network
 from demo_model.tokenizer import build_tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 ASSETS = Path(__file__).resolve().parents[1] / "src" / "kvreclaim" / "assets" / "demo_model"
 REPORT_STEPS = 20
@@ -39,6 +40,8 @@ def save(trainer: Trainer, folder: Path) -> None:
     """Write model and tokenizer in the layout that the Auto classes read."""
     trainer.network.save_pretrained(folder)
     build_tokenizer(MAX_TOKENS).save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes for the owner alone; a wheel would carry that along
 
 
 def train(args: argparse.Namespace) -> float:
@@ -85,6 +88,7 @@ def report(curriculum: Curriculum, elapsed_s: float, num_tokens_seen: int) -> No
 def main() -> None:
     """Train unless told not to, then check what was saved."""
     args = parse_arguments()
+    disable_progress_bar()
     if not args.check_only:
         print(f"trained in {train(args):.0f} s")
     for name, score in check(args.out, args.num_examples).items():

@@ -1,14 +1,27 @@
 """LLM serving from a paged KV cache whose compression gives blocks back."""
 
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from kvreclaim.compression import CompressionConfig
+    from kvreclaim.engine.llm import LLM
 
 __version__ = version("kvreclaim")
 __all__ = ["LLM", "CompressionConfig", "SamplingParams", "__version__", "demo_model"]
+
+_HOMES = {"LLM": "kvreclaim.engine.llm", "CompressionConfig": "kvreclaim.compression"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch when it is asked for, so that the integer rooms load without it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvreclaim' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def demo_model() -> Path:

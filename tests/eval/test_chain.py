@@ -214,5 +214,6 @@ def test_shipped_tokenizer_round_trips():
     text = " ".join(chain.TOKENS[token] for token in document)
     assert tokenizer.encode(text) == list(document)
     assert tokenizer.decode(document) == text
-    assert tokenizer("# k1\n k2 .").input_ids == [3, chain.FIRST_NODE + 1, chain.FIRST_NODE + 2, chain.STOP]
+    node = chain.FIRST_NODE
+    assert tokenizer("# k1\n k2 .").input_ids == [chain.FORWARD, node + 1, node + 2, chain.STOP]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (chain.EOS, chain.PAD)

@@ -92,7 +92,7 @@ def bench_blocks(
     from kvreclaim.bench import blocks
 
     rows = blocks.run()
-    blocks.show(rows)
+    blocks.print_table(rows)
     _write_json(rows, json_file)
 
 

@@ -124,8 +124,9 @@ class LLM:
             raise InvalidArgumentError(
                 f"{self.loaded.facts.name} has no chat template; pass a prompt to generate() instead."
             )
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return self.generate(list(ids["input_ids"]), sampling_params, compression)[0]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = self.tokenizer.encode(str(text), add_special_tokens=False)
+        return self.generate(ids, sampling_params, compression)[0]
 
     def stream(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
@@ -41,14 +42,16 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "auto", device: str
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
 
-    Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype or path.
+    Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
+        and for files that are missing, damaged or incomplete.
     """
     register_attention()
     name = os.fspath(path)
+    target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     config = _load_config(name)
     _refuse_unsupported(config, name)
-    model = _load_weights(name, _resolve_dtype(dtype))
-    model.eval().requires_grad_(False).to(resolve_device(device))
+    model = _load_weights(name, torch_dtype)
+    model.eval().requires_grad_(False).to(target)
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(name),
@@ -68,9 +71,17 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise InvalidArgumentError(f"device is {device!r}; pass 'auto', 'cpu' or 'cuda'.") from error
+    if resolved.type == "meta":
+        raise InvalidArgumentError("device is 'meta', which holds no data; pass 'auto', 'cpu' or 'cuda'.")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError(
+            f"device is {device!r}, but this machine has {torch.cuda.device_count()} CUDA devices that torch "
+            "can use; pass 'auto' or 'cpu'."
+        )
+    return resolved
 
 
 def _resolve_dtype(dtype: str) -> torch.dtype | str:
@@ -83,7 +94,7 @@ def _resolve_dtype(dtype: str) -> torch.dtype | str:
 
 def _load_config(name: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(
             f"model {name!r} has no readable config ({_first_line(error)}); pass a local directory with "
@@ -126,8 +137,13 @@ def _uses_attention_interface(model_class: Any) -> bool:
 
 def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=ATTENTION_NAME, use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except OSError as error:
         raise InvalidArgumentError(
@@ -138,12 +154,30 @@ def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{name} cannot run with a custom attention function: {_first_line(error)}"
         ) from error
+    except (SafetensorError, RuntimeError) as error:
+        raise InvalidArgumentError(
+            f"the weights of model {name!r} are damaged or do not fit its config ({_first_line(error)}); "
+            "download or convert the checkpoint again."
+        ) from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidArgumentError(
+            f"the weights of model {name!r} lack {len(missing)} tensors ({missing[0]} is one), which would be "
+            "random; download or convert the checkpoint again."
+        )
+    return model
 
 
 def _load_tokenizer(name: str) -> Tokenizer | None:
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
         return None
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers parses foreign files and raises whatever comes of it
+        raise InvalidArgumentError(
+            f"the tokenizer of model {name!r} cannot be read ({type(error).__name__}: {_first_line(error)}); "
+            "repair its tokenizer files, or remove them to pass prompts as token ids."
+        ) from error
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

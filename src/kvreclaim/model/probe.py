@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
-from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate
+from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate, to_bands
 
 POSITIONS = (0, 1, 2, 3, 5, 11, 47, 120)
 STYLES: tuple[RopeStyle, ...] = ("half", "interleaved")
@@ -130,39 +130,51 @@ def _inverse_frequencies(model: PreTrainedModel) -> list[Tensor]:
 def _find_rope(call: AttentionCall, frequencies: list[Tensor]) -> RopeLayout | None:
     """The layout under which queries and keys, un-rotated, are the same at every position."""
     dim = call.q.shape[-1]
-    none = RopeLayout(torch.empty(0, dtype=torch.float64, device=call.q.device))
-    layouts = [none]
+    layouts = [RopeLayout(torch.empty(0, dtype=torch.float64, device=call.q.device))]
     for freq, style in product(frequencies, STYLES):
         starts = sorted({0, dim - 2 * freq.numel()})
         layouts += [RopeLayout(freq, style, start) for start in starts if start >= 0]
+    changes = [_change(layout, call) for layout in layouts]
+    least = min(range(len(layouts)), key=changes.__getitem__)
+    tolerance = 1e-3 if call.q.dtype == torch.float32 else 2e-2
+    return layouts[least] if changes[least] < tolerance else None
+
+
+def _change(layout: RopeLayout, call: AttentionCall) -> float:
+    """How much the un-rotated queries or keys still differ between positions: the mean, over heads, of
+    each band's and each other dim's largest difference, relative to its own size.
+
+    Relative to the whole vector, a head with a few massive dims (Qwen2's biases) would hide the
+    rotation of all others, and pass for one without rotation in half precision.
+    """
     positions = torch.tensor(POSITIONS, device=call.q.device)
-    return next((x for x in layouts if _explains(x, call, positions)), None)
-
-
-def _explains(layout: RopeLayout, call: AttentionCall, positions: Tensor) -> bool:
-    tolerance = 1e-3 if call.q.dtype == torch.float32 else 4e-2
+    rest = layout.rest_dims(call.q.shape[-1]).to(call.q.device)
+    worst = 0.0
     for x in (call.q, call.k):
         still = rotate(x.transpose(0, 1).float(), positions, layout, inverse=True)
-        if float((still - still[:, :1]).abs().max()) > tolerance * float(still.abs().max()):
-            return False
-    return True
+        ratios = []
+        for part in (to_bands(still, layout), still[..., rest]):
+            size = part.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+            ratios.append((part - part[:, :1]).abs().amax(1) / size)
+        worst = max(worst, float(torch.cat(ratios, dim=-1).mean()))
+    return worst
 
 
-def _rope_types(config: Any) -> set[str]:
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """rope_parameters is one dict, or one dict for each layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    return {str(p.get("rope_type", "default")) for p in nested or [parameters]}
+    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
 
 
 def _max_position(config: Any) -> int:
     """Longest sequence whose rotation does not depend on what else is in the batch."""
-    longest = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
-    if _rope_types(config) & LENGTH_DEPENDENT_ROPE:
-        original = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None) or longest
-        return min(longest, int(original))
-    return longest
+    limit = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, int(original or limit))
+    return limit
 
 
 def fingerprint(config: Any) -> str:

@@ -1,0 +1,109 @@
+"""The command line: every command runs on the demo model; a mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim import __version__, demo_model
+from kvreclaim.cli.main import app
+from kvreclaim.compression import QueryStats
+from kvreclaim.eval.chain import ChainTask
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def example():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
+    sample = ChainTask(num_prompt_tokens=400, num_trace_tokens=120).sample(3)
+    return tokenizer.decode(sample.prompt), tokenizer.decode(sample.trace, skip_special_tokens=True)
+
+
+def run(*arguments):
+    return runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def test_version():
+    assert run("--version").stdout.strip() == __version__
+
+
+def test_generate_streams_the_right_trace(example):
+    prompt, trace = example
+    result = run("generate", "--prompt", prompt, "--max-tokens", 150)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split("\n")[0].split() == trace.split()
+    assert "finish_reason" in result.stderr
+    assert "stop" in result.stderr
+
+
+def test_generate_with_compression_reports_blocks_freed(example):
+    arguments = ("--kv-compression", "query_mixture", "--kv-budget", 200, "--kv-compression-interval", 32)
+    result = run("generate", "--prompt", example[0], "--max-tokens", 60, *arguments, "--kv-recent", 64)
+    assert result.exit_code == 0, result.output
+    rows = dict(line.strip("│ ").split("│") for line in result.stderr.splitlines() if line.count("│") == 3)
+    metrics = {key.strip(): value.strip() for key, value in rows.items()}
+    assert int(metrics["blocks_freed"]) > 0
+    assert metrics["reclaim_efficiency"] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kv-budget", 100), "budget set for the KV compression, but no policy is"),
+        (("--kv-compression", "nope"), "nope"),
+        (("--kv-compression", "knorm", "--kv-budget", 100), "raise the budget"),
+        (("--model", "no/such/dir"), "no/such/dir"),
+        (("--dtype", "int3"), "int3"),
+        (("--temperature", -1), "temperature"),
+        (("--max-model-len", 2**20), "max_model_len"),
+        (("--num-blocks", 1), "num_blocks"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message):
+    result = run("generate", "--prompt", "GO " * 30, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+def test_calibrate_writes_statistics(tmp_path, example):
+    text, output = tmp_path / "text.txt", tmp_path / "stats.safetensors"
+    text.write_text("\n---\n".join(f"{example[0]} {example[1]}" for _ in range(2)))
+    result = run("calibrate", "--text", text, "-o", output, "--centers", 4)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("concentration R") == 3
+    stats = QueryStats.load(output)
+    assert stats.num_centers == 4
+    assert stats.metadata.num_tokens > 900
+    prompt = ("generate", "--prompt", "GO L8 START c3 ash .", "--kv-compression", "triattention")
+    assert run(*prompt, "--kv-budget", 200, "--kv-compression-stats", output).exit_code == 0
+
+
+def test_calibrate_refuses_bad_input(tmp_path):
+    output = tmp_path / "stats.safetensors"
+    missing = run("calibrate", "--text", tmp_path / "none.txt", "-o", output)
+    assert missing.exit_code == 2
+    assert "none.txt" in missing.stderr
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert "is empty" in run("calibrate", "--text", empty, "-o", output).stderr
+    assert not output.exists()
+
+
+def test_bench_blocks_writes_json(tmp_path, monkeypatch):
+    from kvreclaim.bench import blocks
+
+    small = blocks.run
+    monkeypatch.setattr(blocks, "run", lambda: small((1000, 2000), repeats=3))
+    file = tmp_path / "out" / "blocks.json"
+    result = run("bench", "blocks", "--json", file)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["runs"]
+    assert {row["num_blocks"] for row in rows} == {1000, 2000}
