@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -203,3 +204,34 @@ def greedy(directory: Path, token_prompts: list[list[int]], max_tokens: int) -> 
         )
         answers.append(out[0, len(prompt) :].tolist())
     return answers
+
+
+@torch.inference_mode()
+def queries_before_rope(directory: Path, documents: list[list[int]]) -> list[Tensor]:
+    """Per layer [H, T, D], T = tokens of all documents: what the oracle's own modules put out before
+    rotation, each document computed alone."""
+    model = load_oracle(directory)
+    seen: list[list[Tensor]] = [[] for _ in model.model.layers]
+    for layer, block in enumerate(model.model.layers):
+        last = next(m for n in _LAST_BEFORE_ROPE if (m := getattr(block.self_attn, n, None)) is not None)
+        last.register_forward_hook(lambda _, __, out, layer=layer: seen[layer].append(out[0]))
+    for document in documents:
+        model(torch.tensor([document]))
+    return [_as_heads(torch.cat(parts), model) for parts in seen]
+
+
+_LAST_BEFORE_ROPE = ("q_norm", "q_b_proj", "qkv_proj", "q_proj")
+
+
+def _as_heads(out: Tensor, model: PreTrainedModel) -> Tensor:
+    """A hooked output of T tokens as [H, T, D], in the arrangement that the rotation works on and with
+    the factor that YaRN puts into it."""
+    heads, kind = model.config.num_attention_heads, model.config.model_type
+    if kind == "phi3":
+        out = out[:, : model.config.hidden_size]
+    out = out.reshape(len(out), heads, -1)
+    if kind == "deepseek_v3":
+        rotated = out[..., model.config.qk_nope_head_dim :]
+        rotated = torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
+        out = torch.cat([out[..., : model.config.qk_nope_head_dim], rotated], dim=-1)
+    return (out * model.model.rotary_emb.attention_scaling).transpose(0, 1)

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from kvreclaim.errors import InvalidArgumentError
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise InvalidArgumentError with a sentence that says what, got, allowed, what to do."""
-    if not condition:
-        raise InvalidArgumentError(message)
-
-
-def require_int(name: str, value: Any, minimum: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(is_int and value >= minimum, f"{name} is {value!r}; pass an integer of at least {minimum}.")
-
-
-def require_number(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(is_number and low <= value <= high, f"{name} is {value!r}; pass a number from {low} to {high}.")
+from kvreclaim.checks import check_bool, check_int, check_number, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +28,15 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_int("block_size", self.block_size, 1)
-        require_int("max_num_seqs", self.max_num_seqs, 1)
-        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        require_int("seed", self.seed, 0)
+        check_int("block_size", self.block_size, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("seed", self.seed, 0)
         for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 1)
-        require_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
-        require(
-            isinstance(self.enable_prefix_caching, bool),
-            f"enable_prefix_caching is {self.enable_prefix_caching!r}; pass True or False.",
-        )
+                check_int(name, getattr(self, name), 1)
+        check_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +81,19 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", stop)
 
     def _check_draw(self) -> None:
-        require_int("n", self.n, 1)
-        require_number("temperature", self.temperature, 0.0, 100.0)
-        require_number("top_p", self.top_p, 0.0, 1.0)
-        require(
-            self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1 (1 keeps all tokens)."
-        )
-        require_int("top_k", self.top_k, -1)
-        require_number("min_p", self.min_p, 0.0, 1.0)
-        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_int("n", self.n, 1)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.")
+        check_int("top_k", self.top_k, -1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
-            require_int("seed", self.seed, 0)
+            check_int("seed", self.seed, 0)
         if self.logprobs is not None:
-            require_int("logprobs", self.logprobs, 0)
+            check_int("logprobs", self.logprobs, 0)
         greedy = self.temperature == 0
         require(
             not (greedy and self.n > 1),
@@ -123,15 +101,16 @@ class SamplingParams:
         )
 
     def _check_ends(self) -> None:
-        require_int("min_tokens", self.min_tokens, 0)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, 1)
+            check_int("max_tokens", self.max_tokens, 1)
             require(
                 self.min_tokens <= self.max_tokens,
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
             )
         for token in self.stop_token_ids or ():
-            require_int("stop_token_ids", token, 0)
+            check_int("stop_token_ids", token, 0)
         require(
             self.cache_salt is None or isinstance(self.cache_salt, str),
             f"cache_salt is {self.cache_salt!r}; pass a string or None.",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvreclaim.compression.checks import check_bool, check_choice, check_int
+from kvreclaim.checks import check_bool, check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import DEFAULT_POLICY, make_policy
 from kvreclaim.compression.stats import QueryStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.checks import check_int
+from kvreclaim.checks import check_int
 from kvreclaim.compression.kmeans import Clusters, kmeans
 from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
 from kvreclaim.errors import InvalidArgumentError

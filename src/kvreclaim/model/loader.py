@@ -162,8 +162,8 @@ def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise InvalidArgumentError(
-            f"the weights of model {name!r} lack {len(missing)} tensors ({missing[0]} is one), which would be "
-            "random; download or convert the checkpoint again."
+            f"the weights of model {name!r} lack {len(missing)} tensors ({missing[0]} is one), which would "
+            "be random; download or convert the checkpoint again."
         )
     return model
 

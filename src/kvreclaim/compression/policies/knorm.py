@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.checks import check_choice
+from kvreclaim.checks import check_choice
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
 
 

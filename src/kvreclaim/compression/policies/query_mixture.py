@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.checks import check_bool, check_choice, check_offsets
+from kvreclaim.checks import check_bool, check_choice, check_offsets
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.ops.scoring import mixture_attention, offset_phases, turned_queries
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.checks import check_bool, check_choice, check_int
+from kvreclaim.checks import check_bool, check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands

@@ -7,6 +7,12 @@ from collections.abc import Iterable, Sequence
 from kvreclaim.errors import InvalidArgumentError
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises InvalidArgumentError with this sentence unless the condition holds."""
+    if not condition:
+        raise InvalidArgumentError(message)
+
+
 def is_int(value: object) -> bool:
     """A real integer; True and False are not numbers of anything."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -16,6 +22,12 @@ def check_int(name: str, value: object, minimum: int, remedy: str = "") -> None:
     """Raises InvalidArgumentError unless value is an int >= minimum."""
     if not isinstance(value, int) or not is_int(value) or value < minimum:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer >= {minimum}{remedy}.")
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Raises InvalidArgumentError unless value is a real number in [low, high]."""
+    if not (is_int(value) or isinstance(value, float)) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be a number from {low} to {high}.")
 
 
 def check_bool(name: str, value: object) -> None:
