@@ -27,7 +27,8 @@ def generate(network: torch.nn.Module, examples: list[ChainExample]) -> list[lis
     """Return greedy continuations of prompts of one length, up to a few tokens past the longest trace."""
     prompts = torch.tensor([example.prompt for example in examples])
     limit = max(len(example.trace) for example in examples) + 8
-    output = network.generate(prompts, torch.ones_like(prompts), max_new_tokens=limit, do_sample=False)
+    mask = torch.ones_like(prompts)
+    output = network.generate(prompts, attention_mask=mask, max_new_tokens=limit, do_sample=False)
     return output[:, prompts.shape[1] :].tolist()
 
 

@@ -31,6 +31,8 @@ HOW = {
     "sinks+window": {"sinks": torch.linspace(-2, 3, 4), "window": 7},
     "softcap+sinks": {"softcap": 1.5, "sinks": torch.linspace(-2, 3, 4)},
     "scale": {"scale": 1.7},
+    "scale+softcap": {"scale": 0.7, "softcap": 1.5},
+    "scale+sinks": {"scale": 0.7, "sinks": torch.linspace(-2, 3, 4)},
 }
 ALL_HOW = pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
 
@@ -93,10 +95,10 @@ def empty_cache(shape: Shape, num_blocks: int) -> KVCache:
 
 
 def world(shape: Shape, asks: list[Ask], seed: int = 0) -> World:
-    """Each sequence in blocks of its own, in random order; every block of nobody is NaN."""
+    """Each sequence in blocks of its own, in random order; every block of nobody, block 0 among them, is NaN."""
     needed = [-(-ask.seq_len // shape.block_size) + ask.spare for ask in asks]
     cache = empty_cache(shape, sum(needed) + 3)
-    order = np.random.default_rng(seed).permutation(cache.num_blocks)
+    order = 1 + np.random.default_rng(seed).permutation(cache.num_blocks - 1)
     tables = np.split(order, np.cumsum(needed))[: len(asks)]
     keys, values, slots = [], [], []
     for index, (ask, table) in enumerate(zip(asks, tables, strict=True)):

@@ -42,13 +42,17 @@ def _main(
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the chart.")] = Path("demo_out"),
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; the model is too small for more.")] = 1,
 ) -> None:
     """Show on real output what eviction, compaction and query mixtures do to memory and accuracy."""
+    import torch
+
     from kvreclaim.demo.main import present, run_demo
     from kvreclaim.demo.runs import DemoPlan
     from kvreclaim.model.loader import hide_progress_bars
 
     console = Console()
+    torch.set_num_threads(threads)
     with usage_errors():
         hide_progress_bars()
         report = run_demo(demo_model(), DemoPlan(), console, command="kvreclaim demo")

@@ -19,20 +19,21 @@ class Detokenizer:
         self._stopped = False
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop_strings = stop_strings
-        self._longest_stop = max((len(s) for s in stop_strings), default=0)
         self.text = ""
 
     def append(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token. Returns: the stop string that it completed (cut from the text), or None."""
         self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+        piece = self._step(token_id)
         if not piece:
             return None
-        searched_from = max(0, len(self.text) - self._longest_stop + 1)
+        before = len(self.text)
         self.text += piece
         if not may_stop:
             return None
-        found = [(self.text.find(s, searched_from), s) for s in self._stop_strings]
+        # From where a stop string would have to begin to end in this piece: one that was complete
+        # before, when it might not stop yet, does not stop now.
+        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]
         hits = [(at, s) for at, s in found if at >= 0]
         if not hits:
             return None
@@ -40,6 +41,19 @@ class Detokenizer:
         self.text = self.text[:at]
         self._stopped = True
         return stop
+
+    def _step(self, token_id: int) -> str | None:
+        """The text that a token completes, if any."""
+        backend = self._tokenizer.backend_tokenizer
+        try:
+            return self._stream.step(backend, token_id)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # A byte-fallback vocabulary (Llama 2, Gemma) decodes a run of bytes as a whole: one that is
+            # no UTF-8 unmakes text that was printed already. What is printed stays; begin anew.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(backend, token_id)
 
     def finish(self) -> None:
         """No token follows: show what was held back."""

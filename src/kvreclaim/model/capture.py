@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
@@ -55,7 +56,12 @@ def capture_queries(loaded: LoadedModel, documents: list[list[int]], on_queries:
                     called in the order of the layers; queries are not kept
 
     Memory: activations of T tokens and the queries of one layer.
+    Raises: InvalidArgumentError if there is no document, or one of them is empty.
     """
+    if not documents or not all(documents):
+        raise InvalidArgumentError(
+            "a document is empty, or there is none; pass some of at least one token each."
+        )
     lengths = [len(document) for document in documents]
     device = loaded.facts.device
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)

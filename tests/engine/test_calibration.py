@@ -1,0 +1,171 @@
+"""Statistics equal moments of the queries that transformers computes, and survive their file."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.compression import QueryStats
+from kvreclaim.engine.calibration import calibrate, read_documents
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.model.loader import load_model
+
+DOCUMENTS = tiny.prompts((40, 3, 25), seed=8)
+BANDS = {  # real dims of the bands, imaginary dims
+    "glm4": ([0, 2, 4, 6], [1, 3, 5, 7]),
+    "deepseek-v3": ([16, 17, 18, 19], [20, 21, 22, 23]),
+}
+
+
+def load(family: str, tiny_dir):
+    return load_model(tiny_dir(family), dtype="float32", device="cpu")
+
+
+def tensors(stats: QueryStats) -> dict[str, torch.Tensor | None]:
+    return {f.name: getattr(stats, f.name) for f in fields(stats) if f.name != "metadata"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_moments_equal_those_of_hooked_queries(family, tiny_dir) -> None:
+    stats = calibrate(load(family, tiny_dir), DOCUMENTS, num_centers=0)
+    real, imag = BANDS.get(family, (list(range(8)), list(range(8, 16))))
+    for layer, q in enumerate(tiny.queries_before_rope(tiny_dir(family), DOCUMENTS)):
+        q = q.double()
+        size = (q[..., real].square() + q[..., imag].square()).sqrt().mean(1)
+        if family == "smollm3" and layer == 1:
+            size = torch.zeros_like(size)
+        got = stats.layer(layer)
+        torch.testing.assert_close(got.q_mean.double(), q.mean(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got.q_abs_mean.double(), size, atol=1e-4, rtol=1e-4)
+    assert stats.metadata.num_tokens == sum(map(len, DOCUMENTS))
+    assert stats.metadata.rope_style == ("interleaved" if family == "glm4" else "half")
+
+
+def test_centres_divide_the_queries_among_them(tiny_dir) -> None:
+    """Weighted, they are the mean again; with one centre for each query they are the queries."""
+    loaded = load("qwen3", tiny_dir)
+    stats = calibrate(loaded, DOCUMENTS, num_centers=4)
+    weights = stats.center_weight
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+    mean = (weights[..., None] * stats.centers).sum(2)
+    torch.testing.assert_close(mean, stats.q_mean, atol=1e-5, rtol=1e-4)
+    few = calibrate(loaded, [DOCUMENTS[1]], num_centers=3)
+    for layer, q in enumerate(tiny.queries_before_rope(tiny_dir("qwen3"), [DOCUMENTS[1]])):
+        distance = torch.cdist(q, few.centers[layer]).amin(-1)
+        assert distance.max() < 1e-3 * q.norm(dim=-1).max()
+
+
+def test_the_same_seed_gives_the_same_statistics(tiny_dir) -> None:
+    loaded = load("qwen3", tiny_dir)
+    first, again = (calibrate(loaded, DOCUMENTS, num_centers=4, seed=3) for _ in range(2))
+    for a, b in zip(tensors(first).values(), tensors(again).values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_statistics_survive_their_file(tiny_dir, tmp_path: Path) -> None:
+    stats = calibrate(load("qwen3", tiny_dir), DOCUMENTS, num_centers=4)
+    stats.save(tmp_path / "stats.safetensors")
+    loaded = QueryStats.load(tmp_path / "stats.safetensors")
+    assert loaded.metadata == stats.metadata
+    for a, b in zip(tensors(loaded).values(), tensors(stats).values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("policy", ["triattention", "query_mixture"])
+def test_a_file_of_statistics_serves_as_the_statistics_do(policy, tiny_dir, tmp_path: Path) -> None:
+    llm = LLM(tiny_dir("qwen3"), dtype="float32", device="cpu", num_blocks=100)
+    stats = calibrate(llm.loaded, DOCUMENTS, num_centers=4)
+    path = tmp_path / "stats.safetensors"
+    stats.save(path)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = tiny.prompts((60, 30), seed=9)
+    limits = {"policy": policy, "budget": 24, "interval": 8, "sinks": 2, "recent": 4}
+    answers = []
+    for source in (stats, path, str(path)):
+        outputs = llm.generate(prompts, greedy, CompressionConfig(**limits, stats=source))
+        assert all(output.error is None for output in outputs)
+        assert all(output.metrics.tokens_evicted > 0 for output in outputs)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] != [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
+
+
+def test_statistics_of_another_model_are_refused(tiny_dir, tmp_path: Path) -> None:
+    path = tmp_path / "stats.safetensors"
+    calibrate(load("qwen2", tiny_dir), DOCUMENTS, num_centers=0).save(path)
+    llm = LLM(tiny_dir("qwen3"), dtype="float32", device="cpu", num_blocks=100)
+    config = CompressionConfig(policy="triattention", budget=24, sinks=2, recent=4, stats=path)
+    with pytest.raises(StatsMismatchError, match="do not fit the model"):
+        llm.generate(tiny.prompts((5,)), SamplingParams(max_tokens=2), config)
+
+
+@pytest.mark.parametrize("documents", [[], [[]], [[1], []]])
+def test_nothing_to_calibrate_on_is_an_error(documents, tiny_dir) -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one token"):
+        calibrate(load("llama", tiny_dir), documents)
+
+
+class TestReadDocuments:
+    """Byte-level tokens without merges: one token is one letter of these texts."""
+
+    @pytest.fixture
+    def read(self, tiny_dir, tmp_path: Path):
+        loaded = load("llama", tiny_dir)
+
+        def read(text: str, **limits) -> list[str]:
+            file = tmp_path / "text.txt"
+            file.write_text(text, encoding="utf-8")
+            documents = read_documents(loaded, file, **{"max_tokens": 1000, **limits})
+            assert all(documents)
+            return [loaded.tokenizer.decode(document) for document in documents]
+
+        return read
+
+    def test_windows_hold_at_most_the_context(self, read) -> None:
+        assert read("abcdefghij", context=4) == ["abcd", "efgh", "ij"]
+        assert read("abcdefgh", context=4) == ["abcd", "efgh"]
+
+    def test_documents_begin_after_a_line_of_dashes(self, read) -> None:
+        assert read("abc\nde\n---\nf\n---\ngh") == ["abc\nde", "f", "gh"]
+        assert read("ab---c\n--- \nd") == ["ab---c\n--- \nd"]
+        assert read("abcde\n---\nfgh", context=4) == ["abcd", "e", "fgh"]
+
+    @pytest.mark.parametrize(
+        ("limit", "left"),
+        [
+            (1, ["a"]),
+            (4, ["abc", "d"]),
+            (5, ["abc", "de"]),
+            (6, ["abc", "de", "f"]),
+            (99, ["abc", "de", "fg"]),
+        ],
+    )
+    def test_reading_ends_at_max_tokens(self, limit, left, read) -> None:
+        assert read("abcde\n---\nfg", context=3, max_tokens=limit) == left
+
+    def test_the_context_is_at_most_the_models(self, read) -> None:
+        assert list(map(len, read("a" * 1000, context=800))) == [512, 488]
+        assert list(map(len, read("a" * 1000))) == [512, 488]
+
+    def test_text_is_utf8(self, read) -> None:
+        assert read("é👧") == ["é👧"]
+
+    def test_an_empty_text_is_an_error(self, read) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"text\.txt' is empty"):
+            read("")
+
+    @pytest.mark.parametrize("content", [None, b"\xff\xfe\xff"])
+    def test_a_file_that_cannot_be_read(self, content, tiny_dir, tmp_path: Path) -> None:
+        if content is not None:
+            (tmp_path / "text.txt").write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match="cannot be read"):
+            read_documents(load("llama", tiny_dir), tmp_path / "text.txt", max_tokens=10)
+
+    def test_a_model_without_tokenizer_reads_no_text(self, tiny_dir, tmp_path: Path) -> None:
+        with pytest.raises(InvalidArgumentError, match="has no tokenizer"):
+            read_documents(load("qwen3", tiny_dir), tmp_path / "text.txt", max_tokens=10)

@@ -1,0 +1,258 @@
+"""Tokens are drawn from the distribution that the parameters describe, and reported as the model saw it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.sampler import SampleRow, sample
+
+VOCAB = 12
+DRAWS = 4000
+
+
+def noise(seed: int, *size: int) -> torch.Tensor:
+    return 2 * torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def row(
+    params: SamplingParams | None = None,
+    *,
+    prompt: tuple[int, ...] = (0,),
+    generated: tuple[int, ...] = (),
+    forbidden: tuple[int, ...] = (),
+    seed: int | None = 0,
+) -> SampleRow:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return SampleRow(params or SamplingParams(), list(prompt), list(generated), forbidden, generator)
+
+
+def draw(logits: torch.Tensor, one: SampleRow, count: int = DRAWS) -> Counter:
+    """Counts of tokens over many draws from one distribution and one generator."""
+    tokens, _ = sample(logits.expand(count, -1).clone(), [one] * count)
+    return Counter(tokens)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def distribution(logits: torch.Tensor, p: SamplingParams) -> dict[int, float]:
+    """The definition: temperature, then the k likeliest, then the fewest that reach top_p (of what is
+    left), then those of at least min_p times the likeliest; what remains is scaled to 1."""
+    probs = softmax([x / p.temperature for x in logits.tolist()])
+    order = sorted(range(len(probs)), key=lambda t: -probs[t])
+    order = order[: p.top_k] if p.top_k > 0 else order
+    total = sum(probs[t] for t in order)
+    kept, reached = [], 0.0
+    for token in order:
+        if reached >= p.top_p:
+            break
+        kept.append(token)
+        reached += probs[token] / total
+    kept = [t for t in kept if probs[t] >= p.min_p * probs[order[0]]]
+    total = sum(probs[t] for t in kept)
+    return {t: probs[t] / total for t in kept}
+
+
+def chi_square_limit(freedom: int) -> float:
+    """A value that a true distribution exceeds once in about 30,000 (Wilson and Hilferty)."""
+    return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def assert_drawn_from(counts: Counter, probs: dict[int, float]) -> None:
+    total = sum(counts.values())
+    assert set(counts) <= set(probs)
+    likely = [t for t in probs if probs[t] * total >= 5]
+    assert set(likely) <= set(counts)
+    if len(likely) > 1:
+        chi_square = sum((counts[t] - total * probs[t]) ** 2 / (total * probs[t]) for t in likely)
+        assert chi_square < chi_square_limit(len(likely) - 1)
+
+
+PARAMS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.4),
+    SamplingParams(temperature=3.0),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=4),
+    SamplingParams(top_k=-1),
+    SamplingParams(top_k=99),
+    SamplingParams(top_p=0.05),
+    SamplingParams(top_p=0.7),
+    SamplingParams(top_p=0.95, temperature=2.0),
+    SamplingParams(min_p=0.1),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=1.5, top_k=6, top_p=0.8),
+    SamplingParams(temperature=1.5, top_k=8, top_p=0.9, min_p=0.3),
+]
+
+
+def short(p: SamplingParams) -> str:
+    return f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}"
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=short)
+def test_many_draws_have_the_distribution_that_was_asked_for(params: SamplingParams) -> None:
+    logits = noise(1, VOCAB)
+    assert_drawn_from(draw(logits, row(params)), distribution(logits, params))
+
+
+def test_the_check_itself_rejects_another_temperature() -> None:
+    logits = noise(1, VOCAB)
+    counts = draw(logits, row(SamplingParams(temperature=1.0)))
+    with pytest.raises(AssertionError):
+        assert_drawn_from(counts, distribution(logits, SamplingParams(temperature=1.15)))
+
+
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.3, 3),
+    st.integers(-1, VOCAB + 1),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_token_outside_the_support_is_drawn(seed, temperature, top_k, top_p, min_p) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = noise(seed, VOCAB)
+    drawn = set(draw(logits, row(params), 200))
+    generous = {"top_p": min(1.0, top_p + 1e-5), "min_p": max(0.0, min_p - 1e-5)}
+    params = SamplingParams(temperature=temperature, top_k=top_k, **generous)
+    assert drawn <= set(distribution(logits, params))
+
+
+def test_rows_of_one_batch_have_their_own_parameters() -> None:
+    logits = noise(2, VOCAB)
+    rows = [row(params, seed=i) for i, params in enumerate(PARAMS)]
+    tokens, _ = sample(logits.expand(len(rows) * 500, -1).clone(), rows * 500)
+    for i, params in enumerate(PARAMS):
+        assert_drawn_from(Counter(tokens[i :: len(rows)]), distribution(logits, params))
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    logits = noise(3, 20, VOCAB)
+    tokens, _ = sample(logits.clone(), [row(SamplingParams(temperature=0), seed=None)] * 20)
+    assert tokens == [max(range(VOCAB), key=line.__getitem__) for line in logits.tolist()]
+
+
+def test_greedy_and_drawn_rows_mix() -> None:
+    logits = noise(3, 6, VOCAB)
+    greedy = row(SamplingParams(temperature=0), seed=None)
+    rows = [row(seed=1), greedy, row(SamplingParams(top_k=1), seed=2), greedy, row(seed=3), greedy]
+    tokens, _ = sample(logits.clone(), rows)
+    assert [tokens[i] for i in (1, 2, 3, 5)] == [int(logits[i].argmax()) for i in (1, 2, 3, 5)]
+
+
+def test_a_seed_repeats_itself_whatever_else_is_in_the_batch() -> None:
+    logits = noise(4, 3, 200)
+
+    def tokens(order: list[int]) -> list[list[int]]:
+        """Per sequence its tokens over 10 steps; the others in the batch come and go."""
+        rows = {i: row(SamplingParams(temperature=5.0, top_p=0.9), seed=i) for i in range(3)}
+        out: dict[int, list[int]] = {i: [] for i in range(3)}
+        for step in range(10):
+            now = order if step % 2 else order[::-1]
+            drawn, _ = sample(logits[now].clone(), [rows[i] for i in now])
+            for i, token in zip(now, drawn, strict=True):
+                out[i].append(token)
+        return [out[i] for i in range(3)]
+
+    together = tokens([0, 1, 2])
+    assert together == tokens([0, 1, 2]) == tokens([2, 0, 1])
+    assert together[1] == tokens([1])[1]
+    assert len({tuple(x) for x in together}) == 3
+    assert len(set(together[0])) > 5
+
+
+def penalised(logits: list[float], one: SampleRow) -> list[float]:
+    """vLLM's definition, a token at a time."""
+    p, out = one.params, []
+    for token, x in enumerate(logits):
+        if token in one.prompt or token in one.generated:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        count = one.generated.count(token)
+        x -= p.frequency_penalty * count + (p.presence_penalty if count else 0.0)
+        out.append(-math.inf if token in one.forbidden else x)
+    return out
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6},
+    {"presence_penalty": 1.1},
+    {"presence_penalty": -1.1},
+    {"frequency_penalty": 0.6},
+    {"frequency_penalty": -0.6},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+]
+
+
+@pytest.mark.parametrize("fields", PENALTIES, ids=str)
+@pytest.mark.parametrize("generated", [(), (3,), (3, 5, 3, 3, 11)], ids=str)
+def test_penalties(fields: dict, generated: tuple[int, ...]) -> None:
+    logits = noise(5, VOCAB)
+    one = row(SamplingParams(**fields), prompt=(1, 2, 2, 5), generated=generated, forbidden=(7,))
+    want = torch.tensor(penalised(logits.tolist(), one))
+    changed = logits[None].clone()
+    sample(changed, [one])
+    torch.testing.assert_close(changed[0], want)
+    assert_drawn_from(draw(logits, one), {t: p for t, p in enumerate(softmax(want.tolist())) if p > 0})
+
+
+def test_penalties_change_the_greedy_token_too() -> None:
+    logits = torch.tensor([[3.0, 2.9, -1.0]] * 2)
+    penalty = SamplingParams(temperature=0, presence_penalty=0.5)
+    rows = [row(penalty, generated=(0,), seed=None), row(penalty, prompt=(0,), seed=None)]
+    assert sample(logits, rows)[0] == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+def test_forbidden_tokens_do_not_come(temperature: float) -> None:
+    logits = noise(6, VOCAB)
+    likeliest = logits.topk(VOCAB - 2).indices.tolist()
+    counts = draw(logits, row(SamplingParams(temperature=temperature), forbidden=tuple(likeliest)), 300)
+    left = set(range(VOCAB)) - set(likeliest)
+    assert set(counts) <= left
+    assert temperature < 100 or set(counts) == left
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3])
+def test_logprobs_are_those_of_the_model(count: int) -> None:
+    """Of the likeliest and of the one drawn; before temperature, penalties and bans."""
+    logits = noise(7, VOCAB)
+    params = SamplingParams(logprobs=count, temperature=9.0, repetition_penalty=2.0, top_k=VOCAB - 3)
+    drawn = set()
+    for seed in range(20):
+        tokens, reports = sample(
+            logits[None].clone(), [row(params, seed=seed, prompt=(0, 1), forbidden=(2,))]
+        )
+        report = reports[0]
+        want = torch.log_softmax(logits.double(), -1)
+        order = want.argsort(descending=True).tolist()
+        assert set(report) == {*order[:count], tokens[0]}
+        for token, entry in report.items():
+            assert entry.logprob == pytest.approx(float(want[token]), abs=1e-5)
+            assert entry.rank == order.index(token) + 1
+        drawn.add(tokens[0])
+    assert len(drawn) > 3
+
+
+def test_only_the_rows_that_ask_get_logprobs() -> None:
+    rows = [row(), row(SamplingParams(logprobs=1)), row(SamplingParams(temperature=0))]
+    reports = sample(noise(8, 3, VOCAB), rows)[1]
+    assert [report is None for report in reports] == [True, False, True]
+    assert sample(noise(8, 2, VOCAB), [row(), row()])[1] == [None, None]
+
+
+def test_extreme_logits_stay_in_their_row() -> None:
+    logits = torch.tensor([[1e30, -1e30, 0.0], [-torch.inf, 0.0, -torch.inf], [-3e38, -3e38, 3e38]])
+    tokens, _ = sample(logits, [row(SamplingParams(temperature=100.0))] * 3)
+    assert tokens == [0, 1, 2]
