@@ -95,7 +95,7 @@ def empty_cache(shape: Shape, num_blocks: int) -> KVCache:
 
 
 def world(shape: Shape, asks: list[Ask], seed: int = 0) -> World:
-    """Each sequence in blocks of its own, in random order; every block of nobody, block 0 among them, is NaN."""
+    """Each sequence in blocks of its own, in random order; all others, block 0 among them, are NaN."""
     needed = [-(-ask.seq_len // shape.block_size) + ask.spare for ask in asks]
     cache = empty_cache(shape, sum(needed) + 3)
     order = 1 + np.random.default_rng(seed).permutation(cache.num_blocks - 1)

@@ -13,6 +13,7 @@ class PolicyRun(BaseModel):
     carry_accuracy: teacher-forced carries right (evidence in the far trace)
     progress:       free-running: share of the trace before the first error, mean over num_generated
     exact_match:    free-running: share of sequences that are right to the end
+    chance_efficiency: what evicting at random without moving would reclaim: (1 - fraction)^block_size
     peak_blocks:    most blocks of the pool in use at once, in the generation
     """
 
@@ -28,6 +29,7 @@ class PolicyRun(BaseModel):
     tokens_evicted: int
     blocks_freed: int
     reclaim_efficiency: float | None
+    chance_efficiency: float | None
     peak_blocks: int
     preemptions: int
     tokens_per_s: float

@@ -22,7 +22,15 @@ from kvreclaim.eval.chain import (
     progress,
 )
 
-POLICIES = ("evict-only", "streaming_llm", "knorm", "triattention", "query_mixture")
+POLICIES: dict[str, tuple[str, dict[str, object]]] = {
+    "evict-only": ("evict-only", {}),
+    "streaming_llm": ("streaming_llm", {}),
+    "knorm": ("knorm", {}),
+    "knorm-large": ("knorm", {"keep": "large"}),
+    "triattention": ("triattention", {}),
+    "query_mixture": ("query_mixture", {}),
+}
+"""Name in the table -> (policy, its options)."""
 HEADLINE = "query_mixture"
 OnProgress = Callable[[str], None]
 
@@ -36,8 +44,8 @@ class DemoPlan:
     """
 
     fractions: tuple[float, ...] = (0.5, 0.25, 0.1)
-    num_scored: int = 16
-    num_generated: int = 6
+    num_scored: int = 24
+    num_generated: int = 8
     num_load: int = 24
     load_fraction: float = 0.25
     pool_share: float = 0.7
@@ -45,7 +53,7 @@ class DemoPlan:
     sinks: int = 4
     recent: int = 64
     block_size: int = 16
-    task: ChainTask = field(default_factory=ChainTask)
+    task: ChainTask = field(default_factory=lambda: ChainTask(num_decoys=25))
 
     @property
     def final_length(self) -> int:
@@ -68,9 +76,22 @@ class DemoPlan:
     def compression(self, policy: str, fraction: float | None) -> CompressionConfig | None:
         if fraction is None:
             return None
+        name, options = POLICIES[policy]
         return CompressionConfig(
-            policy, self.budget(fraction), interval=self.interval, sinks=self.sinks, recent=self.recent
+            name,
+            self.budget(fraction),
+            interval=self.interval,
+            sinks=self.sinks,
+            recent=self.recent,
+            options=options,
         )
+
+    def chance(self, fraction: float) -> float:
+        """Share of the blocks that evicting at random, the same slots in every head, would empty.
+
+        Source: a block of S slots is empty with probability (1 - r)^S when r of the tokens stay.
+        """
+        return (1 - fraction) ** self.block_size
 
 
 def run_policies(plan: DemoPlan, llm: LLM, scorer: LLM, on_progress: OnProgress) -> list[PolicyRun]:
@@ -182,6 +203,7 @@ def _policy_run(
         tokens_evicted=sum(m.tokens_evicted for m in metrics),
         blocks_freed=freed,
         reclaim_efficiency=freed / perfect if perfect else None,
+        chance_efficiency=None if fraction is None else plan.chance(fraction),
         peak_blocks=done.peak_blocks,
         preemptions=sum(m.preemptions for m in metrics),
         tokens_per_s=done.tokens_per_s,

@@ -23,7 +23,8 @@ def show_report(console: Console, report: DemoReport) -> None:
     console.print(
         "look-ups, carries: teacher-forced accuracy (evidence in the prompt / in the far trace). progress, "
         "exact: free-running, share of the trace before the first error / fully right.\n"
-        "efficiency: blocks freed over the blocks that perfect packing would have freed.",
+        "efficiency: blocks freed over the blocks that perfect packing would have freed; evicting at random "
+        f"without moving anything would reach {_chances(report)}.",
         style="dim",
     )
     smallest = min((run.fraction for run in report.runs if run.fraction is not None), default=None)
@@ -31,6 +32,13 @@ def show_report(console: Console, report: DemoReport) -> None:
     _print_charts(console, "blocks in use over time", shown, report.num_blocks)
     console.print(_load_table(report))
     _print_charts(console, "blocks in use over time, under load", report.load, report.num_blocks)
+
+
+def _chances(report: DemoReport) -> str:
+    chances = {
+        run.fraction: run.chance_efficiency for run in report.runs if run.chance_efficiency is not None
+    }
+    return ", ".join(f"{chance:.2f} at {fraction:.0%}" for fraction, chance in chances.items())
 
 
 def _policy_table(report: DemoReport) -> Table:
