@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,14 +152,13 @@ class QueryStats:
             raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors to be saved.")
         names = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
         tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-        os.close(handle)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             header = {_HEADER: self.metadata.model_dump_json()}
             save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=header)
             os.replace(temporary, target)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QueryStats:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
+import psutil
 import torch
 
 from kvreclaim.config import EngineConfig
@@ -42,4 +42,4 @@ def free_memory_bytes(device: torch.device) -> int:
     """Memory that is free now on the device (for a CPU: the machine's)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
