@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from statistics import mean
 
@@ -52,7 +53,7 @@ def test_compression_lets_more_requests_run(report):
 
 
 def test_the_report_is_written_and_printed(report, tmp_path):
-    console = Console(record=True, width=200, quiet=True)
+    console = Console(record=True, width=200, file=io.StringIO())
     present(report, console, tmp_path / "out", tmp_path / "json" / "demo.json")
     written = json.loads((tmp_path / "json" / "demo.json").read_text())
     wanted = {"policy", "fraction", "budget", "accuracy", "tokens_evicted", "blocks_freed"}

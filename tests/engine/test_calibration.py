@@ -133,6 +133,7 @@ class TestReadDocuments:
     def test_documents_begin_after_a_line_of_dashes(self, read) -> None:
         assert read("abc\nde\n---\nf\n---\ngh") == ["abc\nde", "f", "gh"]
         assert read("ab---c\n--- \nd") == ["ab---c\n--- \nd"]
+        assert read("---\nab\n---\n---\ncd\n---") == ["ab", "cd"]
         assert read("abcde\n---\nfgh", context=4) == ["abcd", "e", "fgh"]
 
     @pytest.mark.parametrize(

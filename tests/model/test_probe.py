@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.loader import load_model
-from kvreclaim.model.probe import fingerprint, probe
+from kvreclaim.model.probe import probe
 from kvreclaim.ops.facts import LayerFacts
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -169,10 +169,15 @@ def test_max_position_ends_where_frequencies_would_change(family, fields, longes
         assert not torch.equal(rotary.inv_freq, before)
 
 
-def test_equal_configs_have_equal_fingerprints(tiny_dir) -> None:
-    first, again = (load_model(tiny_dir("llama")).facts for _ in range(2))
-    assert first.fingerprint == again.fingerprint == fingerprint(tiny.config("llama"))
-    assert len(bytes.fromhex(first.fingerprint)) == 32
+def digest(family: str, directory: Path, **fields) -> str:
+    return load_model(tiny.save_model(family, directory, **fields), dtype="float32").facts.fingerprint
+
+
+def test_equal_configs_have_equal_fingerprints(tiny_dir, tmp_path: Path) -> None:
+    first = load_model(tiny_dir("llama"), dtype="float32").facts.fingerprint
+    assert digest("llama", tmp_path) == first
+    assert load_model(tiny_dir("llama"), dtype="bfloat16").facts.fingerprint == first
+    assert len(bytes.fromhex(first)) == 32
 
 
 @pytest.mark.parametrize(
@@ -191,9 +196,14 @@ def test_equal_configs_have_equal_fingerprints(tiny_dir) -> None:
     ],
     ids=str,
 )
-def test_another_config_has_another_fingerprint(fields) -> None:
-    assert fingerprint(tiny.config("mistral", **fields)) != fingerprint(tiny.config("mistral"))
+def test_another_config_has_another_fingerprint(fields, tmp_path: Path) -> None:
+    assert digest("mistral", tmp_path / "a", **fields) != digest("mistral", tmp_path / "b")
 
 
-def test_another_model_type_has_another_fingerprint() -> None:
-    assert len({fingerprint(tiny.config(family)) for family in LAYERS}) == len(LAYERS)
+def test_layers_without_rotation_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    digests = {digest("smollm3", tmp_path / str(i), no_rope_layers=n) for i, n in enumerate(([1, 0], [1, 1]))}
+    assert len(digests) == 2
+
+
+def test_another_family_has_another_fingerprint(tiny_dir) -> None:
+    assert len({load_model(tiny_dir(f), dtype="float32").facts.fingerprint for f in LAYERS}) == len(LAYERS)

@@ -156,6 +156,7 @@ class QueryStats:
         try:
             header = {_HEADER: self.metadata.model_dump_json()}
             save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=header)
+            temporary.chmod(0o644)  # safetensors creates it for its owner alone
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,10 +38,9 @@ def read_documents(
     context = min(context or 8192, loaded.facts.max_position)
     documents: list[list[int]] = []
     left = max_tokens
-    for part in text.split("\n---\n"):
-        tokens = loaded.tokenizer.encode(part)[:left]
-        windows = [tokens[i : i + context] for i in range(0, len(tokens), context)]
-        documents += windows
+    for part in re.split(r"^---(?:\n|$)", text, flags=re.MULTILINE):
+        tokens = loaded.tokenizer.encode(part.removesuffix("\n"))[:left] if left else []
+        documents += [tokens[i : i + context] for i in range(0, len(tokens), context)]
         left -= len(tokens)
     if not documents:
         raise InvalidArgumentError(f"calibration text {os.fspath(path)!r} is empty; pass coherent text.")

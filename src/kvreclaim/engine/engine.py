@@ -201,7 +201,8 @@ class Engine:
         for seq, token, report in zip(outputs, tokens, logprobs, strict=True):
             if report is not None:
                 seq.logprobs.append(report)
-            self._append(seq, token)
+            if seq.finish_reason is None:
+                self._take_token(seq, token)
 
     def _sample_row(self, seq: Sequence) -> SampleRow:
         params = seq.request.params
@@ -211,6 +212,13 @@ class Engine:
         needs_tokens = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         generated = seq.token_ids[seq.num_prompt :] if needs_tokens else []
         return SampleRow(params, seq.request.prompt_token_ids, generated, forbidden, seq.generator)
+
+    def _take_token(self, seq: Sequence, token: int) -> None:
+        try:
+            self._append(seq, token)
+        except Exception as error:
+            logger.exception("decoding a token of request %s failed", seq.request.request_id)
+            self._fail(seq.request, error)
 
     def _append(self, seq: Sequence, token: int) -> None:
         request, params = seq.request, seq.request.params

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -24,18 +25,7 @@ from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate, to_bands
 POSITIONS = (0, 1, 2, 3, 5, 11, 47, 120)
 STYLES: tuple[RopeStyle, ...] = ("half", "interleaved")
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-FINGERPRINT_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rope_parameters",
-    "sliding_window",
-)
+FINGERPRINT_FIELDS = ("model_type", "hidden_size", "intermediate_size", "vocab_size")
 
 
 class _Probe:
@@ -69,7 +59,7 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
     config = model.config.get_text_config()
     return ModelFacts(
         name=name,
-        fingerprint=fingerprint(config),
+        fingerprint=fingerprint(config, layers),
         layers=tuple(layers),
         dtype=model.dtype,
         device=model.device,
@@ -177,7 +167,16 @@ def _max_position(config: Any) -> int:
     return limit
 
 
-def fingerprint(config: Any) -> str:
-    """sha256 hex digest over the config fields that decide what keys and queries mean."""
-    fields = {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+def fingerprint(config: Any, layers: Sequence[LayerFacts]) -> str:
+    """sha256 hex digest over what decides the meaning of keys and queries: a few config fields that
+    every version of transformers names alike, and what the probe found of each layer."""
+    fields = [str(getattr(config, name, None)) for name in FINGERPRINT_FIELDS]
+    return hashlib.sha256(json.dumps([fields, [_identity(layer) for layer in layers]]).encode()).hexdigest()
+
+
+def _identity(layer: LayerFacts) -> list[Any]:
+    shape = [layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.sliding_window]
+    if layer.rope is None:
+        return [*shape, f"{layer.scale:.5e}", None]
+    frequencies = [f"{x:.5e}" for x in layer.rope.inv_freq.tolist()]
+    return [*shape, f"{layer.scale:.5e}", layer.rope.style, layer.rope.start, frequencies]

@@ -31,7 +31,7 @@ class LayerFacts:
 class ModelFacts:
     """All attention layers (equal in heads and dims), and what identifies the model.
 
-    fingerprint: sha256 hex digest over the config fields that decide what K/V and queries mean.
+    fingerprint: sha256 hex digest over what decides the meaning of K/V and queries.
     """
 
     name: str
