@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.demo.report import DemoReport, LoadRun, PolicyRun
 
 BARS = " ▁▂▃▄▅▆▇█"
-CHART_WIDTH = 60
+CHART_WIDTH = 56
 
 
 def show_report(console: Console, report: DemoReport) -> None:
-    """Print the tables and the small charts."""
-    console.print(_policy_table(report))
+    """Print the tables and the small charts; all of it fits 80 columns."""
     console.print(
-        "look-ups, carries: teacher-forced accuracy (evidence in the prompt / in the far trace). progress, "
-        "exact: free-running, share of the trace before the first error / fully right.\n"
-        "efficiency: blocks freed over the blocks that perfect packing would have freed; evicting at random "
-        f"without moving anything would reach {_chances(report)}.",
+        f"\n{report.model}, {report.dtype} on {report.device}: {report.final_length} tokens a sequence, "
+        f"pool of {report.num_blocks} blocks of {report.block_size} tokens",
+        style="bold",
+    )
+    console.print(_cost_table(report))
+    console.print(
+        "look-ups, carries: teacher-forced accuracy (evidence in the prompt, in the far trace). progress, "
+        "exact: free-running, share of the trace before the first error, share fully right.",
+        style="dim",
+    )
+    console.print(_gain_table(report))
+    console.print(
+        "efficiency: blocks freed over what perfect packing would have freed. Evicting at random without "
+        f"moving anything would reach {_chances(report)}.",
         style="dim",
     )
     smallest = min((run.fraction for run in report.runs if run.fraction is not None), default=None)
@@ -41,25 +51,21 @@ def _chances(report: DemoReport) -> str:
     return ", ".join(f"{chance:.2f} at {fraction:.0%}" for fraction, chance in chances.items())
 
 
-def _policy_table(report: DemoReport) -> Table:
-    title = (
-        f"{report.model}, {report.dtype} on {report.device}, {report.final_length} tokens a sequence, "
-        f"{report.num_blocks} blocks of {report.block_size}"
-    )
-    headers = "policy|budget|look-ups|carries|progress|exact|tokens evicted|blocks freed|efficiency"
-    table = _table(title, [*headers.split("|"), "peak blocks", "preemptions", "tokens/s"])
-    last: float | None = None
-    for run in report.runs:
-        if run.fraction != last:
-            table.add_section()
-            last = run.fraction
+def _cost_table(report: DemoReport) -> Table:
+    table = _table("What it costs", ["policy", "keeps", "look-ups", "carries", "progress", "exact"])
+    for run in _by_budget(report, table):
+        accuracies = (run.accuracy, run.carry_accuracy, run.progress, run.exact_match)
+        table.add_row(run.policy, _keeps(run), *(f"{x:.3f}" for x in accuracies))
+    return table
+
+
+def _gain_table(report: DemoReport) -> Table:
+    headers = ["tokens\nevicted", "blocks\nfreed", "effi-\nciency", "peak\nblocks", "pre-\nempted"]
+    table = _table("What it gives", ["policy", "keeps", *headers, "tok/s"])
+    for run in _by_budget(report, table):
         table.add_row(
             run.policy,
-            "all" if run.fraction is None else f"{run.fraction:.0%} = {run.budget}",
-            f"{run.accuracy:.3f}",
-            f"{run.carry_accuracy:.3f}",
-            f"{run.progress:.2f}",
-            f"{run.exact_match:.2f}",
+            _keeps(run),
             f"{run.tokens_evicted:,}",
             f"{run.blocks_freed:,}",
             "-" if run.reclaim_efficiency is None else f"{run.reclaim_efficiency:.2f}",
@@ -72,30 +78,40 @@ def _policy_table(report: DemoReport) -> Table:
 
 def _load_table(report: DemoReport) -> Table:
     first = report.load[0]
-    headers = ["policy", "budget", "most running", "mean running", "preemptions", "peak blocks"]
-    table = _table(
-        f"{first.num_requests} requests at once in the same {report.num_blocks} blocks",
-        [*headers, "tokens/s", "seconds", "speed-up"],
-    )
+    headers = ["most\nrun", "mean\nrun", "pre-\nempted", "peak\nblocks", "tok/s", "time"]
+    title = f"{first.num_requests} requests at once in the same {report.num_blocks} blocks"
+    table = _table(title, ["policy", "keeps", *headers, "faster"])
     for run in report.load:
         table.add_row(
             run.policy,
-            "all" if run.fraction is None else f"{run.fraction:.0%} = {run.budget}",
+            _keeps(run),
             str(run.most_running),
             f"{run.mean_running:.1f}",
             str(run.preemptions),
             str(run.peak_blocks),
             f"{run.tokens_per_s:,.0f}",
-            f"{run.elapsed_s:.1f}",
-            f"{first.elapsed_s / run.elapsed_s:.2f} x",
+            f"{run.elapsed_s:.1f} s",
+            f"{first.elapsed_s / run.elapsed_s:.2f}x",
         )
     return table
 
 
+def _by_budget(report: DemoReport, table: Table) -> Iterator[PolicyRun]:
+    """The runs, with a rule in the table between budgets."""
+    for before, run in zip([None, *report.runs], report.runs, strict=False):
+        if before is not None and before.fraction != run.fraction:
+            table.add_section()
+        yield run
+
+
+def _keeps(run: PolicyRun | LoadRun) -> str:
+    return "all" if run.fraction is None else f"{run.fraction:.0%}"
+
+
 def _table(title: str, headers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i < 2 else "right")
+        table.add_column(header, justify="left" if i == 0 else "right", no_wrap=True)
     return table
 
 
@@ -116,6 +132,14 @@ def _sparkline(values: Sequence[int], width: int, top: int) -> str:
     return "".join(BARS[min(len(BARS) - 1, -(-peak * (len(BARS) - 1) // top))] for peak in peaks)
 
 
+def _alike(runs: Sequence[PolicyRun]) -> list[tuple[str, tuple[int, ...]]]:
+    """(policies, series): policies that held the same blocks at every step share a line."""
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for run in runs:
+        lines.setdefault(tuple(run.blocks_over_time), []).append(run.policy)
+    return [("\n".join(policies), series) for series, policies in lines.items()]
+
+
 def draw_report(report: DemoReport, path: Path) -> None:
     """Write the PNG: blocks in use over time, per budget and under load."""
     fractions = sorted({run.fraction for run in report.runs if run.fraction is not None}, reverse=True)
@@ -123,9 +147,8 @@ def draw_report(report: DemoReport, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(fractions) + 1, squeeze=False)[0]
     for axis, fraction in zip(axes, fractions, strict=False):
-        for run in report.runs:
-            if run.fraction in (None, fraction):
-                axis.plot(run.blocks_over_time, label=run.policy)
+        for policies, series in _alike([run for run in report.runs if run.fraction in (None, fraction)]):
+            axis.plot(series, label=policies)
         axis.set_title(f"budget {fraction:.0%} of {report.final_length} tokens")
     for load in report.load:
         axes[-1].plot(load.blocks_over_time, label=load.label)
