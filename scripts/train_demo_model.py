@@ -52,9 +52,10 @@ def train(args: argparse.Namespace) -> float:
     elapsed_s, num_tokens_seen = 0.0, 0
     state_file = args.checkpoints / "state.pt"
     if args.resume:
-        state = torch.load(state_file, weights_only=False)
+        state = torch.load(state_file, weights_only=True)
         trainer.load_state_dict(state["trainer"])
-        curriculum, elapsed_s, num_tokens_seen = state["curriculum"], state["elapsed_s"], state["tokens"]
+        curriculum = Curriculum.from_state_dict(state["curriculum"])
+        elapsed_s, num_tokens_seen = state["elapsed_s"], state["tokens"]
         rng.setstate(state["rng"])
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     begin_s = time.monotonic() - elapsed_s
@@ -69,7 +70,8 @@ def train(args: argparse.Namespace) -> float:
         if curriculum.step % REPORT_STEPS == 0 or advanced:
             report(curriculum, elapsed_s, num_tokens_seen)
         if curriculum.step % CHECKPOINT_STEPS == 0 or advanced:
-            state = {"trainer": trainer.state_dict(), "curriculum": curriculum, "rng": rng.getstate()}
+            state = {"trainer": trainer.state_dict(), "rng": rng.getstate()}
+            state["curriculum"] = curriculum.state_dict()
             torch.save(state | {"elapsed_s": elapsed_s, "tokens": num_tokens_seen}, state_file)
     save(trainer, args.out)
     return elapsed_s

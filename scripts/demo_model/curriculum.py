@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvreclaim.eval.chain import Kind
 
@@ -30,6 +31,15 @@ class Curriculum:
     decay_begin: int | None = None
     decay_end: int | None = None
     smoothed: dict[Kind, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, object]:
+        """Numbers and strings only, so that a checkpoint loads without unpickling."""
+        return vars(self) | {"smoothed": {kind.value: value for kind, value in self.smoothed.items()}}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "Curriculum":
+        """The inverse of state_dict."""
+        return cls(**state | {"smoothed": {Kind(kind): value for kind, value in state["smoothed"].items()}})
 
     @property
     def num_tokens(self) -> int:

@@ -78,7 +78,7 @@ def _gain_table(report: DemoReport) -> Table:
 
 def _load_table(report: DemoReport) -> Table:
     first = report.load[0]
-    headers = ["most\nrun", "mean\nrun", "pre-\nempted", "peak\nblocks", "tok/s", "time"]
+    headers = ["most\nrun", "mean\nrun", "pre-\nempted", "peak\nblocks", "tok/s", "secs"]
     title = f"{first.num_requests} requests at once in the same {report.num_blocks} blocks"
     table = _table(title, ["policy", "keeps", *headers, "faster"])
     for run in report.load:
@@ -90,7 +90,7 @@ def _load_table(report: DemoReport) -> Table:
             str(run.preemptions),
             str(run.peak_blocks),
             f"{run.tokens_per_s:,.0f}",
-            f"{run.elapsed_s:.1f} s",
+            f"{run.elapsed_s:.1f}",
             f"{first.elapsed_s / run.elapsed_s:.2f}x",
         )
     return table
