@@ -5,21 +5,37 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 
-class PolicyRun(BaseModel):
-    """One policy at one budget: the same sequences scored, and the same generations in the same pool.
+class PoolRun(BaseModel):
+    """One batch of generations in the demo's pool under one policy.
 
-    fraction:       budget / final length; None for the full cache
-    accuracy:       teacher-forced look-ups right (evidence in the prompt), over num_scored sequences
-    carry_accuracy: teacher-forced carries right (evidence in the far trace)
-    progress:       free-running: share of the trace before the first error, mean over num_generated
-    exact_match:    free-running: share of sequences that are right to the end
-    chance_efficiency: what evicting at random without moving would reclaim: (1 - fraction)^block_size
-    peak_blocks:    most blocks of the pool in use at once, in the generation
+    fraction:    budget / final length; None for the full cache
+    peak_blocks: most blocks of the pool in use at once
     """
 
     policy: str
     fraction: float | None
     budget: int | None
+    peak_blocks: int
+    preemptions: int
+    tokens_per_s: float
+    elapsed_s: float
+    blocks_over_time: list[int]
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
+
+
+class PolicyRun(PoolRun):
+    """One policy at one budget: the same sequences scored, and the same generations.
+
+    accuracy:       teacher-forced look-ups right (evidence in the prompt), over num_scored sequences
+    carry_accuracy: teacher-forced carries right (evidence in the far trace)
+    progress:       free-running: share of the trace before the first error, mean over num_generated
+    exact_match:    free-running: share of sequences that are right to the end
+    chance_efficiency: what evicting at random without moving would reclaim: (1 - fraction)^block_size
+    """
+
     num_scored: int
     accuracy: float
     carry_accuracy: float
@@ -30,35 +46,14 @@ class PolicyRun(BaseModel):
     blocks_freed: int
     reclaim_efficiency: float | None
     chance_efficiency: float | None
-    peak_blocks: int
-    preemptions: int
-    tokens_per_s: float
-    elapsed_s: float
-    blocks_over_time: list[int]
-
-    @property
-    def label(self) -> str:
-        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
 
 
-class LoadRun(BaseModel):
-    """Many requests at once in the same pool."""
+class LoadRun(PoolRun):
+    """Many requests at once."""
 
-    policy: str
-    fraction: float | None
-    budget: int | None
     num_requests: int
     most_running: int
     mean_running: float
-    preemptions: int
-    peak_blocks: int
-    tokens_per_s: float
-    elapsed_s: float
-    blocks_over_time: list[int]
-
-    @property
-    def label(self) -> str:
-        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
 
 
 class DemoReport(BaseModel):

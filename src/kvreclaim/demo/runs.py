@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
@@ -126,11 +127,7 @@ def run_load(plan: DemoPlan, llm: LLM, on_progress: OnProgress) -> list[LoadRun]
                 num_requests=len(examples),
                 most_running=max(running),
                 mean_running=mean(running),
-                preemptions=sum(out.metrics.preemptions for out in done.outputs),
-                peak_blocks=done.peak_blocks,
-                tokens_per_s=done.tokens_per_s,
-                elapsed_s=done.elapsed_s,
-                blocks_over_time=[step.blocks_in_use for step in done.steps],
+                **done.figures(),
             )
         )
     return runs
@@ -167,9 +164,16 @@ class _Generation:
         _raise_errors([out.error for out in outputs])
         return cls(outputs, steps, memory.stats().peak_in_use, elapsed_s)
 
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(out.metrics.num_generated_tokens for out in self.outputs) / self.elapsed_s
+    def figures(self) -> dict[str, Any]:
+        """The fields of PoolRun that the batch itself tells."""
+        metrics = [out.metrics for out in self.outputs]
+        return {
+            "peak_blocks": self.peak_blocks,
+            "preemptions": sum(m.preemptions for m in metrics),
+            "tokens_per_s": sum(m.num_generated_tokens for m in metrics) / self.elapsed_s,
+            "elapsed_s": self.elapsed_s,
+            "blocks_over_time": [step.blocks_in_use for step in self.steps],
+        }
 
 
 def _raise_errors(errors: list[str | None]) -> None:
@@ -204,9 +208,5 @@ def _policy_run(
         blocks_freed=freed,
         reclaim_efficiency=freed / perfect if perfect else None,
         chance_efficiency=None if fraction is None else plan.chance(fraction),
-        peak_blocks=done.peak_blocks,
-        preemptions=sum(m.preemptions for m in metrics),
-        tokens_per_s=done.tokens_per_s,
-        elapsed_s=done.elapsed_s,
-        blocks_over_time=[step.blocks_in_use for step in done.steps],
+        **done.figures(),
     )

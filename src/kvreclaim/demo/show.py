@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.demo.report import DemoReport, LoadRun, PolicyRun
+from kvreclaim.demo.report import DemoReport, PolicyRun, PoolRun
 
 BARS = " ▁▂▃▄▅▆▇█"
 CHART_WIDTH = 56
@@ -104,7 +104,7 @@ def _by_budget(report: DemoReport, table: Table) -> Iterator[PolicyRun]:
         yield run
 
 
-def _keeps(run: PolicyRun | LoadRun) -> str:
+def _keeps(run: PoolRun) -> str:
     return "all" if run.fraction is None else f"{run.fraction:.0%}"
 
 
@@ -115,9 +115,7 @@ def _table(title: str, headers: Sequence[str]) -> Table:
     return table
 
 
-def _print_charts(
-    console: Console, title: str, runs: Sequence[PolicyRun] | Sequence[LoadRun], num_blocks: int
-) -> None:
+def _print_charts(console: Console, title: str, runs: Sequence[PoolRun], num_blocks: int) -> None:
     console.print(f"\n{title} (full bar: {num_blocks} blocks; length: engine steps)", style="bold")
     longest = max(len(run.blocks_over_time) for run in runs)
     for run in runs:
