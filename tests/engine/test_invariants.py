@@ -110,12 +110,12 @@ def test_a_long_prompt_needs_budget_plus_chunk_slots(policy, make_llm):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_preempted_compressed_request_gives_the_same_tokens(policy, make_llm):
     prompts = tiny.prompts((20, 19, 18, 17), seed=7)
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    config = small(policy, interval=16)
-    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, config)
-    num_blocks = 36 if policy == "evict-only" else 17
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
+    configs = [None, *[small(policy, interval=16)] * 3]  # the first one grows and drives the others out
+    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
+    num_blocks = 40 if policy == "evict-only" else 26
     tight = make_llm(block_size=8, num_blocks=num_blocks, max_num_batched_tokens=32)
-    crowded = tight.generate(prompts, params, config)
+    crowded = tight.generate(prompts, params, configs)
     assert sum(out.metrics.preemptions for out in crowded) > 0
     passes = sum(out.metrics.compactions for out in crowded)
     assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
@@ -123,6 +123,21 @@ def test_a_preempted_compressed_request_gives_the_same_tokens(policy, make_llm):
     assert [out.metrics.tokens_evicted for out in crowded] == [out.metrics.tokens_evicted for out in calm]
     tight.engine.memory.check()
     assert tight.engine.memory.stats().in_use == 0
+
+
+def test_admission_leaves_room_for_growth_that_is_known(make_llm):
+    """Compressed sequences peak at budget + interval: nobody is admitted into what they will still take."""
+    llm = make_llm(block_size=8, num_blocks=17, max_num_batched_tokens=32)
+    running = []
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    outputs = llm.generate(
+        tiny.prompts((20, 19, 18, 17, 16), seed=7),
+        params,
+        small("knorm", interval=16),
+        on_step=lambda step: running.append(step.num_running),
+    )
+    assert [out.metrics.preemptions for out in outputs] == [0] * 5
+    assert max(running) == 17 // used_blocks(24 + 16, 8)
 
 
 @pytest.mark.parametrize("policy", EVICTING)

@@ -83,7 +83,8 @@ class Scheduler:
             most_hit, most_held = self._limits(seq)
             salt = seq.request.params.cache_salt
             match = self.memory.match_prefix(seq.token_ids, cache_salt=salt, max_tokens=most_hit)
-            if not self.memory.can_admit(match, max(1, most_held - match.num_tokens)):
+            needed = max(1, most_held - match.num_tokens) + self._known_growth()
+            if not self.memory.can_admit(match, needed):
                 return
             self.waiting.popleft()
             self.memory.admit(seq.seq_id, match, token_ids=seq.token_ids, cache_salt=salt)
@@ -96,6 +97,19 @@ class Scheduler:
             num_tokens = self._chunk(seq, budget)
             chosen[seq.seq_id] = Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens))
             budget -= num_tokens
+
+    def _known_growth(self) -> int:
+        """Slots that running sequences will still take and whose number is known: up to the next pass of
+        those whose blocks then come back. Admitting into them would only preempt somebody soon."""
+        size = self.memory.block_size
+        growth = 0
+        for seq in self.running:
+            compressor = seq.request.compressor
+            if compressor is not None and compressor.compacts and compressor.evicts:
+                peak = min(seq.request.max_len, compressor.budget + compressor.interval)
+                held = len(self.memory.table(seq.seq_id).block_ids)
+                growth += max(0, -(-peak // size) - held) * size
+        return growth
 
     def _limits(self, seq: Sequence) -> tuple[int, int]:
         """(tokens that a prefix hit may cover, slots to hold before decoding begins anew)."""
