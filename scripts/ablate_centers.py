@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -36,15 +37,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo_model())
     parser.add_argument("--sequences", type=int, default=24)
     parser.add_argument("--centers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=DemoPlan().task.num_prompt_tokens)
+    parser.add_argument("--trace-tokens", type=int, default=DemoPlan().task.num_trace_tokens)
     args = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for more
     hide_progress_bars()
-    plan = DemoPlan()
+    task = replace(DemoPlan().task, num_prompt_tokens=args.prompt_tokens, num_trace_tokens=args.trace_tokens)
+    plan = DemoPlan(task=task)
     llm = LLM(args.model, num_blocks=args.sequences * (plan.final_length // plan.block_size + 1))
     examples = [plan.task.sample(seed) for seed in range(args.sequences)]
     print(f"{'':44}{'look-ups (carries) at ' + ', '.join(f'{f:.0%}' for f in FRACTIONS)}")
     print(f"{'full':44}{measure(llm, examples, None)}")
-    documents = calibration_documents(16)
+    documents = calibration_documents(16, task=replace(task, num_decoys=6))
     settings = [(n, "query_mixture", {"value_norm": v}) for n in args.centers for v in (False, True)]
     for centers, policy, options in [*settings, *((1, *rival) for rival in RIVALS)]:
         stats = calibrate(llm.loaded, documents, num_centers=centers)

@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, check and save the demo model.")
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for model and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=2500, help="the end, even if not all is learned")
+    parser.add_argument("--max-steps", type=int, default=3500, help="the end, even if not all is learned")
     parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "demo_ckpt")
     parser.add_argument("--num-examples", type=int, default=32, help="held-out sequences of the check")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
