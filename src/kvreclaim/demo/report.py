@@ -29,15 +29,17 @@ class PoolRun(BaseModel):
 class PolicyRun(PoolRun):
     """One policy at one budget: the same sequences scored, and the same generations.
 
-    accuracy:       teacher-forced look-ups right (evidence in the prompt), over num_scored sequences
-    carry_accuracy: teacher-forced carries right (evidence in the far trace)
-    progress:       free-running: share of the trace before the first error, mean over num_generated
-    exact_match:    free-running: share of sequences that are right to the end
+    accuracy:          teacher-forced: look-ups and carries right, over num_scored sequences
+    lookup_accuracy:   of look-ups alone (evidence in the prompt)
+    carry_accuracy:    of carries alone (evidence in the far trace)
+    progress:          free-running: share of the trace before the first error, mean over num_generated
+    exact_match:       free-running: share of sequences that are right to the end
     chance_efficiency: what evicting at random without moving would reclaim: (1 - fraction)^block_size
     """
 
     num_scored: int
     accuracy: float
+    lookup_accuracy: float
     carry_accuracy: float
     num_generated: int
     progress: float

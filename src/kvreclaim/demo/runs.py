@@ -17,9 +17,9 @@ from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.chain import (
     ChainExample,
     ChainTask,
-    carry_accuracy,
+    Kind,
+    accuracy,
     exact_match,
-    lookup_accuracy,
     progress,
 )
 
@@ -194,13 +194,18 @@ def _policy_run(
     perfect = sum(m.blocks_perfect for m in metrics)
     freed = sum(m.blocks_freed for m in metrics)
     texts = [out.outputs[0].token_ids for out in done.outputs]
+
+    def right(*kinds: Kind) -> float:
+        return mean(accuracy(e, s.predicted, kinds) for e, s in zip(examples, scored, strict=False))
+
     return PolicyRun(
         policy=policy,
         fraction=fraction,
         budget=None if fraction is None else plan.budget(fraction),
         num_scored=len(scored),
-        accuracy=mean(lookup_accuracy(e, s.predicted) for e, s in zip(examples, scored, strict=False)),
-        carry_accuracy=mean(carry_accuracy(e, s.predicted) for e, s in zip(examples, scored, strict=False)),
+        accuracy=right(Kind.LOOKUP, Kind.RESTORE),
+        lookup_accuracy=right(Kind.LOOKUP),
+        carry_accuracy=right(Kind.RESTORE),
         num_generated=len(texts),
         progress=mean(progress(e, t) for e, t in zip(examples, texts, strict=False)),
         exact_match=mean(exact_match(e, t) for e, t in zip(examples, texts, strict=False)),
