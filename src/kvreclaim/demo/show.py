@@ -27,7 +27,7 @@ def show_report(console: Console, report: DemoReport) -> None:
     )
     console.print(_cost_table(report))
     console.print(
-        "accuracy: teacher-forced, look-ups (evidence in the prompt) and carries (in the far trace) together. "
+        "accuracy: teacher-forced, look-ups (evidence in the prompt) and carries (in the far trace). "
         "progress, exact: free-running, share of the trace before the first error, share fully right.",
         style="dim",
     )
