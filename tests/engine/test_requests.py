@@ -284,6 +284,31 @@ def test_a_request_whose_numbers_break_does_not_infect_others(make_llm):
     assert_idle(llm)
 
 
+def test_a_failing_detokenizer_fails_its_request_only(make_llm, monkeypatch):
+    llm = make_llm()
+    prompts = tiny.prompts((5, 6))
+    expected = llm.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+    engine = llm.engine
+    broken = engine.add_request("broken", prompts[0], GREEDY)
+    fine = engine.add_request("fine", prompts[1], GREEDY)
+
+    class Broken:
+        text = "so far"
+
+        def append(self, token_id, *, may_stop):
+            raise RuntimeError("boom")
+
+        finish = append
+
+    broken.sequences[0].detokenizer = Broken()
+    while engine.has_unfinished:
+        engine.step()
+    assert broken.output().error == "RuntimeError: boom"
+    assert broken.output().outputs[0].text == "so far"
+    assert fine.output().outputs[0].token_ids == expected
+    assert_idle(llm)
+
+
 def test_a_failing_forward_pass_fails_its_batch_and_the_engine_lives(make_llm, monkeypatch):
     llm = make_llm()
     forward = llm.engine.runner.forward

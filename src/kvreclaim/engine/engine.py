@@ -283,7 +283,7 @@ class Engine:
     def _end_sequence(self, seq: Sequence, reason: FinishReason) -> None:
         """Return its blocks; the request leaves with its last sequence."""
         seq.finish_reason = reason
-        if seq.detokenizer is not None:
+        if seq.detokenizer is not None and reason != "error":
             seq.detokenizer.finish()
         self.scheduler.remove(seq)
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
