@@ -144,6 +144,8 @@ def test_scores_are_those_of_the_model(make_llm, calibrated_dir):
     assert_idle(llm)
     with pytest.raises(InvalidArgumentError, match="continuation is empty"):
         llm.score([[1, 2]], [[]])
+    with pytest.raises(InvalidArgumentError, match="prompt has no tokens"):
+        llm.score([[]], [[1, 2]])
 
 
 def test_streaming_gives_growing_outputs_and_closing_aborts(make_llm):
@@ -282,6 +284,60 @@ def test_a_request_whose_numbers_break_does_not_infect_others(make_llm):
     again = llm.generate(good, GREEDY)
     assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in expected]
     assert_idle(llm)
+
+
+def test_a_stop_token_outside_of_the_vocabulary_is_refused(make_llm):
+    params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=4, stop_token_ids=[99999])
+    with pytest.raises(InvalidArgumentError, match="99999"):
+        make_llm().generate([[1, 2]], params)
+
+
+def test_unseeded_outputs_differ_and_do_not_depend_on_company(make_llm):
+    prompt = tiny.prompts((9,))[0]
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=12, ignore_eos=True)
+    alone = [o.token_ids for o in make_llm().generate([prompt], params)[0].outputs]
+    outputs = make_llm().generate([prompt] * 3, params)
+    drawn = [o.token_ids for out in outputs for o in out.outputs]
+    assert len({tuple(tokens) for tokens in drawn}) == 6
+    assert drawn[:2] == alone
+
+
+def test_streams_that_take_turns_lose_nothing(make_llm):
+    llm = make_llm()
+    expected = [out.outputs[0].token_ids for out in llm.generate(tiny.prompts((5, 8)), GREEDY)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in tiny.prompts((5, 8))]
+    last = [None, None]
+    while any(out is None or not out.finished for out in last):
+        for i, stream in enumerate(streams):
+            last[i] = next(stream, last[i])
+    assert [out.outputs[0].token_ids for out in last] == expected
+    assert [list(stream) for stream in streams] == [[], []]
+    assert_idle(llm)
+
+
+def test_a_stream_reports_a_failure_between_prompt_chunks(make_llm, monkeypatch):
+    llm = make_llm(max_num_batched_tokens=16)
+    config = small("knorm")
+    monkeypatch.setattr(llm._compressor(config), "choose", lambda *args, **kwargs: 1 / 0)
+    (out,) = llm.stream(tiny.prompts((100,))[0], GREEDY, config)
+    assert out.finished
+    assert out.error == "ZeroDivisionError: division by zero"
+
+
+def test_a_short_prompt_decodes_past_the_pool_if_its_budget_fits(make_llm):
+    llm = make_llm(num_blocks=8)
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    (out,) = llm.generate(tiny.prompts((20,)), params, small("knorm", budget=40))
+    assert len(out.outputs[0].token_ids) == 400
+    assert out.metrics.peak_blocks <= 4
+
+
+def test_evicting_before_the_first_block_is_full(make_llm):
+    llm = make_llm(block_size=64, num_blocks=20)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    (out,) = llm.generate(tiny.prompts((20,)), params, small("evict-only(knorm)", budget=32, interval=16))
+    assert out.error is None
+    assert out.metrics.compactions > 0
 
 
 def test_a_failing_detokenizer_fails_its_request_only(make_llm, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.compression import prompt_cap
@@ -9,20 +11,29 @@ from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the prompt, and of everything known or to come."""
+
+    prompt: int
+    known: int
+
+
 def check_prompt(
-    tokens: list[int],
-    params: SamplingParams,
-    compressor: Compressor | None,
-    config: EngineConfig,
-    loaded: LoadedModel,
+    tokens: list[int], params: SamplingParams, config: EngineConfig, loaded: LoadedModel
 ) -> None:
-    """Raise InvalidArgumentError or RequestTooLongError if the request can never run."""
+    """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
     if not tokens:
         raise InvalidArgumentError("the prompt has no tokens; pass at least one.")
     wrong = next((t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size), None)
     if wrong is not None:
         raise InvalidArgumentError(
             f"the prompt holds token id {wrong!r}; ids are integers from 0 to {loaded.vocab_size - 1}."
+        )
+    beyond = [t for t in params.stop_token_ids or () if t >= loaded.vocab_size]
+    if beyond:
+        raise InvalidArgumentError(
+            f"stop_token_ids holds {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it."
         )
     if params.n > config.max_num_seqs:
         raise InvalidArgumentError(
@@ -33,10 +44,11 @@ def check_prompt(
         raise InvalidArgumentError(
             "stop strings need a tokenizer, which this model has not; pass stop_token_ids."
         )
-    _check_length(len(tokens), compressor, config)
 
 
-def _check_length(num_tokens: int, compressor: Compressor | None, config: EngineConfig) -> None:
+def check_length(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> None:
+    """Raise RequestTooLongError if the request can never run."""
+    num_tokens = lengths.known
     assert config.max_model_len is not None, "the engine's limits are set"
     if num_tokens >= config.max_model_len:
         raise RequestTooLongError(
@@ -44,7 +56,7 @@ def _check_length(num_tokens: int, compressor: Compressor | None, config: Engine
             "output together); shorten the prompt or raise max_model_len."
         )
     capacity = _capacity(config)
-    held = slots_needed(num_tokens + 1, compressor, config)
+    held = slots_needed(Lengths(lengths.prompt, num_tokens + 1), compressor, config)
     if held > capacity:
         remedy = (
             "lower the budget, the interval or max_num_batched_tokens, or raise num_blocks"
@@ -58,23 +70,25 @@ def _check_length(num_tokens: int, compressor: Compressor | None, config: Engine
 
 
 def output_limit(
-    num_tokens: int, params: SamplingParams, compressor: Compressor | None, config: EngineConfig
+    lengths: Lengths, params: SamplingParams, compressor: Compressor | None, config: EngineConfig
 ) -> int:
-    """Tokens, prompt included, at which outputs end with reason "length"."""
+    """Tokens, prompt included, at which outputs end with reason "length": max_tokens, max_model_len, or
+    what the whole pool can hold of one sequence, whichever comes first."""
     assert config.max_model_len is not None, "the engine's limits are set"
     limit = config.max_model_len
     if params.max_tokens is not None:
-        limit = min(limit, num_tokens + params.max_tokens)
-    if slots_needed(limit, compressor, config) > _capacity(config):
+        limit = min(limit, lengths.known + params.max_tokens)
+    if slots_needed(Lengths(lengths.prompt, limit), compressor, config) > _capacity(config):
         limit = _capacity(config)
     return limit
 
 
-def slots_needed(num_tokens: int, compressor: Compressor | None, config: EngineConfig) -> int:
-    """Slots that a sequence of this logical length has to hold at its largest."""
+def slots_needed(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> int:
+    """Slots that a sequence holds at most on its way to these lengths."""
     if compressor is None or not compressor.compacts or not compressor.evicts:
-        return num_tokens
-    return min(num_tokens, prompt_cap(compressor, config.max_num_batched_tokens))
+        return lengths.known
+    in_prompt = min(lengths.prompt, prompt_cap(compressor, config.max_num_batched_tokens))
+    return max(in_prompt, min(lengths.known, compressor.budget + compressor.interval))
 
 
 def _capacity(config: EngineConfig) -> int:

@@ -1,7 +1,8 @@
 """When a sequence is compressed, and applying the choice: blocks first (integers), then bytes.
 
-The points at which a sequence is compressed depend on its own lengths alone, never on what else is
-in the batch. A preempted request that is computed again therefore makes the same choices again.
+The points at which a sequence is compressed depend on its own lengths alone, not on what else is in the
+batch, unless a pass has to be postponed: then it lacks blocks because others hold shared ones in a full
+pool. A preempted request that is computed again therefore makes the same choices again.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class CompressionPass:
         mask = torch.ones_like(grown).scatter_(-1, slots, False)
         seq.state.evicted = mask
         full = num_slots // self.cache.block_size
-        per_block = mask[..., : full * self.cache.block_size].view(layers, heads, full, -1)
+        per_block = mask[..., : full * self.cache.block_size].view(layers, heads, full, self.cache.block_size)
         empty = per_block.all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
         table = self.memory.table(seq.seq_id)
         self.memory.mark_inexact(seq.seq_id)

@@ -10,7 +10,8 @@ from tokenizers.decoders import DecodeStream
 class Detokenizer:
     """Collects one output's text and looks for stop strings.
 
-    Incomplete UTF-8 is held back until its last byte has come (tokenizers' DecodeStream), or the end.
+    Held back until more comes, or the end: incomplete UTF-8 (tokenizers' DecodeStream), and what may be
+    the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...]) -> None:
@@ -19,6 +20,7 @@ class Detokenizer:
         self._stopped = False
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop_strings = stop_strings
+        self._whole = ""
         self.text = ""
 
     def append(self, token_id: int, *, may_stop: bool) -> str | None:
@@ -27,20 +29,28 @@ class Detokenizer:
         piece = self._step(token_id)
         if not piece:
             return None
-        before = len(self.text)
-        self.text += piece
-        if not may_stop:
-            return None
+        before = len(self._whole)
+        self._whole += piece
         # From where a stop string would have to begin to end in this piece: one that was complete
         # before, when it might not stop yet, does not stop now.
-        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]
-        hits = [(at, s) for at, s in found if at >= 0]
+        found = [(self._whole.find(s, max(0, before - len(s) + 1)), s) for s in self._stop_strings]
+        hits = [(at, s) for at, s in found if at >= 0] if may_stop else []
         if not hits:
+            self.text = self._whole[: len(self._whole) - self._num_held_back()]
             return None
         at, stop = min(hits)
-        self.text = self.text[:at]
+        self.text = self._whole[:at]
         self._stopped = True
         return stop
+
+    def _num_held_back(self) -> int:
+        """Characters at the end that may turn out to begin a stop string."""
+        longest = max((len(s) for s in self._stop_strings), default=1) - 1
+        lengths = range(min(longest, len(self._whole)), 0, -1)
+        ends = (
+            n for n in lengths if any(s[:n] == self._whole[-n:] for s in self._stop_strings if len(s) > n)
+        )
+        return next(ends, 0)
 
     def _step(self, token_id: int) -> str | None:
         """The text that a token completes, if any."""
@@ -57,6 +67,7 @@ class Detokenizer:
 
     def finish(self) -> None:
         """No token follows: show what was held back."""
+        if self._stopped:
+            return
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        if not self._stopped and whole.startswith(self.text):
-            self.text = whole
+        self.text = whole if whole.startswith(self._whole) else self._whole

@@ -11,7 +11,7 @@ import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.admission import check_prompt, output_limit
+from kvreclaim.engine.admission import Lengths, check_length, check_prompt, output_limit
 from kvreclaim.engine.compression import CompressionPass, is_due
 from kvreclaim.engine.detokenizer import Detokenizer
 from kvreclaim.engine.outputs import EngineTotals, FinishReason, StepStats
@@ -25,6 +25,9 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
+
+UNSEEDED = 1 << 40
+"""Seeds of requests that bring none begin here, where no caller's seed is expected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,10 +84,17 @@ class Engine:
         """
         if request_id in self.requests:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
-        tokens = prompt_token_ids + (continuation or [])
-        check_prompt(tokens, params, compressor, self.config, self.loaded)
-        max_len = output_limit(len(tokens), params, compressor, self.config)
-        request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len)
+        tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
+        lengths = Lengths(len(prompt_token_ids), len(tokens))
+        check_prompt(tokens, params, self.config, self.loaded)
+        check_length(lengths, compressor, self.config)
+        max_len = output_limit(lengths, params, compressor, self.config)
+        seed = (
+            params.seed
+            if params.seed is not None
+            else UNSEEDED + self.config.seed * 1_000_003 + self._num_added
+        )
+        request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
         seq = self._new_sequence(request, 0, list(tokens))
@@ -168,6 +178,8 @@ class Engine:
         for item in step:
             if item.seq.finish_reason is None and is_due(item.seq, self.config.max_num_batched_tokens):
                 self._compress(item.seq)
+                if item.seq.finish_reason is not None:
+                    touched[item.seq.request.request_id] = item.seq.request
         return list(touched.values())
 
     def _score(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
@@ -199,9 +211,9 @@ class Engine:
             return
         tokens, logprobs = sample(logits[rows], [self._sample_row(seq) for seq in outputs])
         for seq, token, report in zip(outputs, tokens, logprobs, strict=True):
-            if report is not None:
-                seq.logprobs.append(report)
             if seq.finish_reason is None:
+                if report is not None:
+                    seq.logprobs.append(report)
                 self._take_token(seq, token)
 
     def _sample_row(self, seq: Sequence) -> SampleRow:
@@ -256,8 +268,7 @@ class Engine:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0:
-            seed = params.seed if params.seed is not None else self.config.seed * 1_000_003 + self._num_added
-            generator = torch.Generator().manual_seed((seed * 65_537 + index) % 2**63)
+            generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = Detokenizer(tokenizer, params.stop_strings) if tokenizer is not None else None
         seq = Sequence(next(self._seq_ids), request, index, token_ids, generator, detokenizer)
         request.sequences.append(seq)

@@ -107,7 +107,8 @@ class LLM:
         A request that fails while it runs ends with finish_reason "error" and does not raise.
         """
         batch = _as_list(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each(given, len(batch), "sampling_params")
         configs = _one_each(compression, len(batch), "compression")
         requests = self._add_all(batch, params, configs)
         self._run(requests, use_tqdm, on_step)
@@ -135,11 +136,17 @@ class LLM:
         compression: CompressionConfig | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the request's outputs so far after each token; closing the iterator aborts it."""
-        request = self._add(prompt, sampling_params or SamplingParams(), compression)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = self._add(prompt, params, compression)
+        seen = 0
         try:
             while not request.finished:
-                if request in self.engine.step().requests:
+                self.engine.step()
+                num_tokens = sum(seq.num_generated for seq in request.sequences)
+                if num_tokens > seen and not request.finished:
+                    seen = num_tokens
                     yield request.output()
+            yield request.output()
         finally:
             if not request.finished:
                 self.engine.abort(request.request_id)

@@ -14,7 +14,6 @@ class Logprob:
 
     logprob: float
     rank: int
-    decoded_token: str | None = None
 
 
 @dataclass(slots=True)
@@ -37,7 +36,8 @@ class RequestMetrics:
     """What one request cost and gave back, over all its outputs.
 
     tokens_evicted: slots per head whose token left the attention set
-    blocks_freed:   blocks that compression returned to the pool while the request lived
+    blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
+                    below 0 while others hold the shared blocks that it left
     blocks_perfect: blocks that perfect packing would have returned for the same evictions
     peak_blocks:    most blocks that one of its outputs' tables held between two steps
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -99,6 +99,7 @@ class Request:
     """A prompt on its way through the engine.
 
     max_len: tokens at which every output ends, prompt included
+    seed:    of its outputs' generators, the caller's or the engine's
     scores:  None for generation; else the given continuation is scored and nothing is drawn
     """
 
@@ -108,6 +109,7 @@ class Request:
     params: SamplingParams
     compressor: Compressor | None
     max_len: int
+    seed: int
     scores: Scores | None = None
     sequences: list[Sequence] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -131,7 +133,7 @@ class Request:
         m.compactions = sum(s.compactions for s in states)
         m.compactions_postponed = sum(s.postponed for s in states)
         m.peak_blocks = max((seq.peak_blocks for seq in self.sequences), default=0)
-        return m
+        return replace(m)
 
     def output(self) -> RequestOutput:
         return RequestOutput(

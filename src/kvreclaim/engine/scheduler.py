@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compression import first_compaction, prompt_cap, tokens_until_compaction
+from kvreclaim.engine.admission import Lengths, slots_needed
+from kvreclaim.engine.compression import first_compaction, tokens_until_compaction
 from kvreclaim.engine.request import Sequence
 from kvreclaim.memory.manager import Growth, MemoryManager
 
@@ -120,9 +121,7 @@ class Scheduler:
             return hit, known
         chunk = self.config.max_num_batched_tokens
         hit = min(hit, first_compaction(compressor, seq.num_prompt, chunk) - 1)
-        if not compressor.compacts:
-            return hit, known
-        return hit, min(known, prompt_cap(compressor, chunk))
+        return hit, slots_needed(Lengths(seq.num_prompt, known), compressor, self.config)
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
