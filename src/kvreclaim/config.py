@@ -73,12 +73,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_draw()
         self._check_ends()
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         require(
-            all(isinstance(s, str) and s for s in stop),
+            isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
             f"stop is {self.stop!r}; pass a non-empty string or a list of them.",
         )
-        object.__setattr__(self, "stop_strings", stop)
+        object.__setattr__(self, "stop_strings", tuple(stop))
 
     def _check_draw(self) -> None:
         check_int("n", self.n, 1)
@@ -109,6 +109,10 @@ class SamplingParams:
                 self.min_tokens <= self.max_tokens,
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
             )
+        require(
+            self.stop_token_ids is None or isinstance(self.stop_token_ids, (list, tuple)),
+            f"stop_token_ids is {self.stop_token_ids!r}; pass a list of token ids or None.",
+        )
         for token in self.stop_token_ids or ():
             check_int("stop_token_ids", token, 0)
         require(

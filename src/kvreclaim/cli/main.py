@@ -72,6 +72,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Of the clusters' start.")] = 0,
 ) -> None:
     """Measure a model's pre-RoPE queries for triattention and query_mixture."""
+    from kvreclaim.compression import QueryStats
     from kvreclaim.engine.calibration import calibrate as measure
     from kvreclaim.engine.calibration import read_documents
     from kvreclaim.model.loader import hide_progress_bars, load_model
@@ -79,6 +80,7 @@ def calibrate(
     console = Console()
     with usage_errors():
         hide_progress_bars()
+        QueryStats.check_target(output)
         loaded = load_model(model or demo_model(), dtype=dtype, device=device)
         documents = read_documents(loaded, text, max_tokens=max_tokens, context=context)
         stats = measure(loaded, documents, num_centers=centers, seed=seed, show_progress=True)

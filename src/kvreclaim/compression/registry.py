@@ -38,7 +38,13 @@ def policy_class(name: str) -> type[CompressionPolicy]:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        cls = point.load()
+        try:
+            cls = point.load()
+        except Exception as error:  # a third party's module may fail in any way
+            raise InvalidArgumentError(
+                f"policy {name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}; "
+                "repair or uninstall its package."
+            ) from error
         if not (isinstance(cls, type) and issubclass(cls, CompressionPolicy) and is_dataclass(cls)):
             raise InvalidArgumentError(
                 f"policy {name!r} is {point.value!r}, which is no dataclass derived from CompressionPolicy."

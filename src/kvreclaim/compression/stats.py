@@ -148,8 +148,7 @@ class QueryStats:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a .safetensors file, whole or not at all."""
         target = Path(path)
-        if target.suffix != ".safetensors":
-            raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors to be saved.")
+        self.check_target(target)
         names = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
         tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
@@ -160,6 +159,16 @@ class QueryStats:
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def check_target(path: Path) -> None:
+        """Raises InvalidArgumentError if save could not write there."""
+        if path.suffix != ".safetensors":
+            raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors to be saved.")
+        if not path.parent.is_dir():
+            raise InvalidArgumentError(
+                f"directory {str(path.parent)!r} of the statistics does not exist; make it."
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QueryStats:

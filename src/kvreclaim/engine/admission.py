@@ -25,10 +25,10 @@ def check_prompt(
     """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
     if not tokens:
         raise InvalidArgumentError("the prompt has no tokens; pass at least one.")
-    wrong = next((t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size), None)
-    if wrong is not None:
+    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size]
+    if wrong:
         raise InvalidArgumentError(
-            f"the prompt holds token id {wrong!r}; ids are integers from 0 to {loaded.vocab_size - 1}."
+            f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}."
         )
     beyond = [t for t in params.stop_token_ids or () if t >= loaded.vocab_size]
     if beyond:

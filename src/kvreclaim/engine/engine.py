@@ -186,13 +186,8 @@ class Engine:
         scores = seq.request.scores
         assert scores is not None, f"request {seq.request.request_id} is not scored"
         if positions:
-            first = positions.start + 1 - seq.num_prompt
-            given = torch.tensor(
-                seq.token_ids[positions.start + 1 : positions.stop + 1], device=logits.device
-            )
-            logprobs = torch.log_softmax(logits, -1).gather(-1, given[:, None])[:, 0]
-            scores.predicted[first : first + len(positions)] = logits.argmax(-1).tolist()
-            scores.logprobs[first : first + len(positions)] = logprobs.tolist()
+            given = seq.token_ids[positions.start + 1 : positions.stop + 1]
+            scores.record(positions.start + 1 - seq.num_prompt, given, logits)
         if seq.num_computed >= len(seq.token_ids) - 1:
             self._end_sequence(seq, "length")
 
@@ -245,7 +240,7 @@ class Engine:
         if seq.detokenizer is not None and not (may_stop and (is_eos or is_stop)):
             stop = seq.detokenizer.append(token, may_stop=may_stop)
         if may_stop and (is_eos or is_stop or stop is not None):
-            seq.stop_reason = stop if stop is not None else (token if is_stop else None)
+            seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
             self._end_sequence(seq, "stop")
         elif len(seq.token_ids) >= request.max_len:
             self._end_sequence(seq, "length")

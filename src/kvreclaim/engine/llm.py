@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -208,6 +208,7 @@ class LLM:
         config: CompressionConfig | None,
         continuation: list[int] | None = None,
     ) -> Request:
+        _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self._default_compression
         compressor = self._compressor(config) if config is not None else None
         text = prompt if isinstance(prompt, str) else None
@@ -218,6 +219,7 @@ class LLM:
         )
 
     def _compressor(self, config: CompressionConfig) -> Compressor:
+        _check_type(config, CompressionConfig, "compression")
         if config not in self._compressors:
             bound = config
             if config.stats is None and self._stats_file.is_file():
@@ -240,12 +242,26 @@ class LLM:
                     self.engine.abort(request.request_id)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
+    """Prompts as a list of text or token ids. Raises: InvalidArgumentError."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) > 0 and all(isinstance(p, int) for p in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, (list, tuple)):
+        if prompts and not any(isinstance(p, (str, list, tuple)) for p in prompts):
+            return [list(prompts)]
+        if all(isinstance(p, (str, list, tuple)) for p in prompts):
+            return list(prompts)
+    raise InvalidArgumentError(
+        f"prompts is a {type(prompts).__name__} ({str(prompts)[:40]}); pass text, a list of token ids, or a "
+        "list of these (a tensor: .tolist())."
+    )
+
+
+def _check_type(value: Any, allowed: type, name: str) -> None:
+    if not isinstance(value, allowed):
+        raise InvalidArgumentError(
+            f"{name} is a {type(value).__name__} ({str(value)[:40]}); pass {allowed.__name__}(...)."
+        )
 
 
 def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:

@@ -93,6 +93,13 @@ class Scores:
     predicted: list[int]
     logprobs: list[float]
 
+    def record(self, first: int, given: list[int], logits: torch.Tensor) -> None:
+        """Continuation tokens first, first + 1, ... were given; logits [len(given), V] predicted them."""
+        index = torch.tensor(given, device=logits.device)[:, None]
+        found = torch.log_softmax(logits, -1).gather(-1, index)[:, 0]
+        self.predicted[first : first + len(given)] = logits.argmax(-1).tolist()
+        self.logprobs[first : first + len(given)] = found.tolist()
+
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -16,7 +16,7 @@ from kvreclaim.ops.kv_cache import bytes_per_block
 def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     """Set max_model_len and num_blocks where they are None.
 
-    Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or no memory is left.
+    Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
     max_model_len = config.max_model_len or facts.max_position
     if max_model_len > facts.max_position:
@@ -25,8 +25,13 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
             "(beyond them its rotation would change or is untrained); lower max_model_len."
         )
     num_blocks = config.num_blocks
+    block_bytes = bytes_per_block(facts.layers, config.block_size, facts.dtype)
+    if num_blocks is not None and num_blocks * block_bytes > free_memory_bytes(facts.device):
+        raise InvalidArgumentError(
+            f"num_blocks is {num_blocks}, which takes {num_blocks * block_bytes / 2**30:.1f} GiB of K/V, but "
+            f"{free_memory_bytes(facts.device) / 2**30:.1f} GiB are free; lower it, or leave it out."
+        )
     if num_blocks is None:
-        block_bytes = bytes_per_block(facts.layers, config.block_size, facts.dtype)
         affordable = int(free_memory_bytes(facts.device) * config.kv_memory_fraction) // block_bytes
         useful = -(-max_model_len // config.block_size) * config.max_num_seqs
         num_blocks = min(affordable, useful)
