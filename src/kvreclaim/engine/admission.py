@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.compression import prompt_cap
+from kvreclaim.engine.compression import decode_cap, prompt_cap
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 
@@ -88,7 +88,7 @@ def slots_needed(lengths: Lengths, compressor: Compressor | None, config: Engine
     if compressor is None or not compressor.compacts or not compressor.evicts:
         return lengths.known
     in_prompt = min(lengths.prompt, prompt_cap(compressor, config.max_num_batched_tokens))
-    return max(in_prompt, min(lengths.known, compressor.budget + compressor.interval))
+    return max(in_prompt, min(lengths.known, decode_cap(compressor)))
 
 
 def _capacity(config: EngineConfig) -> int:

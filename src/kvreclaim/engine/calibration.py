@@ -16,8 +16,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import LoadedModel
 
-DEFAULT_MAX_TOKENS = 32_768
-
 
 def read_documents(
     loaded: LoadedModel, path: str | os.PathLike[str], *, max_tokens: int, context: int | None = None

@@ -67,13 +67,14 @@ def prompt_cap(compressor: Compressor, max_chunk: int) -> int:
     return compressor.budget + max(compressor.interval, max_chunk)
 
 
+def decode_cap(compressor: Compressor) -> int:
+    """Live tokens at which a sequence is compressed once its prompt is computed."""
+    return compressor.budget + compressor.interval
+
+
 def first_compaction(compressor: Compressor, num_prompt: int, max_chunk: int) -> int:
     """Logical length at which a sequence is compressed for the first time."""
-    decode_cap = compressor.budget + compressor.interval
-    cap = prompt_cap(compressor, max_chunk)
-    if num_prompt >= cap:
-        return cap
-    return max(num_prompt, decode_cap)
+    return min(prompt_cap(compressor, max_chunk), max(num_prompt, decode_cap(compressor)))
 
 
 def tokens_until_compaction(seq: Sequence, max_chunk: int) -> int:
@@ -84,7 +85,7 @@ def tokens_until_compaction(seq: Sequence, max_chunk: int) -> int:
     if seq.num_computed < seq.num_prompt:
         room = prompt_cap(compressor, max_chunk) - seq.num_live
         return min(seq.num_prompt - seq.num_computed, max(1, room))
-    return max(1, compressor.budget + compressor.interval - seq.num_live)
+    return max(1, decode_cap(compressor) - seq.num_live)
 
 
 def is_due(seq: Sequence, max_chunk: int) -> bool:
@@ -94,7 +95,7 @@ def is_due(seq: Sequence, max_chunk: int) -> bool:
         return False
     if seq.num_computed < seq.num_prompt:
         return seq.num_live >= prompt_cap(compressor, max_chunk)
-    return seq.num_live >= compressor.budget + compressor.interval
+    return seq.num_live >= decode_cap(compressor)
 
 
 class CompressionPass:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.admission import Lengths, slots_needed
-from kvreclaim.engine.compression import first_compaction, tokens_until_compaction
+from kvreclaim.engine.compression import decode_cap, first_compaction, tokens_until_compaction
 from kvreclaim.engine.request import Sequence
 from kvreclaim.memory.manager import Growth, MemoryManager
 
@@ -107,7 +107,7 @@ class Scheduler:
         for seq in self.running:
             compressor = seq.request.compressor
             if compressor is not None and compressor.compacts and compressor.evicts:
-                peak = min(seq.request.max_len, compressor.budget + compressor.interval)
+                peak = min(seq.request.max_len, decode_cap(compressor))
                 held = len(self.memory.table(seq.seq_id).block_ids)
                 growth += max(0, -(-peak // size) - held) * size
         return growth

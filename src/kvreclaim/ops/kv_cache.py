@@ -40,11 +40,7 @@ class KVCache:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return bytes_per_block_of(self.k) + bytes_per_block_of(self.v)
-
-
-def bytes_per_block_of(x: Tensor) -> int:
-    return x.shape[0] * x[0, 0].numel() * x.element_size()
+        return (self.k.nbytes + self.v.nbytes) // self.num_blocks
 
 
 def bytes_per_block(layers: tuple[LayerFacts, ...], block_size: int, dtype: torch.dtype) -> int:
