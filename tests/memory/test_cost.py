@@ -16,12 +16,12 @@ from .sequences import Plan
 
 
 def lines(work: Callable[[], object]) -> int:
-    """Lines of Python that the call executes."""
+    """Lines of the memory room that the call executes; what a garbage collection runs is not counted."""
     executed = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable:
         nonlocal executed
-        executed += event == "line"
+        executed += event == "line" and frame.f_globals["__name__"].startswith("kvreclaim.memory")
         return trace
 
     before = sys.gettrace()
