@@ -16,6 +16,8 @@ class EngineConfig:
     max_model_len:          longest sequence (prompt and output) in tokens; None: the model's own limit
     max_num_batched_tokens: tokens computed in one step, and the largest prefill chunk
     seed:                   of requests that bring none
+    kernels:                "auto" (native on a CPU, triton on CUDA, reference where these cannot run, which
+                            is said), or one of them by name
     """
 
     block_size: int = 16
@@ -26,6 +28,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_memory_fraction: float = 0.5
     seed: int = 0
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, 1)

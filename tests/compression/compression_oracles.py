@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import dataclasses
 import math
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvreclaim.compression import LayerStats, LayerView, QueryStats, StatsMetadata
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
 
 FINGERPRINT = "f" * 64
@@ -80,7 +82,7 @@ def layer_view(
 ) -> LayerView:
     shape = (facts.num_kv_heads, num_tokens)
     keys, values = noise(seed, *shape, facts.head_dim), noise(seed + 1, *shape, facts.v_head_dim)
-    return LayerView(0, keys, values, logical_len, facts, stats, slice(1, num_tokens - 2))
+    return LayerView(0, DenseSource(keys, values), logical_len, facts, stats, slice(1, num_tokens - 2))
 
 
 def bands_of(vector: Tensor, rope: RopeLayout) -> list[complex]:
@@ -152,3 +154,10 @@ def _mixture_logit(view: LayerView, center: Tensor, variance: Tensor, place: tup
     assert rope is not None
     spread = sum(v * k * k for v, k in zip(variance.tolist(), key.tolist(), strict=True))
     return scale * turned_product(center, key, rope, view.logical_len + offset) + scale**2 / 2 * spread
+
+
+def with_kv(view: LayerView, keys: Tensor | None = None, values: Tensor | None = None) -> LayerView:
+    """The same view of other keys or values."""
+    old_keys, old_values = view.source.tensors()
+    source = DenseSource(old_keys if keys is None else keys, old_values if values is None else values)
+    return dataclasses.replace(view, source=source)

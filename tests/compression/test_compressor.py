@@ -12,17 +12,18 @@ from kvreclaim.compression import CompressionConfig, Compressor, Mode, QueryStat
 from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.ops.key_source import DenseSource
 
 FACTS = model_facts()
 
 
 def kv(num_tokens, calls=None):
-    def layer_kv(layer):
+    def layer_source(layer):
         if calls is not None:
             calls.append(layer)
-        return noise(layer, 2, num_tokens, 8), noise(layer + 50, 2, num_tokens, 8)
+        return DenseSource(noise(layer, 2, num_tokens, 8), noise(layer + 50, 2, num_tokens, 8))
 
-    return layer_kv
+    return layer_source
 
 
 def knorm(facts=FACTS, **fields):
@@ -109,7 +110,7 @@ class TestChoose:
     def test_keeps_the_best_of_each_layer_and_head(self):
         kept = knorm(budget=6, sinks=1, recent=2).choose(kv(12), 12, 0, 12)
         for layer in range(3):
-            norms = kv(12)(layer)[0].norm(dim=-1)
+            norms = kv(12)(layer).keys.norm(dim=-1)
             for head in range(2):
                 best = (norms[head, 1:10].argsort(descending=True)[:3] + 1).tolist()
                 assert kept[layer, head].tolist() == sorted([0, 10, 11, *best])
@@ -218,7 +219,9 @@ class TestSlidingLayers:
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 20], [10, 15, 16, 17, 18, 19, 20]])
         compressor = knorm(self.MIXED, budget=4, sinks=0, recent=1)
         older_is_larger = torch.arange(7.0, 0.0, -1.0)[:, None].expand(2, 7, 8)
-        kept = compressor.choose(lambda _: (older_is_larger,) * 2, 7, 0, 21, positions=positions[None])
+        kept = compressor.choose(
+            lambda _: DenseSource(older_is_larger, older_is_larger), 7, 0, 21, positions=positions[None]
+        )
         assert rows(kept[1:2]) == [[0, 1, 2, 6], [3, 4, 5, 6]]
 
     def test_without_positions_only_what_must_be_out_is_out(self):

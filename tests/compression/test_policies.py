@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from compression_oracles import layer_facts, layer_view, layout, model_facts, noise, query_stats
+from compression_oracles import layer_facts, layer_view, layout, model_facts, noise, query_stats, with_kv
 
 from kvreclaim.compression import CompressionConfig, Compressor, Mode, Signal, make_policy, policy_names
 from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.key_source import DenseSource
 
 POLICIES = policy_names()
 ROPES = {"full": layout(4), "interleaved": layout(4, "interleaved"), "partial": layout(3)}
@@ -39,7 +40,7 @@ class TestContract:
     @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
     def test_scores_are_finite_fp32_per_kv_head_and_token(self, name, rope, dtype):
         view = a_view(rope)
-        view = dataclasses.replace(view, keys=view.keys.to(dtype), values=view.values.to(dtype))
+        view = with_kv(view, view.keys.to(dtype), view.values.to(dtype))
         scores = make_policy(name).score(view)
         assert scores.shape == (2, 9)
         assert scores.dtype == torch.float32
@@ -52,7 +53,7 @@ class TestContract:
 
     def test_zero_keys_are_finite(self, name):
         view = a_view()
-        view = dataclasses.replace(view, keys=torch.zeros_like(view.keys))
+        view = with_kv(view, keys=torch.zeros_like(view.keys))
         assert make_policy(name).score(view).isfinite().all()
 
     def test_is_pure_and_deterministic(self, name):
@@ -72,15 +73,14 @@ class TestContract:
         facts = dataclasses.replace(view.facts, num_heads=2, num_kv_heads=1)
         fields = [field.name for field in dataclasses.fields(view.stats)]
         stats = dataclasses.replace(view.stats, **{f: getattr(view.stats, f)[2:] for f in fields})
-        alone = dataclasses.replace(
-            view, keys=view.keys[1:], values=view.values[1:], facts=facts, stats=stats
-        )
+        alone = with_kv(view, view.keys[1:], view.values[1:])
+        alone = dataclasses.replace(alone, facts=facts, stats=stats)
         policy = make_policy(name)
         torch.testing.assert_close(policy.score(alone)[0], policy.score(view)[1])
 
     def test_strided_keys_score_like_packed_ones(self, name):
         view = a_view()
-        loose = dataclasses.replace(view, keys=view.keys.transpose(0, 1).contiguous().transpose(0, 1))
+        loose = with_kv(view, keys=view.keys.transpose(0, 1).contiguous().transpose(0, 1))
         policy = make_policy(name)
         torch.testing.assert_close(policy.score(loose), policy.score(view))
 
@@ -89,14 +89,14 @@ class TestContract:
         facts = model_facts()
         config = CompressionConfig(name, budget=9, sinks=1, recent=2, mode=mode)
         compressor = Compressor(config, facts, query_stats(facts))
-        kept = compressor.choose(lambda _: (noise(0, 2, 9, 8), noise(1, 2, 9, 8)), 9, 4, 9)
+        kept = compressor.choose(lambda _: DenseSource(noise(0, 2, 9, 8), noise(1, 2, 9, 8)), 9, 4, 9)
         assert torch.equal(kept, torch.arange(9).expand_as(kept))
 
     def test_keeps_exactly_the_budget_with_sinks_and_recent_tokens(self, name):
         facts = model_facts()
         config = CompressionConfig(name, budget=6, sinks=1, recent=2)
         compressor = Compressor(config, facts, query_stats(facts))
-        kept = compressor.choose(lambda n: (noise(n, 2, 9, 8), noise(n + 9, 2, 9, 8)), 9, 4, 30)
+        kept = compressor.choose(lambda n: DenseSource(noise(n, 2, 9, 8), noise(n + 9, 2, 9, 8)), 9, 4, 30)
         assert kept.shape[-1] == (6 if compressor.evicts else 9)
         assert (kept.diff(dim=-1) > 0).all()
         assert {0, 7, 8} <= set.intersection(*(set(row.tolist()) for row in kept.flatten(0, 1)))
@@ -105,7 +105,7 @@ class TestContract:
 def test_streaming_llm_keeps_the_checked_window():
     config = CompressionConfig("streaming_llm", budget=6, sinks=2, recent=0)
     compressor = Compressor(config, model_facts())
-    kept = compressor.choose(lambda _: (noise(0, 2, 12, 8), noise(1, 2, 12, 8)), 12, 12, 12)
+    kept = compressor.choose(lambda _: DenseSource(noise(0, 2, 12, 8), noise(1, 2, 12, 8)), 12, 12, 12)
     assert kept.tolist() == [[[0, 1, 8, 9, 10, 11]]]
 
 

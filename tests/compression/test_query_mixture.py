@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from compression_oracles import layer_facts, layer_view, layout, mixture_scores, noise
+from compression_oracles import layer_facts, layer_view, layout, mixture_scores, noise, with_kv
 
 from kvreclaim.compression import LayerStats
 from kvreclaim.compression.policies.query_mixture import QueryMixture
@@ -73,7 +73,7 @@ def test_value_norm_multiplies():
 
 def test_large_logits_stay_finite():
     view = layer_view(layer_facts(), mixture())
-    loud = dataclasses.replace(view, keys=view.keys * 1e4)
+    loud = with_kv(view, keys=view.keys * 1e4)
     score = QueryMixture().score(loud)
     assert score.isfinite().all()
     assert score.amax() <= 1.0

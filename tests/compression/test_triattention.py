@@ -1,10 +1,8 @@
 """The published score against loops, and against what it means."""
 
-import dataclasses
-
 import pytest
 import torch
-from compression_oracles import layer_facts, layer_view, layout, noise, triattention_scores
+from compression_oracles import layer_facts, layer_view, layout, noise, triattention_scores, with_kv
 
 from kvreclaim.compression import LayerStats, raw_scores
 from kvreclaim.compression.policies.triattention import OFFSETS, TriAttention
@@ -169,6 +167,6 @@ def test_bf16_keys_are_scored_in_fp32():
     rope = layout(4)
     stats = LayerStats(noise(0, 4, 8), noise(1, 4, 4).abs())
     view = layer_view(layer_facts(rope), stats)
-    half = dataclasses.replace(view, keys=view.keys.bfloat16())
-    same = dataclasses.replace(view, keys=view.keys.bfloat16().float())
+    half = with_kv(view, keys=view.keys.bfloat16())
+    same = with_kv(view, keys=view.keys.bfloat16().float())
     assert torch.equal(TriAttention().score(half), TriAttention().score(same))

@@ -18,8 +18,8 @@ from kvreclaim.ops.reference import (
     copy_blocks,
     gather_tokens,
     paged_attention,
+    prepare_blocks,
     write_kv,
-    zero_blocks,
 )
 
 SHAPE = Shape(kv_heads=2, dim=4, v_dim=6, block_size=3, layers=2)
@@ -91,7 +91,7 @@ def test_attention_reads_what_write_kv_wrote() -> None:
     w = world(Shape(layers=2), [Ask(40, 40)])
     table = w.batch.sequences[0].block_ids
     cache = empty_cache(w.shape, w.cache.num_blocks)
-    zero_blocks(cache, table.tolist())
+    prepare_blocks(cache, table.tolist())
     outputs, first = [], 0
     for last in (17, 18, 40):
         slots = SequenceSlots(table, last - first, last)
@@ -110,10 +110,10 @@ def test_gather_tokens_is_the_inverse_of_laying_them(num_tokens: int) -> None:
     k, v = noise(1, 2, 2, num_tokens, 4), noise(2, 2, 2, num_tokens, 6)
     table = [4, 0, 5][: -(-num_tokens // 3)]
     put(cache, table, k, v)
-    got = gather_tokens(cache.v[1], torch.tensor(table), num_tokens)
+    got = gather_tokens(cache, 1, torch.tensor(table), num_tokens)[1]
     assert torch.equal(got, v[1])
     got.zero_()
-    assert torch.equal(gather_tokens(cache.v[1], torch.tensor(table), num_tokens), v[1])
+    assert torch.equal(gather_tokens(cache, 1, torch.tensor(table), num_tokens)[1], v[1])
 
 
 @st.composite
@@ -187,11 +187,11 @@ def test_copy_blocks_copies_all_layers_and_nothing_else() -> None:
     assert_same(cache, want)
 
 
-def test_zero_blocks_clears_nan_and_nothing_else() -> None:
+def test_prepare_blocks_clears_nan_and_nothing_else() -> None:
     cache = filled_cache(SHAPE, 6)
     cache.k[:, 2], cache.v[:, 5] = torch.nan, torch.inf
     want = tuple(x.clone() for x in parts(cache))
     for x in want:
         x[:, [2, 5]] = 0
-    zero_blocks(cache, [5, 2])
+    prepare_blocks(cache, [5, 2])
     assert_same(cache, want)

@@ -14,8 +14,9 @@ from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_source import KeySource
 
-LayerKV = Callable[[int], tuple[Tensor, Tensor]]
+LayerSource = Callable[[int], KeySource]
 FREE, PROMPT, ALWAYS = 0, 1, 2
 
 
@@ -108,7 +109,7 @@ class Compressor:
     @torch.no_grad()
     def choose(
         self,
-        layer_kv: LayerKV,
+        layer_source: LayerSource,
         num_tokens: int,
         num_prompt_slots: int,
         logical_len: int,
@@ -118,8 +119,7 @@ class Compressor:
         """The slots that stay.
 
         Args:
-            layer_kv:         layer -> (keys [K, T, D] rotated, values [K, T, Dv]) in token order; asked
-                              once per layer that votes, one layer at a time
+            layer_source:     layer -> its keys and values in token order; asked once per layer that votes
             num_tokens:       T, the physical length
             num_prompt_slots: leading slots that hold prompt tokens
             logical_len:      position of the next query; >= T
@@ -135,7 +135,7 @@ class Compressor:
             return self._everything(num_tokens)
         free = self._candidates(num_tokens, num_prompt_slots)
         job = _Pass(num_tokens, logical_len, free, positions)
-        scores = torch.stack([self._scores(layer, layer_kv, job) for layer in self._voters])
+        scores = torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
         return select(scores, self.budget, tiers, self.mode)
 
     def _everything(self, num_tokens: int) -> Tensor:
@@ -151,17 +151,17 @@ class Compressor:
             first = max(first, num_prompt_slots)
         return slice(first, max(first, end))
 
-    def _scores(self, layer: int, layer_kv: LayerKV, job: _Pass) -> Tensor:
+    def _scores(self, layer: int, layer_source: LayerSource, job: _Pass) -> Tensor:
         """[K, T] fp32 of one layer; -inf for tokens that none of its future queries can see."""
-        keys, values = layer_kv(layer)
+        source = layer_source(layer)
         facts = self.facts.layers[layer]
         stats = None if self._stats is None else self._stats[layer]
-        view = LayerView(layer, keys, values, job.logical_len, facts, stats, job.candidates)
+        view = LayerView(layer, source, job.logical_len, facts, stats, job.candidates)
         scores = self.policy.score(view)
-        if scores.shape != keys.shape[:2] or scores.dtype != torch.float32:
+        if scores.shape != source.shape or scores.dtype != torch.float32:
             raise InvalidArgumentError(
                 f"policy {self.policy.name} scored layer {layer} with {scores.dtype} {list(scores.shape)}; "
-                f"it must be float32 {list(keys.shape[:2])}."
+                f"it must be float32 {list(source.shape)}."
             )
         window = self._windows[layer]
         return scores if window is None else scores.masked_fill(self._unseen(layer, window, job), -torch.inf)

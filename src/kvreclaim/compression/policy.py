@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.key_source import KeySource
 
 
 class Signal(Enum):
@@ -37,20 +38,28 @@ class Mode(StrEnum):
 class LayerView:
     """One layer of one live sequence, valid during the call of score; nothing in it may be changed.
 
-    keys:        [K, T, D] rotated, in token order, any float dtype
-    values:      [K, T, Dv]
+    source:      its T keys (rotated) and values in token order: score them where they lie
     logical_len: position of the next query, tokens; >= T, more where tokens have been evicted
     stats:       of this layer's queries; None unless the policy needs them
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
     """
 
     layer: int
-    keys: Tensor
-    values: Tensor
+    source: KeySource
     logical_len: int
     facts: LayerFacts
     stats: LayerStats | None
     candidates: slice
+
+    @property
+    def keys(self) -> Tensor:
+        """[K, T, D] any float dtype; copied out of the cache at each access."""
+        return self.source.tensors()[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[K, T, Dv] any float dtype; copied out of the cache at each access."""
+        return self.source.tensors()[1]
 
 
 class CompressionPolicy(ABC):

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvreclaim.compression import CompactionPlan, Compressor, TableState, plan_compaction
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.ops import reference as ops
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ def is_due(seq: Sequence, max_chunk: int) -> bool:
 class CompressionPass:
     """Compresses one sequence: signals -> score -> select -> plan -> shrink -> move bytes."""
 
-    def __init__(self, memory: MemoryManager, cache: KVCache, facts: ModelFacts) -> None:
+    def __init__(self, memory: MemoryManager, cache: KVCache, backend: Backend, facts: ModelFacts) -> None:
         self.memory = memory
+        self.backend = backend
         self.cache = cache
         self.tracks_positions = any(layer.sliding_window is not None for layer in facts.layers)
 
@@ -161,8 +163,8 @@ class CompressionPass:
     def _grown_mask(self, seq: Sequence) -> Tensor:
         """The eviction mask over all slots written so far: [L, K, physical]."""
         num_slots = self.memory.table(seq.seq_id).physical_len
-        layers, heads = self.cache.k.shape[0], self.cache.k.shape[2]
-        grown = torch.zeros((layers, heads, num_slots), dtype=torch.bool, device=self.cache.k.device)
+        layers, heads = self.cache.num_layers, self.cache.num_kv_heads
+        grown = torch.zeros((layers, heads, num_slots), dtype=torch.bool, device=self.cache.device)
         if seq.state.evicted is not None:
             grown[..., : seq.state.evicted.shape[-1]] = seq.state.evicted
         return grown
@@ -174,27 +176,29 @@ class CompressionPass:
         table = self.memory.table(seq.seq_id)
         block_ids = self._index(seq)
 
-        def layer_kv(layer: int) -> tuple[Tensor, Tensor]:
-            k = ops.gather_tokens(self.cache.k[layer], block_ids, table.physical_len)
-            v = ops.gather_tokens(self.cache.v[layer], block_ids, table.physical_len)
+        def layer_source(layer: int) -> KeySource:
+            paged = PagedSource(self.backend, self.cache, layer, block_ids, table.physical_len)
             if live is None:
-                return k, v
+                return paged
             rows = live[layer][..., None]
-            return k.take_along_dim(rows, 1), v.take_along_dim(rows, 1)
+            k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
+            return DenseSource(k, v)
 
         positions = self._positions(seq) if self.tracks_positions else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
-        return compressor.choose(layer_kv, seq.num_live, prompt_slots, seq.num_computed, positions=positions)
+        return compressor.choose(
+            layer_source, seq.num_live, prompt_slots, seq.num_computed, positions=positions
+        )
 
     def _index(self, seq: Sequence) -> Tensor:
-        return torch.from_numpy(block_row(seq, self.memory)).to(self.cache.k.device)
+        return torch.from_numpy(block_row(seq, self.memory)).to(self.cache.device, torch.int64)
 
     def _positions(self, seq: Sequence) -> Tensor:
         """[L, K, physical] int32 logical position of every slot."""
         table = self.memory.table(seq.seq_id)
-        layers, heads = self.cache.k.shape[0], self.cache.k.shape[2]
-        slots = torch.arange(table.physical_len, dtype=torch.int32, device=self.cache.k.device)
+        layers, heads = self.cache.num_layers, self.cache.num_kv_heads
+        slots = torch.arange(table.physical_len, dtype=torch.int32, device=self.cache.device)
         positions = (slots + table.num_evicted).expand(layers, heads, -1).clone()
         if seq.state.slot_positions is not None:
             positions[..., : seq.state.slot_positions.shape[-1]] = seq.state.slot_positions
@@ -205,7 +209,7 @@ class CompressionPass:
         source = self._index(seq)
         positions = self._positions(seq) if self.tracks_positions else None
         shrunk = self.memory.shrink(plan)
-        ops.compact(self.cache, kept, source, torch.tensor(shrunk.block_ids, device=source.device))
+        self.backend.compact(self.cache, kept, source, torch.tensor(shrunk.block_ids, device=source.device))
         if positions is not None:
             every_head = kept.expand(*positions.shape[:2], -1)
             seq.state.slot_positions = positions.take_along_dim(every_head, -1)
@@ -230,10 +234,10 @@ class CompressionPass:
 
 
 def block_row(seq: Sequence, memory: MemoryManager) -> np.ndarray:
-    """[blocks] int64 ids for the kernels; a hole names another block of the sequence (never attended)."""
+    """[blocks] int32 ids for the kernels; a hole names another block of the sequence (never attended)."""
     table = memory.table(seq.seq_id)
     if seq.row_cache is None or seq.row_cache[0] != table.version:
         some = next((block for block in reversed(table.block_ids) if block is not None), 0)
         ids = [some if block is None else block for block in table.block_ids]
-        seq.row_cache = (table.version, np.array(ids, dtype=np.int64))
+        seq.row_cache = (table.version, np.array(ids, dtype=np.int32))
     return seq.row_cache[1]

@@ -22,7 +22,7 @@ from kvreclaim.engine.scheduler import Scheduled, Scheduler
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.backend import Need, choose_backend
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,15 @@ class Engine:
         )
         weight = next(loaded.model.parameters())
         like = weight.new_empty(0, dtype=facts.dtype)
-        self.cache = KVCache.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
+        need = Need(facts.layers, config.block_size, facts.dtype, facts.device)
+        choice = choose_backend(config.kernels, need)
+        self.kernels = choice.describe()
+        logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
+        backend = choice.backend
+        self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
         self.scheduler = Scheduler(config, self.memory)
-        self.runner = ModelRunner(loaded, self.memory, self.cache)
-        self.compression = CompressionPass(self.memory, self.cache, facts)
+        self.runner = ModelRunner(loaded, self.memory, self.cache, backend)
+        self.compression = CompressionPass(self.memory, self.cache, backend, facts)
         self.totals = EngineTotals()
         self.requests: dict[str, Request] = {}
         self._seq_ids = itertools.count()

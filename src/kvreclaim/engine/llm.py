@@ -56,6 +56,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         kv_memory_fraction: float = 0.5,
         seed: int = 0,
+        kernels: str = "auto",
         compression: CompressionConfig | None = None,
     ) -> None:
         config = EngineConfig(
@@ -67,6 +68,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             kv_memory_fraction=kv_memory_fraction,
             seed=seed,
+            kernels=kernels,
         )
         self.loaded = load_model(model, dtype=dtype, device=device)
         self._stats_file = Path(model) / STATS_FILE

@@ -13,7 +13,7 @@ from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops import reference as ops
+from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -22,12 +22,13 @@ from kvreclaim.ops.kv_cache import KVCache
 class PagedKVBatch:
     """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch)."""
 
+    ops: Backend
     cache: KVCache
     batch: AttentionBatch
 
     def attend(self, call: AttentionCall) -> Tensor:
-        ops.write_kv(self.cache, call.layer, call.k, call.v, self.batch.slot_mapping)
-        return ops.paged_attention(
+        self.ops.write_kv(self.cache, call.layer, call.k, call.v, self.batch.slot_mapping)
+        return self.ops.paged_attention(
             call.q,
             self.cache,
             call.layer,
@@ -42,11 +43,12 @@ class PagedKVBatch:
 class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps."""
 
-    def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache) -> None:
+    def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache, backend: Backend) -> None:
         self.model = loaded.model
         self.device = loaded.facts.device
         self.memory = memory
         self.cache = cache
+        self.ops = backend
 
     @torch.inference_mode()
     def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
@@ -75,17 +77,17 @@ class ModelRunner:
             position_ids=torch.from_numpy(np.concatenate(positions))[None].to(self.device),
             use_cache=False,
             logits_to_keep=torch.from_numpy(np.concatenate(rows)).to(self.device),
-            kv_batch=PagedKVBatch(self.cache, batch),
+            kv_batch=PagedKVBatch(self.ops, self.cache, batch),
         )
         return output.logits[0].float(), wanted
 
     def _prepare_blocks(self, step: list[Scheduled]) -> None:
         copies = [pair for item in step for pair in item.growth.copies]
         if copies:
-            ops.copy_blocks(self.cache, copies)
+            self.ops.copy_blocks(self.cache, copies)
         fresh = [block for item in step for block in item.growth.new_blocks]
         if fresh:
-            ops.zero_blocks(self.cache, fresh)
+            self.ops.prepare_blocks(self.cache, fresh)
 
     def _slots(self, item: Scheduled) -> SequenceSlots:
         table = self.memory.table(item.seq.seq_id)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSlots:
     """One sequence of a step.
 
-    block_ids:      [blocks] int64; a hole (its block was returned) names any block of the sequence
+    block_ids:      [blocks] int32, contiguous; a hole (its block was returned) names another
     query_len:      tokens computed in this step, the last ones of seq_len
     seq_len:        physical length, this step's tokens included
     shift:          logical minus physical position of the new tokens
@@ -30,6 +34,23 @@ class SequenceSlots:
     slot_positions: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchArrays:
+    """A batch as tensors on the device, for kernels that follow block tables themselves.
+
+    block_table:  [N, W] int32, rows padded with 0
+    query_starts: [N + 1] int32, first row of each sequence in the flat token dim
+    seq_lens:     [N] int32 physical lengths; shifts: [N] int32 logical minus physical positions
+    """
+
+    block_table: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    shifts: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
     """The sequences of one step in the order of their rows in the flat token dim.
@@ -40,17 +61,49 @@ class AttentionBatch:
     sequences: tuple[SequenceSlots, ...]
     slot_mapping: Tensor
     block_size: int
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
         cls, sequences: tuple[SequenceSlots, ...], block_size: int, device: torch.device
     ) -> AttentionBatch:
-        parts = []
+        if all(seq.query_len == 1 for seq in sequences):
+            last = [(seq.block_ids, *divmod(seq.seq_len - 1, block_size)) for seq in sequences]
+            mapping = torch.tensor([int(ids[block]) * block_size + offset for ids, block, offset in last])
+            return cls(sequences, mapping.to(device), block_size)
+        parts = [np.zeros(0, dtype=np.int64)]
         for seq in sequences:
             slots = np.arange(seq.seq_len - seq.query_len, seq.seq_len)
-            parts.append(seq.block_ids[slots // block_size] * block_size + slots % block_size)
-        mapping = torch.from_numpy(np.concatenate(parts)).to(device)
-        return cls(sequences, mapping, block_size)
+            parts.append(seq.block_ids[slots // block_size] * np.int64(block_size) + slots % block_size)
+        return cls(sequences, torch.from_numpy(np.concatenate(parts)).to(device), block_size)
+
+    def cached(self, key: str, make: Callable[[AttentionBatch], T]) -> T:
+        """What a back-end derives once per step for all layers."""
+        if key not in self._memo:
+            self._memo[key] = make(self)
+        return self._memo[key]
+
+    @cached_property
+    def arrays(self) -> BatchArrays:
+        """Built at the first use in a step."""
+        rows = self.sequences
+        device = self.slot_mapping.device
+        table = np.zeros((len(rows), max((len(seq.block_ids) for seq in rows), default=0)), dtype=np.int32)
+        for i, seq in enumerate(rows):
+            table[i, : len(seq.block_ids)] = seq.block_ids
+        starts = np.cumsum([0, *(seq.query_len for seq in rows)], dtype=np.int32)
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return BatchArrays(
+            block_table=torch.from_numpy(table).to(device),
+            query_starts=torch.from_numpy(starts).to(device),
+            seq_lens=ints([seq.seq_len for seq in rows]),
+            shifts=ints([seq.shift for seq in rows]),
+            max_query_len=max((seq.query_len for seq in rows), default=0),
+            max_seq_len=max((seq.seq_len for seq in rows), default=0),
+        )
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -110,7 +163,7 @@ class AttentionGroup:
             width = self.num_columns // self.block_size
             table = np.stack([_padded(seq.block_ids, width) for seq in self.sequences])
             heads = np.arange(num_kv_heads)
-            flat = table[:, None, :] * num_kv_heads + heads[None, :, None]
+            flat = table[:, None, :].astype(np.int64) * num_kv_heads + heads[None, :, None]
             index = self._gather[num_kv_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
         return index
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvreclaim.ops.facts import LayerFacts
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
     """Keys and values of every layer in blocks whose ids all layers share.
 
-    k: [L, B, K, S, Dk], v: [L, B, K, S, Dv]; keys are stored rotated and never re-rotated.
+    k: [L, B, K, ...], the keys of a block of a head in the layout of the back-end that allocated it
+       (row-major [S, Dk] from `allocate`); stored rotated and never re-rotated
+    v: [L, B, K, S, Dv]
     """
 
     k: Tensor
     v: Tensor
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def allocate(
@@ -29,13 +36,43 @@ class KVCache:
         shape = (len(layers), num_blocks, first.num_kv_heads, block_size)
         return cls(like.new_zeros((*shape, first.head_dim)), like.new_zeros((*shape, first.v_head_dim)))
 
+    def cached(self, key: str, make: Callable[[KVCache], T]) -> T:
+        """What a back-end derives once for the life of the cache."""
+        if key not in self._memo:
+            self._memo[key] = make(self)
+        return self._memo[key]
+
+    @property
+    def num_layers(self) -> int:
+        return self.v.shape[0]
+
     @property
     def num_blocks(self) -> int:
-        return self.k.shape[1]
+        return self.v.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.v.shape[2]
 
     @property
     def block_size(self) -> int:
-        return self.k.shape[3]
+        return self.v.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k[0, 0, 0].numel() // self.block_size
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.v.shape[4]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.v.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.v.device
 
     @property
     def bytes_per_block(self) -> int:

@@ -6,11 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, AttentionGroup
+from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.rope import RopeLayout
 
+NAME = "reference"
 MAX_SCORES = 1 << 26
 """Attention scores held at once (elements); longer query ranges are cut into pieces."""
+
+
+def allocate(layers: tuple[LayerFacts, ...], num_blocks: int, block_size: int, *, like: Tensor) -> KVCache:
+    """An all-zero row-major cache with the dtype and device of `like`."""
+    return KVCache.allocate(layers, num_blocks, block_size, like=like)
 
 
 def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -170,10 +179,59 @@ def _explicit_attention(
     return torch.matmul(probs, v)
 
 
-def gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
-    """One sequence's keys or values of one layer in token order: [B, K, S, D] -> [K, T, D] (a copy)."""
+def gather_tokens(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies)."""
+    return (
+        _gather_tokens(cache.k[layer], block_ids, num_tokens),
+        _gather_tokens(cache.v[layer], block_ids, num_tokens),
+    )
+
+
+def _gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """[B, K, S, D] -> [K, T, D]."""
     blocks = x.index_select(0, block_ids)
     return blocks.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :num_tokens]
+
+
+def trig_norm_scores(
+    cache: KVCache,
+    layer: int,
+    block_ids: Tensor,
+    num_tokens: int,
+    queries: Tensor,
+    weights: Tensor | None,
+    layout: RopeLayout,
+) -> Tensor:
+    """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32. block_ids: [blocks] int64."""
+    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    return scoring.trig_norm_scores(keys, queries, weights, layout)
+
+
+def mixture_scores(
+    cache: KVCache,
+    layer: int,
+    block_ids: Tensor,
+    num_tokens: int,
+    centers: Tensor,
+    variances: Tensor,
+    scale: float,
+    over: slice,
+) -> Tensor:
+    """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32. block_ids: [blocks] int64."""
+    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    return scoring.mixture_scores(keys, centers, variances, scale, over)
+
+
+def key_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """||k|| of a paged sequence: [K, T] fp32."""
+    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+
+
+def value_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """||v|| of a paged sequence: [K, T] fp32."""
+    values = _gather_tokens(cache.v[layer], block_ids, num_tokens)
+    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -206,9 +264,9 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     cache.v[:, target] = cache.v[:, source]
 
 
-def zero_blocks(cache: KVCache, block_ids: list[int]) -> None:
-    """Clear freshly allocated blocks, so that what another request left there (a NaN, say) is
-    never multiplied by a zero probability."""
+def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
+    """Make freshly allocated blocks safe to attend over: zero them, so that what another request left
+    there (a NaN, say) is never multiplied by a zero probability."""
     index = torch.tensor(block_ids, device=cache.k.device)
     cache.k.index_fill_(1, index, 0)
     cache.v.index_fill_(1, index, 0)

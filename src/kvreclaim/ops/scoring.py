@@ -68,28 +68,25 @@ def grouped_products(queries: Tensor, keys: Tensor) -> Tensor:
     return (stacked @ keys.transpose(1, 2)).view(heads, rows, keys.shape[1])
 
 
-def trig_scores(keys: Tensor, q_mean: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
-    """Mean over the turns of the product of the turned mean query with each key.
+def trig_norm_scores(keys: Tensor, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> Tensor:
+    """The two products of TriAttention: with turned queries, and of band norms with weights.
 
-    The mean is taken over the phases first, which collapses the offsets into one product per head.
+        max_r queries[h, r] . K[t]  +  sum_f weights[h, f] |K_f[t]|
 
     Args:
-        keys:   [K, T, D]; q_mean: [H, D] before rotation; turns: [O, F] complex (offset_phases)
+        keys:    [K, T, D]
+        queries: [H, R, D], turned already (turned_queries); R = 0 leaves the norm term alone
+        weights: [H, F], or None for no norm term
 
-    Returns: [H, T]. Source: arXiv 2604.04921 (S_trig).
+    Returns: [H, T]. Source: arXiv 2604.04921 (S_trig, S_norm).
     """
-    turn = turns.mean(dim=0, keepdim=True)
-    return grouped_products(turned_queries(q_mean.to(keys.device), turn, layout), keys)[:, 0]
-
-
-def peak_trig_scores(keys: Tensor, q_mean: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
-    """As trig_scores, with the maximum over the turns: [H, T], one product per turn."""
-    return grouped_products(turned_queries(q_mean.to(keys.device), turns, layout), keys).amax(dim=1)
-
-
-def norm_scores(keys: Tensor, weights: Tensor, layout: RopeLayout) -> Tensor:
-    """sum_f weights_f |K_f|: keys [K, T, D], weights [H, F] -> [H, T]."""
-    return grouped_products(weights[:, None, :].to(keys.device), band_power(keys, layout).sqrt())[:, 0]
+    scores = as_real(keys).new_zeros(queries.shape[0], keys.shape[1])
+    if queries.shape[1]:
+        scores = scores + grouped_products(queries.to(keys.device), keys).amax(dim=1)
+    if weights is not None:
+        norms = band_power(keys, layout).sqrt()
+        scores = scores + grouped_products(weights[:, None, :].to(keys.device), norms)[:, 0]
+    return scores
 
 
 def z_scores(scores: Tensor, over: slice, eps: float = 1e-6) -> Tensor:
@@ -109,6 +106,13 @@ def z_scores(scores: Tensor, over: slice, eps: float = 1e-6) -> Tensor:
 def group_max(scores: Tensor, num_kv_heads: int) -> Tensor:
     """[H, T] -> [K, T]: each KV head gets the maximum over its query heads."""
     return scores.unflatten(0, (num_kv_heads, -1)).amax(dim=1)
+
+
+def mixture_scores(keys: Tensor, centers: Tensor, variances: Tensor, scale: float, over: slice) -> Tensor:
+    """mixture_attention among the keys `over`, fp32 [K, T]; the others score 0."""
+    scores = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+    scores[:, over] = mixture_attention(keys[:, over], centers, variances, scale).float()
+    return scores
 
 
 def mixture_attention(keys: Tensor, centers: Tensor, variances: Tensor, scale: float) -> Tensor:

@@ -23,4 +23,4 @@ class Full(CompressionPolicy):
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:
-        return torch.zeros(view.keys.shape[:2], dtype=torch.float32, device=view.keys.device)
+        return torch.zeros(view.source.shape, dtype=torch.float32, device=view.source.device)

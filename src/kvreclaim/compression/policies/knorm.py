@@ -31,7 +31,7 @@ class Knorm(CompressionPolicy):
         check_choice("knorm option 'keep'", self.keep, ("small", "large"))
 
     def score(self, view: LayerView) -> Tensor:
-        norm = _round(torch.linalg.vector_norm(view.keys, dim=-1, dtype=torch.float32))
+        norm = _round(view.source.key_norms())
         return norm if self.keep == "large" else -norm
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from kvreclaim.checks import check_bool, check_choice, check_offsets
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
-from kvreclaim.ops.scoring import mixture_attention, offset_phases, turned_queries
+from kvreclaim.ops.scoring import offset_phases, turned_queries
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,7 @@ class QueryMixture(CompressionPolicy):
         assert view.stats.center_var is not None, f"layer {view.layer}: no centre variances"
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
         turns = offset_phases(view.logical_len, self.offsets, view.facts.rope)
-        centers = turned_queries(view.stats.centers.to(view.keys.device), turns, view.facts.rope)
+        centers = turned_queries(view.stats.centers, turns, view.facts.rope)
         over = slice(None) if self.normalise == "all" else view.candidates
-        scores = torch.zeros(view.keys.shape[:2], dtype=torch.float32, device=view.keys.device)
-        scores[:, over] = mixture_attention(
-            view.keys[:, over], centers, view.stats.center_var, view.facts.scale
-        )
-        if self.value_norm:
-            scores = scores * torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
-        return scores
+        scores = view.source.mixture_scores(centers, view.stats.center_var, view.facts.scale, over)
+        return scores * view.source.value_norms() if self.value_norm else scores

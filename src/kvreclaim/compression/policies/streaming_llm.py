@@ -23,6 +23,6 @@ class StreamingLLM(CompressionPolicy):
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:
-        num_kv_heads, num_tokens = view.keys.shape[:2]
-        recency = torch.arange(num_tokens, dtype=torch.float32, device=view.keys.device)
+        num_kv_heads, num_tokens = view.source.shape
+        recency = torch.arange(num_tokens, dtype=torch.float32, device=view.source.device)
         return recency.repeat(num_kv_heads, 1)

@@ -11,14 +11,12 @@ from torch import Tensor
 from kvreclaim.checks import check_bool, check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.key_source import DenseSource, KeySource
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
 from kvreclaim.ops.scoring import (
-    as_real,
     group_max,
-    norm_scores,
     offset_phases,
-    peak_trig_scores,
-    trig_scores,
+    turned_queries,
     z_scores,
 )
 
@@ -65,8 +63,8 @@ class TriAttention(CompressionPolicy):
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
         query = _Query(view.stats.q_mean, view.stats.q_abs_mean, view.facts.rope, view.logical_len)
-        scores = query.score(view.keys, self)
-        return group_max(z_scores(scores, view.candidates), view.keys.shape[0])
+        scores = query.score(view.source, self)
+        return group_max(z_scores(scores, view.candidates), view.source.shape[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,19 +76,17 @@ class _Query:
     layout: RopeLayout
     logical_len: int
 
-    def score(self, keys: Tensor, policy: TriAttention) -> Tensor:
-        """[K, T, D] -> [H, T], before the z-score."""
-        scores = keys.new_zeros((self.mean.shape[0], keys.shape[1]), dtype=as_real(keys[:0]).dtype)
-        if policy.use_trig:
-            trig = trig_scores if policy.aggregate == "mean" else peak_trig_scores
-            scores = scores + trig(keys, self.mean, self._turns(), self.layout)
+    def score(self, source: KeySource, policy: TriAttention) -> Tensor:
+        """[H, T], before the z-score. The mean over offsets is taken over their phases first, which
+        collapses them into one product per head."""
+        turns = offset_phases(self.logical_len, OFFSETS, self.layout)
+        if policy.aggregate == "mean":
+            turns = turns.mean(dim=0, keepdim=True)
+        queries = turned_queries(self.mean, turns if policy.use_trig else turns[:0], self.layout)
+        spread = None
         if policy.use_norm:
             spread = self.abs_mean[:, : self.layout.num_bands] - to_bands(self.mean, self.layout).abs()
-            scores = scores + norm_scores(keys, spread, self.layout)
-        return scores
-
-    def _turns(self) -> Tensor:
-        return offset_phases(self.logical_len, OFFSETS, self.layout)
+        return source.trig_norm_scores(queries, spread, self.layout)
 
 
 def raw_scores(
@@ -125,7 +121,7 @@ def raw_scores(
     layout = RopeLayout(inv_freq.to(torch.float64), "half" if rope_style == "half" else "interleaved")
     mean = from_bands(q_mean, q_mean.real.new_empty(q_mean.shape[0], 0), layout)
     policy = TriAttention("mean" if aggregate == "mean" else "max")
-    return _Query(mean, q_abs_mean, layout, logical_len).score(keys, policy)
+    return _Query(mean, q_abs_mean, layout, logical_len).score(DenseSource(keys, keys), policy)
 
 
 def _check_shapes(keys: Tensor, q_mean: Tensor, q_abs_mean: Tensor, inv_freq: Tensor) -> None:

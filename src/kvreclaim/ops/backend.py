@@ -1,0 +1,132 @@
+"""Which kernels touch the KV cache: a back-end is a module with these functions."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvreclaim.checks import check_choice
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.rope import RopeLayout
+
+BACKENDS = {
+    "native": "kvreclaim.ops.native",
+    "triton": "kvreclaim.ops.triton",
+    "reference": "kvreclaim.ops.reference",
+}
+KERNELS = ("auto", *BACKENDS)
+
+
+class Backend(Protocol):
+    """The ops; ops/reference.py says what each one does and is the oracle of all others.
+
+    A cache belongs to the back-end that allocated it: how a block lies in memory is its own affair.
+    """
+
+    NAME: str
+
+    def allocate(
+        self, layers: tuple[LayerFacts, ...], num_blocks: int, block_size: int, *, like: Tensor
+    ) -> KVCache: ...
+
+    def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def gather_tokens(
+        self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def compact(self, cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None: ...
+
+    def copy_blocks(self, cache: KVCache, pairs: list[tuple[int, int]]) -> None: ...
+
+    def prepare_blocks(self, cache: KVCache, block_ids: list[int]) -> None: ...
+
+    def trig_norm_scores(
+        self,
+        cache: KVCache,
+        layer: int,
+        block_ids: Tensor,
+        num_tokens: int,
+        queries: Tensor,
+        weights: Tensor | None,
+        layout: RopeLayout,
+    ) -> Tensor: ...
+
+    def mixture_scores(
+        self,
+        cache: KVCache,
+        layer: int,
+        block_ids: Tensor,
+        num_tokens: int,
+        centers: Tensor,
+        variances: Tensor,
+        scale: float,
+        over: slice,
+    ) -> Tensor: ...
+
+    def key_norms(self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor: ...
+
+    def value_norms(self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model and its limits ask of a back-end's kernels."""
+
+    layers: tuple[LayerFacts, ...]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The back-end that runs; why_not says why a faster one does not (None: nothing faster was due)."""
+
+    backend: Backend
+    why_not: str | None = None
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        detail = getattr(self.backend, "describe", None)
+        name = detail() if detail is not None else self.backend.NAME
+        return f"kernels: {name}" + (f" ({self.why_not})" if self.why_not else "")
+
+
+def choose_backend(kernels: str, need: Need) -> Choice:
+    """The named back-end, or for "auto" the fastest one that can serve the need.
+
+    Raises: InvalidArgumentError for an unknown name, or a named back-end that cannot serve it.
+    """
+    check_choice("kernels", kernels, KERNELS)
+    fastest = "triton" if need.device.type == "cuda" else "native"
+    name = fastest if kernels == "auto" else kernels
+    module = importlib.import_module(BACKENDS[name])
+    problem = None if name == "reference" else module.unsupported_reason(need)
+    if problem is None:
+        return Choice(module)
+    if kernels != "auto":
+        raise InvalidArgumentError(
+            f"kernels is {kernels!r}, which cannot run here: {problem}; pass 'auto' or 'reference'."
+        )
+    return Choice(importlib.import_module(BACKENDS["reference"]), f"not {fastest}: {problem}")
