@@ -17,7 +17,7 @@ from kvreclaim.engine.detokenizer import Detokenizer
 from kvreclaim.engine.outputs import EngineTotals, FinishReason, StepStats
 from kvreclaim.engine.request import Request, Scores, Sequence
 from kvreclaim.engine.runner import ModelRunner
-from kvreclaim.engine.sampler import SampleRow, sample
+from kvreclaim.engine.sampler import draw
 from kvreclaim.engine.scheduler import Scheduled, Scheduler
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
@@ -166,7 +166,8 @@ class Engine:
         """Draw or score from each sequence's rows, then compress whoever is due."""
         touched: dict[str, Request] = {}
         draws: list[tuple[Sequence, int]] = []
-        bad = torch.isnan(logits).any(-1).tolist()
+        best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
+        bad = best.values.isnan().tolist()
         row = 0
         for item, positions in zip(step, wanted, strict=True):
             seq, rows = item.seq, range(row, row + len(positions))
@@ -174,12 +175,12 @@ class Engine:
             if any(bad[r] for r in rows):
                 self._fail(seq.request, ValueError("the model's logits are not numbers (NaN)"))
             elif seq.request.scores is not None:
-                self._score(seq, positions, logits[rows.start : rows.stop])
+                self._score(seq, positions, logits[rows.start : rows.stop].float())
             elif rows:
                 draws.append((seq, rows.start))
             if rows:
                 touched[seq.request.request_id] = seq.request
-        self._draw(draws, logits)
+        self._draw(draws, logits, best.indices.tolist())
         for item in step:
             if item.seq.finish_reason is None and is_due(item.seq, self.config.max_num_batched_tokens):
                 self._compress(item.seq)
@@ -196,7 +197,7 @@ class Engine:
         if seq.num_computed >= len(seq.token_ids) - 1:
             self._end_sequence(seq, "length")
 
-    def _draw(self, draws: list[tuple[Sequence, int]], logits: torch.Tensor) -> None:
+    def _draw(self, draws: list[tuple[Sequence, int]], logits: torch.Tensor, best: list[int]) -> None:
         """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
         outputs: list[Sequence] = []
         rows: list[int] = []
@@ -209,21 +210,13 @@ class Engine:
                 rows += [row] * len(siblings)
         if not outputs:
             return
-        tokens, logprobs = sample(logits[rows], [self._sample_row(seq) for seq in outputs])
+        asked = [seq.sample_row(self.loaded.eos_token_ids) for seq in outputs]
+        tokens, logprobs = draw(logits, best, rows, asked)
         for seq, token, report in zip(outputs, tokens, logprobs, strict=True):
             if seq.finish_reason is None:
                 if report is not None:
                     seq.logprobs.append(report)
                 self._take_token(seq, token)
-
-    def _sample_row(self, seq: Sequence) -> SampleRow:
-        params = seq.request.params
-        forbidden: tuple[int, ...] = ()
-        if seq.num_generated < params.min_tokens:
-            forbidden = tuple({*self.loaded.eos_token_ids, *(params.stop_token_ids or ())})
-        needs_tokens = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        generated = seq.token_ids[seq.num_prompt :] if needs_tokens else []
-        return SampleRow(params, seq.request.prompt_token_ids, generated, forbidden, seq.generator)
 
     def _take_token(self, seq: Sequence, token: int) -> None:
         try:

@@ -20,6 +20,7 @@ from kvreclaim.engine.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from kvreclaim.engine.sampler import SampleRow
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,16 @@ class Sequence:
         self.num_computed = 0
         self.state = CompressionState()
         self.row_cache = None
+
+    def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
+        """What the sampler has to know to draw the next token."""
+        params = self.request.params
+        forbidden: tuple[int, ...] = ()
+        if self.num_generated < params.min_tokens:
+            forbidden = tuple({*eos_token_ids, *(params.stop_token_ids or ())})
+        needs_tokens = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        generated = self.token_ids[self.num_prompt :] if needs_tokens else []
+        return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
 
     def output(self) -> CompletionOutput:
         generated = self.token_ids[self.num_prompt :]

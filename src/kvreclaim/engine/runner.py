@@ -54,7 +54,7 @@ class ModelRunner:
     def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
         """Compute the step and write its K/V.
 
-        Returns: logits [rows, V] fp32 and, for each scheduled sequence, the token positions whose
+        Returns: logits [rows, V] and, for each scheduled sequence, the token positions whose
         rows it owns, in order (position p predicts token p + 1).
         """
         self._prepare_blocks(step)
@@ -79,7 +79,7 @@ class ModelRunner:
             logits_to_keep=torch.from_numpy(np.concatenate(rows)).to(self.device),
             kv_batch=PagedKVBatch(self.ops, self.cache, batch),
         )
-        return output.logits[0].float(), wanted
+        return output.logits[0], wanted
 
     def _prepare_blocks(self, step: list[Scheduled]) -> None:
         copies = [pair for item in step for pair in item.growth.copies]

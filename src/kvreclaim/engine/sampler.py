@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.outputs import Logprob
+from kvreclaim.engine.truncation import Cut, race_among_kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,30 @@ class SampleRow:
     forbidden: tuple[int, ...]
     generator: torch.Generator | None
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the row's argmax and nothing is to be reported."""
+        p = self.params
+        penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+        return p.temperature == 0 and p.logprobs is None and not self.forbidden and not penalties
+
+
+def draw(
+    logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]
+) -> tuple[list[int], list[dict[int, Logprob] | None]]:
+    """A token for each ask from its row of logits [R, V]; best: [R] the rows' argmax, which is all that
+    most greedy asks need.
+
+    Returns: token ids, and per ask the log-probabilities asked for.
+    """
+    tokens = [best[row] for row in rows]
+    reports: list[dict[int, Logprob] | None] = [None] * len(rows)
+    if hard := [i for i, ask in enumerate(asked) if not ask.is_argmax]:
+        drawn = sample(logits[[rows[i] for i in hard]].float(), [asked[i] for i in hard])
+        for i, token, report in zip(hard, *drawn, strict=True):
+            tokens[i], reports[i] = token, report
+    return tokens, reports
+
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
@@ -36,11 +61,14 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[
     logprobs = _raw_logprobs(logits, rows)
     for i, row in enumerate(rows):
         _penalise(logits[i], row)
-    greedy = logits.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        greedy[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
-    tokens = greedy.tolist()
+    if len(drawn) == len(rows):
+        tokens = _draw(logits, rows).tolist()
+    else:
+        best = logits.argmax(-1)
+        if drawn:
+            best[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
+        tokens = best.tolist()
     return tokens, [_report(logprobs, i, tokens[i], row) for i, row in enumerate(rows)]
 
 
@@ -80,28 +108,22 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    """Temperature, then top-k, top-p and min-p on the sorted distribution; exponential race."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
-
-    vocab = logits.shape[-1]
-    logits = logits / column([row.params.temperature for row in rows]).clamp_min(1e-5)
-    values, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(vocab, device=logits.device)
-    top_k = column([row.params.top_k if row.params.top_k > 0 else vocab for row in rows])
-    values = values.masked_fill(rank >= top_k, float("-inf"))
-    probs = values.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    cut = before >= column([row.params.top_p for row in rows])
-    cut |= probs < column([row.params.min_p for row in rows]) * probs[:, :1]
-    cut[:, 0] = False
-    probs = probs.masked_fill(cut, 0.0)
-    race = torch.stack([_exponential(vocab, row.generator, logits.device) for row in rows])
-    winner = (probs / race).argmax(-1, keepdim=True)
-    return order.gather(-1, winner)[:, 0]
+    """Temperature, then top-k, top-p and min-p; exponential race. A token's noise depends on its id and
+    its row alone, so neither the batch nor the way the candidates are found changes a draw."""
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    logits = logits / temperatures[:, None].clamp_min(1e-5)
+    keep_nonzero = torch.finfo(torch.float32).tiny
+    noise = torch.stack([_exponential(logits.shape[-1], row.generator, logits.device) for row in rows])
+    race = logits - noise.clamp_min_(keep_nonzero).log_()
+    cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
+    cut = [i for i, c in enumerate(cuts) if not c.keeps_all]
+    if not cut:
+        return race.argmax(-1)
+    winners = race.argmax(-1)
+    winners[cut] = race_among_kept(logits[cut], race[cut], [cuts[i] for i in cut])
+    return winners
 
 
 def _exponential(size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Noise from the row's own generator, which lives on the CPU."""
-    return torch.empty(size).exponential_(generator=generator).clamp_min(1e-20).to(device)
+    return torch.empty(size).exponential_(generator=generator).to(device)
