@@ -3,99 +3,99 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.cli.options import ModelOption, usage_errors
-from kvreclaim.engine.outputs import RequestMetrics, RequestOutput
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.loader import hide_progress_bars
+from kvreclaim.cli import options as opt
 
-Engine = "engine"
-Sampling = "sampling"
-Compression = "KV compression"
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvreclaim import LLM, CompressionConfig, SamplingParams
+    from kvreclaim.engine.outputs import RequestMetrics, RequestOutput
 
 
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: ModelOption = None,
-    dtype: Annotated[str, typer.Option(rich_help_panel=Engine)] = "auto",
-    device: Annotated[str, typer.Option(rich_help_panel=Engine)] = "auto",
-    block_size: Annotated[int, typer.Option(rich_help_panel=Engine)] = 16,
-    num_gpu_blocks_override: Annotated[
-        int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", rich_help_panel=Engine)
-    ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(rich_help_panel=Engine)] = 2048,
-    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=Engine)] = None,
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", rich_help_panel=Engine),
-    ] = True,
-    max_tokens: Annotated[int | None, typer.Option(rich_help_panel=Sampling)] = 256,
-    temperature: Annotated[float, typer.Option(rich_help_panel=Sampling)] = 0.0,
-    top_p: Annotated[float, typer.Option(rich_help_panel=Sampling)] = 1.0,
-    top_k: Annotated[int, typer.Option(rich_help_panel=Sampling)] = 0,
-    min_p: Annotated[float, typer.Option(rich_help_panel=Sampling)] = 0.0,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=Sampling)] = None,
-    stop: Annotated[list[str] | None, typer.Option(rich_help_panel=Sampling)] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=Sampling)] = False,
-    kv_compression: Annotated[
-        str | None,
-        typer.Option(help="Policy; the KV cache stays whole without.", rich_help_panel=Compression),
-    ] = None,
-    kv_budget: Annotated[int | None, typer.Option(help="Tokens kept.", rich_help_panel=Compression)] = None,
-    kv_compression_interval: Annotated[int | None, typer.Option(rich_help_panel=Compression)] = None,
-    kv_compression_mode: Annotated[str | None, typer.Option(rich_help_panel=Compression)] = None,
-    kv_compression_stats: Annotated[str | None, typer.Option(rich_help_panel=Compression)] = None,
-    kv_sinks: Annotated[int | None, typer.Option(rich_help_panel=Compression)] = None,
-    kv_recent: Annotated[int | None, typer.Option(rich_help_panel=Compression)] = None,
-    kv_protect_prompt: Annotated[
-        bool, typer.Option("--kv-protect-prompt", rich_help_panel=Compression)
-    ] = False,
+    model: opt.ModelOption = None,
+    dtype: opt.DType = "auto",
+    device: opt.Device = "auto",
+    kernels: opt.Kernels = "auto",
+    block_size: opt.EngineInt = 16,
+    num_gpu_blocks_override: opt.NumBlocks = None,
+    max_num_batched_tokens: opt.EngineInt = 2048,
+    max_model_len: opt.EngineLimit = None,
+    enable_prefix_caching: opt.PrefixCaching = True,
+    max_tokens: opt.SamplingLimit = 256,
+    temperature: opt.SamplingNumber = 0.0,
+    top_p: opt.SamplingNumber = 1.0,
+    top_k: opt.SamplingInt = 0,
+    min_p: opt.SamplingNumber = 0.0,
+    seed: opt.SamplingLimit = None,
+    stop: opt.Stop = None,
+    ignore_eos: opt.IgnoreEos = False,
+    kv_compression: opt.Policy = None,
+    kv_budget: opt.Budget = None,
+    kv_compression_interval: opt.CompressionInt = None,
+    kv_compression_mode: opt.CompressionText = None,
+    kv_compression_stats: opt.CompressionText = None,
+    kv_sinks: opt.CompressionInt = None,
+    kv_recent: opt.CompressionInt = None,
+    kv_protect_prompt: opt.ProtectPrompt = False,
 ) -> None:
     """Generate from one prompt; text goes to standard output, metrics to standard error."""
-    given = {
-        "budget": kv_budget,
-        "interval": kv_compression_interval,
-        "mode": kv_compression_mode,
-        "stats": kv_compression_stats,
-        "sinks": kv_sinks,
-        "recent": kv_recent,
-        "protect_prompt": kv_protect_prompt or None,
-    }
-    with usage_errors():
-        hide_progress_bars()
-        compression = _compression(kv_compression, given)
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
-        llm = LLM(
-            model or demo_model(),
-            dtype=dtype,
-            device=device,
-            block_size=block_size,
-            num_blocks=num_gpu_blocks_override,
-            max_num_seqs=1,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        _stream(llm, prompt, params, compression)
+    given = dict(locals())
+    with opt.usage_errors():
+        _run(given)
 
 
-def _compression(policy: str | None, given: dict[str, Any]) -> CompressionConfig | None:
-    settings = {name: value for name, value in given.items() if value is not None}
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+ENGINE = (
+    "dtype",
+    "device",
+    "kernels",
+    "block_size",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enable_prefix_caching",
+)
+COMPRESSION = {
+    "kv_budget": "budget",
+    "kv_compression_interval": "interval",
+    "kv_compression_mode": "mode",
+    "kv_compression_stats": "stats",
+    "kv_sinks": "sinks",
+    "kv_recent": "recent",
+    "kv_protect_prompt": "protect_prompt",
+}
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Torch and transformers are imported here, so that --help and a usage error need neither."""
+    from kvreclaim import LLM, SamplingParams, demo_model
+    from kvreclaim.model.loader import hide_progress_bars
+
+    hide_progress_bars()
+    set_fields = {field: given[name] for name, field in COMPRESSION.items()}
+    settings = {field: value for field, value in set_fields.items() if value is not None}
+    if not settings["protect_prompt"]:
+        del settings["protect_prompt"]
+    compression = _compression(given["kv_compression"], settings)
+    params = SamplingParams(**{name: given[name] for name in SAMPLING})
+    llm = LLM(
+        given["model"] or demo_model(),
+        num_blocks=given["num_gpu_blocks_override"],
+        max_num_seqs=1,
+        **{name: given[name] for name in ENGINE},
+    )
+    _stream(llm, given["prompt"], params, compression)
+
+
+def _compression(policy: str | None, settings: dict[str, Any]) -> CompressionConfig | None:
+    from kvreclaim import CompressionConfig
+    from kvreclaim.errors import InvalidArgumentError
+
     if policy is None:
         if settings:
             raise InvalidArgumentError(
@@ -107,9 +107,13 @@ def _compression(policy: str | None, given: dict[str, Any]) -> CompressionConfig
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, compression: CompressionConfig | None) -> None:
+    from rich.console import Console
+
     printed = 0
     last: RequestOutput | None = None
     for last in llm.stream(prompt, params, compression):
+        if last.metrics.num_generated_tokens <= 1:
+            typer.echo(llm.engine.kernels, err=True)
         text = last.outputs[0].text
         typer.echo(text[printed:], nl=False)
         printed = len(text)
@@ -122,6 +126,8 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, compression: Compress
 
 
 def _metrics_table(metrics: RequestMetrics, finish_reason: str | None) -> Table:
+    from rich.table import Table
+
     table = Table(show_header=False)
     table.add_row("finish_reason", str(finish_reason))
     for field in fields(metrics):

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvreclaim.errors import KVReclaimError
 
+ENGINE, SAMPLING, COMPRESSION = "engine", "sampling", "KV compression"
+
+
+def _option(panel: str, *names: str, **facts: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **facts)
+
+
 ModelOption = Annotated[
     str | None, typer.Option(help="Local directory or hub id; the demo model where none is named.")
 ]
+DType = Annotated[str, _option(ENGINE, help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, _option(ENGINE, help="auto, cpu or cuda.")]
+Kernels = Annotated[str, _option(ENGINE, help="auto, native, triton or reference.")]
+EngineInt = Annotated[int, _option(ENGINE)]
+EngineLimit = Annotated[int | None, _option(ENGINE)]
+NumBlocks = Annotated[int | None, _option(ENGINE, "--num-blocks", "--num-gpu-blocks-override")]
+PrefixCaching = Annotated[bool, _option(ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching")]
+SamplingInt = Annotated[int, _option(SAMPLING)]
+SamplingLimit = Annotated[int | None, _option(SAMPLING)]
+SamplingNumber = Annotated[float, _option(SAMPLING)]
+Stop = Annotated[list[str] | None, _option(SAMPLING)]
+IgnoreEos = Annotated[bool, _option(SAMPLING, "--ignore-eos")]
+Policy = Annotated[str | None, _option(COMPRESSION, help="Policy; the KV cache stays whole without.")]
+Budget = Annotated[int | None, _option(COMPRESSION, help="Tokens kept.")]
+CompressionInt = Annotated[int | None, _option(COMPRESSION)]
+CompressionText = Annotated[str | None, _option(COMPRESSION)]
+ProtectPrompt = Annotated[bool, _option(COMPRESSION, "--kv-protect-prompt")]
 
 
 @contextmanager
