@@ -1,0 +1,88 @@
+// Batch (one per step) and paged_attention.
+#include <vector>
+
+#include "bind.h"
+#include "kvreclaim/table.h"
+
+namespace kvreclaim {
+
+namespace {
+
+// The sequences of a step; the arrays they point into are kept alive.
+struct Batch {
+  std::vector<SequenceView> sequences;
+  std::vector<nb::object> owners;
+  int64_t num_rows = 0;
+  int64_t block_size;
+  int64_t max_block = -1;
+
+  explicit Batch(int64_t block_size) : block_size(block_size) {}
+};
+
+using BlockIds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class E>
+SlotTable<E> slot_table(nb::handle object, const char* name, Element element) {
+  if (object.is_none()) return {nullptr, 0, 0, 0};
+  const Tensor table(object, name, 3);
+  table.require(table.element() == element, "has another dtype than the kernel takes");
+  table.require(table.size(2) <= 1 || table.stride(2) == 1, "is not contiguous in its slots");
+  return {reinterpret_cast<const E*>(table.bytes()), table.stride(0), table.stride(1), table.size(2)};
+}
+
+void add(Batch& self, nb::object block_ids, int64_t query_len, int64_t seq_len, int64_t shift,
+         nb::object evicted, nb::object slot_positions) {
+  const auto ids = nb::cast<BlockIds>(block_ids);
+  if (query_len < 0 || query_len > seq_len) throw nb::value_error("query_len is negative or above seq_len");
+  if ((int64_t)ids.size() * self.block_size < seq_len)
+    throw nb::value_error("block_ids has too few blocks for seq_len");
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids.data()[i] < 0) throw nb::value_error("block_ids has a negative block");
+    if (ids.data()[i] > self.max_block) self.max_block = ids.data()[i];
+  }
+  self.sequences.push_back({ids.data(), self.num_rows, query_len, seq_len, shift,
+                            slot_table<uint8_t>(evicted, "evicted", Element::kBool),
+                            slot_table<int32_t>(slot_positions, "slot_positions", Element::kI32)});
+  self.num_rows += query_len;
+  self.owners.push_back(std::move(block_ids));
+  self.owners.push_back(std::move(evicted));
+  self.owners.push_back(std::move(slot_positions));
+}
+
+void attend(nb::handle q, nb::handle out, const Cache& cache, int64_t layer, const Batch& batch, float scale,
+            float softcap, int64_t window, nb::handle sinks) {
+  const CacheView& view = cache.view;
+  const Tensor queries(q, "q", 3), result(out, "out", 3);
+  const int64_t rows = queries.size(0), heads = queries.size(1);
+  queries.require_shape({-1, -1, view.k_dim});
+  result.require_shape({rows, heads, view.v_dim});
+  result.require(result.is_contiguous(), "is not contiguous");
+  queries.require(batch.num_rows <= rows, "has fewer rows than the batch");
+  queries.require(heads % view.heads == 0, "has a number of heads that is no multiple of the KV heads");
+  if (layer < 0 || layer >= view.layers) throw nb::index_error("layer is outside the cache");
+  if (batch.max_block >= view.blocks) throw nb::index_error("the batch names a block outside the cache");
+  if (batch.block_size != view.block_size) throw nb::value_error("the batch has another block size");
+  const float* sink_data = nullptr;
+  if (!sinks.is_none()) {
+    const Tensor tensor(sinks, "sinks", 1);
+    tensor.require_shape({heads});
+    sink_data = tensor.data<float>(Element::kF32);
+  }
+  const AttentionArgs args{view,       layer, rows_view(queries), rows_view(result),
+                           rows,       heads, batch.sequences.data(), (int64_t)batch.sequences.size(),
+                           scale,      softcap, window, sink_data};
+  nb::gil_scoped_release release;
+  kernels().paged_attention(args);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  nb::class_<Batch>(m, "Batch").def(nb::init<int64_t>(), nb::arg("block_size")).def(
+      "add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),
+      nb::arg("evicted").none(), nb::arg("slot_positions").none());
+  m.def("paged_attention", attend, nb::arg("q"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"),
+        nb::arg("batch"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks").none());
+}
+
+}  // namespace kvreclaim

@@ -1,0 +1,18 @@
+// All kernels for one instruction set. Compiled once per set with KVR_NS = baseline, avx2 or avx512 and
+// the matching compiler flags.
+#include "kvreclaim/table.h"
+
+namespace kvreclaim::KVR_NS {
+
+#define KVR_STRING_(x) #x
+#define KVR_STRING(x) KVR_STRING_(x)
+
+extern const KernelTable kTable;
+const KernelTable kTable = {
+    KVR_STRING(KVR_NS), kLanes,
+#define KVR_ENTRY(name, Args) name,
+    KVR_KERNELS(KVR_ENTRY)
+#undef KVR_ENTRY
+};
+
+}  // namespace kvreclaim::KVR_NS

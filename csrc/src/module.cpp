@@ -1,0 +1,24 @@
+// kvreclaim._native.
+#include "bind.h"
+#include "kvreclaim/table.h"
+
+NB_MODULE(_native, m) {
+  namespace nb = nanobind;
+  m.doc() = "CPU kernels; call them through kvreclaim.ops.native";
+  kvreclaim::bind_cache(m);
+  kvreclaim::bind_attention(m);
+  kvreclaim::bind_linear(m);
+#if __has_include("bind_scoring.cpp")
+  kvreclaim::bind_scoring(m);
+#endif
+#if __has_include("bind_compact.cpp")
+  kvreclaim::bind_compact(m);
+#endif
+  m.def("isa", [] { return nb::str(kvreclaim::kernels().isa); });
+  m.def("supported_isas", [] {
+    nb::list names;
+    for (const char* const* name = kvreclaim::supported_isas(); *name != nullptr; ++name) names.append(*name);
+    return names;
+  });
+  m.def("set_isa", &kvreclaim::set_isa, nb::arg("name"));
+}

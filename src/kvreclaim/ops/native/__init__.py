@@ -1,0 +1,36 @@
+"""The ops as C++ kernels for CPUs (csrc/). Importing never fails: see unavailable_reason()."""
+
+from kvreclaim.ops.native.attention import (
+    allocate,
+    copy_blocks,
+    gather_tokens,
+    paged_attention,
+    prepare_blocks,
+    unsupported_reason,
+    write_kv,
+)
+from kvreclaim.ops.native.compaction import compact
+from kvreclaim.ops.native.extension import describe, force_isa, supported_isas, unavailable_reason
+from kvreclaim.ops.native.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
+
+NAME = "native"
+
+__all__ = [
+    "NAME",
+    "allocate",
+    "compact",
+    "copy_blocks",
+    "describe",
+    "force_isa",
+    "gather_tokens",
+    "key_norms",
+    "mixture_scores",
+    "paged_attention",
+    "prepare_blocks",
+    "supported_isas",
+    "trig_norm_scores",
+    "unavailable_reason",
+    "unsupported_reason",
+    "value_norms",
+    "write_kv",
+]

@@ -1,0 +1,82 @@
+"""The compiled module: is it there, which instruction set runs, its views of caches and batches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import KVCache
+
+# torch comes first: its OpenMP runtime is loaded by then, and the extension joins that one thread pool.
+_module: Any = None
+_reason: str | None = None
+try:
+    _module = importlib.import_module("kvreclaim._native")
+except ImportError as error:
+    _reason = f"the native extension is not there ({error}); reinstall with a C++ compiler"
+
+ISA_VARIABLE = "KVRECLAIM_ISA"
+
+
+def unavailable_reason() -> str | None:
+    """Why no native kernel can run on this installation; None if they can."""
+    return _reason
+
+
+def native() -> Any:
+    """The extension module. Raises: InvalidArgumentError if it is not there."""
+    if _module is None:
+        raise InvalidArgumentError(f"kernels is 'native', but {_reason}; pass kernels='reference'.")
+    return _module
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Instruction sets that this CPU runs, best first; empty without the extension."""
+    return tuple(_module.supported_isas()) if _module is not None else ()
+
+
+def force_isa(name: str) -> None:
+    """Run one instruction set's kernels from now on, in the whole process.
+
+    Raises: InvalidArgumentError if this CPU does not have it.
+    """
+    if not native().set_isa(name):
+        raise InvalidArgumentError(
+            f"instruction set is {name!r}; this CPU runs {', '.join(supported_isas())}; "
+            f"choose one of these, or leave {ISA_VARIABLE} unset for the best."
+        )
+
+
+def describe() -> str:
+    """E.g. "native (avx512, 2 threads)"."""
+    return f"native ({native().isa()}, {torch.get_num_threads()} threads)"
+
+
+def cache_view(cache: KVCache) -> Any:
+    """The extension's view of a cache, made once."""
+    return cache.cached("native", _make_cache)
+
+
+def batch_view(batch: AttentionBatch) -> Any:
+    """The extension's view of a step's sequences, made once for all layers."""
+    return batch.cached("native", _make_batch)
+
+
+def _make_cache(cache: KVCache) -> Any:
+    return native().Cache(cache.k, cache.v)
+
+
+def _make_batch(batch: AttentionBatch) -> Any:
+    view = native().Batch(batch.block_size)
+    for seq in batch.sequences:
+        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.evicted, seq.slot_positions)
+    return view
+
+
+if _module is not None and os.environ.get(ISA_VARIABLE):
+    force_isa(os.environ[ISA_VARIABLE])

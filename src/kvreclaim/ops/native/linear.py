@@ -1,0 +1,65 @@
+"""Linear layers for few rows: weights are read once, as they lie in the checkpoint (csrc/include/kvreclaim/linear.h)."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvreclaim.ops.native.extension import native, unavailable_reason
+
+DTYPES = (torch.float32, torch.bfloat16)
+ROWS_WITH_BF16_HARDWARE = 8
+"""Above these rows a product is bound by arithmetic, where bf16 instructions beat widening to fp32."""
+ROWS_FP32 = 8
+"""Above these rows torch's fp32 product, whose library packs the weights, is the faster one (docs/log.md)."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: x [..., K], weight [N, K], bias [N] -> [..., N], dtype of x.
+
+    Sums in fp32 and rounds once. A row's result does not depend on the other rows, their number or the
+    number of threads, as long as the number stays within max_rows(); above, and for whatever the kernels
+    do not take (other dtypes and devices, gradients, odd strides), torch's own product runs.
+    """
+    if not _takes(x, weight, bias):
+        return functional.linear(x, weight, bias)
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    native().linear(x, weight, bias, out)
+    return out
+
+
+@cache
+def max_rows(dtype: torch.dtype) -> int:
+    """Rows of x up to which the kernels run: decided by what the CPU can do, never by a timing."""
+    if dtype not in DTYPES or unavailable_reason() is not None:
+        return 0
+    if dtype == torch.float32:
+        return ROWS_FP32
+    return ROWS_WITH_BF16_HARDWARE if has_bf16_hardware() else sys.maxsize
+
+
+@cache
+def has_bf16_hardware() -> bool:
+    """Whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX; on other than x86, assumed)."""
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("architecture") != "x86_64":
+        return True
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    width = x.shape[-1]
+    return (
+        x.dtype is weight.dtype
+        and x.is_cpu
+        and weight.is_cpu
+        and x.numel() <= max_rows(x.dtype) * width
+        and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
+        and weight.is_contiguous()
+        and (bias is None or bias.dtype is x.dtype)
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    )

@@ -1,0 +1,28 @@
+"""The best of each row of scores, without sorting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.native.extension import native
+
+
+def select_top(scores: Tensor, places: int) -> Tensor:
+    """The indices of the `places` highest scores of each row.
+
+    Args:
+        scores: [R, N] fp32 on the CPU; -inf is allowed, NaN is not
+        places: 0 <= places <= N
+
+    Returns: [R, places] int64 ascending, the set that a stable descending sort puts first: of equal
+        scores the lowest indices. Mutates nothing.
+    Raises: InvalidArgumentError if a score is NaN; ValueError if places is above N.
+    """
+    kept = torch.empty((scores.shape[0], places), dtype=torch.int64)
+    if native().select_top(scores.contiguous(), kept):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )
+    return kept

@@ -1,0 +1,116 @@
+"""The same sequences in a native cache and in a reference cache, everything else in both NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.ops import native, reference
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`group` query heads read each of the KV heads."""
+
+    kv_heads: int = 2
+    group: int = 4
+    dim: int = 64
+    v_dim: int = 0
+    block_size: int = 16
+    layers: int = 1
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim or self.dim
+
+    def facts(self) -> tuple[LayerFacts, ...]:
+        return (LayerFacts(self.heads, self.kv_heads, self.dim, self.value_dim, 1.0),) * self.layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """One sequence; evicted and slot_positions as in SequenceSlots."""
+
+    query_len: int
+    seq_len: int
+    shift: int = 0
+    evicted: Tensor | None = None
+    slot_positions: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Twins:
+    """q: [T, H, D]; keys and values: per ask [T, K, D]."""
+
+    shape: Shape
+    reference: KVCache
+    native: KVCache
+    batch: AttentionBatch
+    q: Tensor
+
+
+def noise(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def nan_cache(module: object, shape: Shape, num_blocks: int) -> KVCache:
+    cache = module.allocate(
+        shape.facts(), num_blocks, shape.block_size, like=torch.empty(0, dtype=shape.dtype)
+    )
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    return cache
+
+
+def random_tables(asks: list[Ask], block_size: int, seed: int) -> tuple[list[np.ndarray], int]:
+    """Each ask's blocks in random order, and the number of blocks of a cache with some to spare."""
+    needed = [-(-ask.seq_len // block_size) for ask in asks]
+    order = np.random.default_rng(seed).permutation(sum(needed) + 3).astype(np.int32)
+    return [table.copy() for table in np.split(order, np.cumsum(needed))[: len(asks)]], len(order)
+
+
+def twins(shape: Shape, asks: list[Ask], seed: int = 0) -> Twins:
+    tables, num_blocks = random_tables(asks, shape.block_size, seed)
+    caches = nan_cache(reference, shape, num_blocks), nan_cache(native, shape, num_blocks)
+    sequences = []
+    for index, (ask, table) in enumerate(zip(asks, tables, strict=True)):
+        whole = AttentionBatch.build(
+            (SequenceSlots(table, ask.seq_len, ask.seq_len),), shape.block_size, torch.device("cpu")
+        )
+        for layer in range(shape.layers):
+            at = (ask.seq_len, shape.kv_heads)
+            k = noise(seed + 100 * index + 2 * layer, *at, shape.dim, dtype=shape.dtype)
+            v = noise(seed + 100 * index + 2 * layer + 1, *at, shape.value_dim, dtype=shape.dtype)
+            reference.write_kv(caches[0], layer, k, v, whole.slot_mapping)
+            native.write_kv(caches[1], layer, k, v, whole.slot_mapping)
+        sequences.append(
+            SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
+        )
+    # The reference multiplies a masked slot's value by zero, so its unused slots must be finite.
+    caches[0].k.nan_to_num_(0.0)
+    caches[0].v.nan_to_num_(0.0)
+    batch = AttentionBatch.build(tuple(sequences), shape.block_size, torch.device("cpu"))
+    q = noise(seed + 7, batch.slot_mapping.numel(), shape.heads, shape.dim, dtype=shape.dtype)
+    return Twins(shape, *caches, batch, q)
+
+
+def attend_both(w: Twins, layer: int = 0, *, q: Tensor | None = None, **how: object) -> tuple[Tensor, Tensor]:
+    """(native, reference) outputs [T, H, Dv]."""
+    q = w.q if q is None else q
+    how = {"scale": w.shape.dim**-0.5, **how}
+    # The reference takes no sequence without queries; they have no rows in q.
+    asking = tuple(seq for seq in w.batch.sequences if seq.query_len)
+    batch = AttentionBatch(asking, w.batch.slot_mapping, w.batch.block_size)
+    want = reference.paged_attention(q, w.reference, layer, batch, **how)
+    return native.paged_attention(q, w.native, layer, w.batch, **how), want
