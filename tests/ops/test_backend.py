@@ -21,6 +21,7 @@ FUNCTIONS = (
     "mixture_scores",
     "paged_attention",
     "prepare_blocks",
+    "select_top",
     "trig_norm_scores",
     "value_norms",
     "write_kv",

@@ -13,6 +13,7 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Sig
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops import reference
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource
 
@@ -38,15 +39,23 @@ class Compressor:
         config: checked already
         facts:  the model
         stats:  of the model's queries; None takes config.stats (read here if it is a path)
+        select_top: the op that finds the best of each row (Backend.select_top)
 
     Raises:
         InvalidArgumentError: the policy needs statistics, centres or a rotation that are not there
         StatsMismatchError:   the statistics are malformed or of another model
     """
 
-    def __init__(self, config: CompressionConfig, facts: ModelFacts, stats: QueryStats | None = None) -> None:
+    def __init__(
+        self,
+        config: CompressionConfig,
+        facts: ModelFacts,
+        stats: QueryStats | None = None,
+        select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
+    ) -> None:
         self.config = config
         self.facts = facts
+        self._select_top = select_top
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         self._stats: tuple[LayerStats, ...] | None = None
@@ -136,7 +145,7 @@ class Compressor:
         free = self._candidates(num_tokens, num_prompt_slots)
         job = _Pass(num_tokens, logical_len, free, positions)
         scores = torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
-        return select(scores, self.budget, tiers, self.mode)
+        return select(scores, self.budget, tiers, self.mode, self._select_top)
 
     def _everything(self, num_tokens: int) -> Tensor:
         layers = self.facts.num_layers if self.mode is Mode.PER_LAYER_HEAD else 1

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops import reference
 
 
-def select(scores: Tensor, budget: int, tiers: Tensor, mode: Mode) -> Tensor:
+def select(
+    scores: Tensor,
+    budget: int,
+    tiers: Tensor,
+    mode: Mode,
+    select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
+) -> Tensor:
     """The kept slots of every (layer, KV head), equal in number.
 
     Args:
@@ -19,6 +28,7 @@ def select(scores: Tensor, budget: int, tiers: Tensor, mode: Mode) -> Tensor:
                 (0 free, 1 protected prompt, 2 sinks and recent tokens)
         mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
                 over layers, per_layer_head the scores as they are
+        select_top: the op that finds the best of each row (Backend.select_top)
 
     Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
         lowest slot wins. Mutates nothing.
@@ -27,16 +37,18 @@ def select(scores: Tensor, budget: int, tiers: Tensor, mode: Mode) -> Tensor:
     rows = _shared_scores(scores, mode)
     num_tokens = rows.shape[-1]
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
-    if bool(rows.isnan().any()):
-        raise InvalidArgumentError(
-            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
-        )
     forced, rivals = _split_tiers(tiers, min(budget, num_tokens))
     forced, rivals = forced.to(rows.device), rivals.to(rows.device)
     places = min(budget, num_tokens) - forced.numel()
-    order = rows[..., rivals].sort(dim=-1, descending=True, stable=True).indices[..., :places]
-    kept = torch.cat([forced.expand(*rows.shape[:2], -1), rivals[order]], dim=-1)
-    return kept.sort(dim=-1).values
+    flat = rows.flatten(0, 1)
+    if bool(flat.sum(dim=-1).isnan().any()) and bool(flat.isnan().any()):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )
+    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    kept[:, forced] = True
+    kept.scatter_(-1, rivals[select_top(flat[:, rivals], places)], True)
+    return kept.nonzero()[:, 1].view(*rows.shape[:2], -1)
 
 
 def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:

@@ -63,7 +63,7 @@ class Engine:
         choice = choose_backend(config.kernels, need)
         self.kernels = choice.describe()
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
-        backend = choice.backend
+        self.backend = backend = choice.backend
         self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
         self.scheduler = Scheduler(config, self.memory)
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend)

@@ -226,7 +226,9 @@ class LLM:
             bound = config
             if config.stats is None and self._stats_file.is_file():
                 bound = replace(config, stats=self._stats_file)
-            self._compressors[config] = Compressor(bound, self.loaded.facts)
+            self._compressors[config] = Compressor(
+                bound, self.loaded.facts, select_top=self.engine.backend.select_top
+            )
         return self._compressors[config]
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:

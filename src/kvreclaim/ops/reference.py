@@ -257,6 +257,19 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
             x[target_ids] = survivors.view(heads, -1, size, x.shape[-1]).transpose(0, 1)
 
 
+def select_top(scores: Tensor, places: int) -> Tensor:
+    """The indices of the `places` highest scores of each row.
+
+    Args:
+        scores: [R, N] float; -inf is allowed, NaN is not
+        places: 0 <= places <= N
+
+    Returns: [R, places] int64 ascending; of equal scores the lowest indices win.
+    """
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :places]
+    return best.sort(dim=-1).values
+
+
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks (source, target) in all layers; no block is both."""
     source, target = torch.tensor(pairs, device=cache.k.device).unbind(1)

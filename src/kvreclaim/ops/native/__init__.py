@@ -12,6 +12,7 @@ from kvreclaim.ops.native.attention import (
 from kvreclaim.ops.native.compaction import compact
 from kvreclaim.ops.native.extension import describe, force_isa, supported_isas, unavailable_reason
 from kvreclaim.ops.native.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
+from kvreclaim.ops.native.selection import select_top
 
 NAME = "native"
 
@@ -27,6 +28,7 @@ __all__ = [
     "mixture_scores",
     "paged_attention",
     "prepare_blocks",
+    "select_top",
     "supported_isas",
     "trig_norm_scores",
     "unavailable_reason",

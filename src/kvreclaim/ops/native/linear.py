@@ -14,8 +14,9 @@ from kvreclaim.ops.native.extension import native, unavailable_reason
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_WITH_BF16_HARDWARE = 8
 """Above these rows a product is bound by arithmetic, where bf16 instructions beat widening to fp32."""
-ROWS_FP32 = 8
-"""Above these rows torch's fp32 product, whose library packs the weights, is the faster one (docs/log.md)."""
+ROWS_FP32 = 32
+"""Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""
+UNLIMITED = sys.maxsize
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +40,7 @@ def max_rows(dtype: torch.dtype) -> int:
         return 0
     if dtype == torch.float32:
         return ROWS_FP32
-    return ROWS_WITH_BF16_HARDWARE if has_bf16_hardware() else sys.maxsize
+    return ROWS_WITH_BF16_HARDWARE if has_bf16_hardware() else UNLIMITED
 
 
 @cache
