@@ -1,4 +1,4 @@
-// linear: y = x W^T + bias.
+// linear: y = x W^T + bias. rms_norm.
 #include "bind.h"
 #include "kvreclaim/table.h"
 
@@ -49,10 +49,26 @@ void linear(nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
   kernels().linear(args);
 }
 
+void rms_norm(nb::handle x, nb::handle weight, float eps, nb::handle out) {
+  const Tensor rows(x, "x", Tensor::kAnyDims), weights(weight, "weight", 1), result(out, "out", Tensor::kAnyDims);
+  rows.require(rows.ndim() > 0 && rows.size(rows.ndim() - 1) == weights.size(0), "has rows of another size than weight");
+  rows.require(rows.is_contiguous(), "is not contiguous");
+  rows.require(rows.element() == weights.element(), "has another dtype than weight");
+  result.require(result.ndim() == rows.ndim(), "has another shape than x");
+  for (int i = 0; i < rows.ndim(); ++i) result.require(result.size(i) == rows.size(i), "has another shape than x");
+  int64_t count = 1;
+  for (int i = 0; i + 1 < rows.ndim(); ++i) count *= rows.size(i);
+  const RmsNormArgs args{rows.bytes(), weights.data<char>(rows.element()), result.data<char>(rows.element()), count,
+                         weights.size(0), eps, rows.type()};
+  nb::gil_scoped_release release;
+  kernels().rms_norm(args);
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
   m.def("linear", linear, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("out"));
+  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
 }
 
 }  // namespace kvreclaim

@@ -8,12 +8,8 @@ NB_MODULE(_native, m) {
   kvreclaim::bind_cache(m);
   kvreclaim::bind_attention(m);
   kvreclaim::bind_linear(m);
-#if __has_include("bind_scoring.cpp")
   kvreclaim::bind_scoring(m);
-#endif
-#if __has_include("bind_compact.cpp")
   kvreclaim::bind_compact(m);
-#endif
   m.def("isa", [] { return nb::str(kvreclaim::kernels().isa); });
   m.def("supported_isas", [] {
     nb::list names;

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvreclaim.checks import check_bool, check_int, check_number, require
+from kvreclaim.checks import check_bool, check_choice, check_int, check_number, require
+
+KERNELS = ("auto", "native", "triton", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class EngineConfig:
                 check_int(name, getattr(self, name), 1)
         check_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("kernels", self.kernels, KERNELS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
 }
 
 template <bool BF16>
-inline void run_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups) {
+inline void run_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups, int count) {
   alignas(64) float scores[kMaxR * kTile];
   const int64_t start = larger(item.low, first_slot(a, item.seq, item.row / group_size(a))) / kTile * kTile;
   Tile tile, next;
@@ -150,14 +150,14 @@ inline void run_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups
   for (int64_t at = start; at < item.high; at += kTile, tile = next) {
     open_mask(a, item, at, mask);
     open_tile(a, item, smaller(at + kTile, item.high - 1), next);
-    for (int64_t r = 0; r < item.rows; r += kMaxR) {
-      RowGroup& group = groups[r / kMaxR];
-      const Tile& ahead = r + kMaxR < item.rows ? tile : next;  // the last rows fetch the next tile
-      switch (group.count) {
-        case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
-        case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
-        case 3: tile_rows<3, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
-        default: tile_rows<4, BF16>(a, item, at, tile, ahead, mask, group, scores);
+    for (int g = 0; g < count; ++g) {
+      const Tile& ahead = g + 1 < count ? tile : next;  // the last rows fetch the next tile
+      switch (groups[g].count) {
+        case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 3: tile_rows<3, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 4: tile_rows<4, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        default: tile_rows<kMaxR, BF16>(a, item, at, tile, ahead, mask, groups[g], scores);
       }
     }
   }
@@ -176,43 +176,64 @@ KVR_INLINE Item item_of(const AttentionArgs& a, const SequenceView& seq, const P
   return {seq, head, row, rows, 0, end_slot(seq, (row + rows - 1) / group_size(a))};
 }
 
-inline void run_item(const AttentionArgs& a, const SequenceView& seq, const Plan& plan, int64_t index,
-                     float* partials) {
-  const Item item = item_of(a, seq, plan, index);
-  RowGroup groups[kRowBlock / kMaxR];
+// Rows that go through the tiles together: as many as have a loop of their own.
+KVR_INLINE int64_t group_rows(int64_t left) { return left >= kMaxR ? kMaxR : smaller(left, 4); }
+
+// Cuts an item's rows into groups, packs their queries and zeroes their sums; returns how many groups.
+inline int open_groups(const AttentionArgs& a, const Item& item, RowGroup* groups) {
   const int64_t dims = a.cache.k_dim, v_dims = a.cache.v_dim;
-  const int64_t padded = div_up(item.rows, kMaxR) * kMaxR;
-  float* scratch = thread_scratch((dims + v_dims) * padded);
   const float scale = a.softcap != 0 ? a.scale / a.softcap : a.scale * kLog2e;
-  for (int64_t r = 0; r < item.rows; r += kMaxR) {
-    RowGroup& group = groups[r / kMaxR];
-    group.count = smaller(kMaxR, item.rows - r);
-    group.q = scratch + r * dims;
-    group.acc = scratch + padded * dims + r * v_dims;
-    load_queries(a.q, dims, row_map(seq, item.head, group_size(a)), item.row + r, scale, group);
+  float* q = thread_scratch((dims + v_dims) * item.rows);
+  float* acc = q + item.rows * dims;
+  int count = 0;
+  for (int64_t r = 0; r < item.rows; r += groups[count++].count) {
+    RowGroup& group = groups[count];
+    group.count = group_rows(item.rows - r);
+    group.q = q + r * dims;
+    group.acc = acc + r * v_dims;
+    load_queries(a.q, dims, row_map(item.seq, item.head, group_size(a)), item.row + r, scale, group);
     reset(group, v_dims);
     for (int64_t j = 0; j < group.count; ++j) {
       const int64_t i = (item.row + r + j) / group_size(a);
-      group.low[j] = first_slot(a, seq, i);
-      group.end[j] = end_slot(seq, i);
+      group.low[j] = first_slot(a, item.seq, i);
+      group.end[j] = end_slot(item.seq, i);
     }
   }
+  return count;
+}
+
+// partials: where the item's rows go if other items hold other parts of their keys, else null.
+inline void close_groups(const AttentionArgs& a, const Item& item, const RowGroup* groups, int count,
+                         float* partials) {
+  const int64_t v_dims = a.cache.v_dim;
+  const RowMap map = row_map(item.seq, item.head, group_size(a));
+  int64_t row = 0;
+  for (int g = 0; g < count; ++g)
+    for (int64_t j = 0; j < groups[g].count; ++j, ++row) {
+      const Sums sums{groups[g].m[j], hsum(groups[g].sum[j]), groups[g].acc + j * v_dims};
+      if (partials == nullptr) {
+        write_row(a, map, item.row + row, sums);
+      } else {
+        float* partial = partials + row * (v_dims + 2);
+        partial[0] = sums.m;
+        partial[1] = sums.weight;
+        std::memcpy(partial + 2, sums.acc, v_dims * sizeof(float));
+      }
+    }
+}
+
+inline void run_item(const AttentionArgs& a, const SequenceView& seq, const Plan& plan, int64_t index,
+                     float* partials) {
+  const Item item = item_of(a, seq, plan, index);
+  RowGroup groups[kRowBlock / kMaxR + 2];
+  const int count = open_groups(a, item, groups);
   if (a.cache.type == Type::kBF16)
-    run_tiles<true>(a, item, groups);
+    run_tiles<true>(a, item, groups, count);
   else
-    run_tiles<false>(a, item, groups);
-  for (int64_t r = 0; r < item.rows; ++r) {
-    RowGroup& group = groups[r / kMaxR];
-    const Sums sums{group.m[r % kMaxR], hsum(group.sum[r % kMaxR]), group.acc + r % kMaxR * v_dims};
-    if (plan.splits > 1 && plan.row_blocks == 1) {
-      float* partial = partials + (plan.partials + index * item.rows + r) * (v_dims + 2);
-      partial[0] = sums.m;
-      partial[1] = sums.weight;
-      std::memcpy(partial + 2, sums.acc, v_dims * sizeof(float));
-    } else {
-      write_row(a, row_map(seq, item.head, group_size(a)), item.row + r, sums);
-    }
-  }
+    run_tiles<false>(a, item, groups, count);
+  const bool is_part = plan.row_blocks == 1 && plan.splits > 1;
+  const int64_t own = (plan.partials + index * item.rows) * (a.cache.v_dim + 2);
+  close_groups(a, item, groups, count, is_part ? partials + own : nullptr);
 }
 
 // Merges the parts of one KV head's rows into part 0 and writes them out.

@@ -10,6 +10,7 @@
 #include "kvreclaim/attention.h"
 #include "kvreclaim/compact.h"
 #include "kvreclaim/linear.h"
+#include "kvreclaim/norm.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
 #include "kvreclaim/topk.h"
@@ -18,6 +19,7 @@
 #define KVR_KERNELS(X)              \
   X(paged_attention, AttentionArgs) \
   X(linear, LinearArgs)             \
+  X(rms_norm, RmsNormArgs)          \
   X(write_kv, WriteArgs)            \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \

@@ -1,7 +1,7 @@
 // The three inner loops of attention over one tile of tokens: scores, softmax, weighted values.
 //
 // A tile is kTile slots, kChunks chunks of 16. S is a multiple of 16, so a chunk never leaves its block.
-// Query rows (query heads of one KV head, times query tokens) go through in groups of R <= 4, which share
+// Query rows (query heads of one KV head, times query tokens) go through in groups of R <= kMaxR, which share
 // every load and conversion of K and V. Scores: lanes are tokens. Values: lanes are dims.
 #pragma once
 
@@ -13,9 +13,14 @@ namespace kvreclaim::KVR_NS {
 constexpr int kChunk = 16;
 constexpr int kTile = 64;
 constexpr int kChunks = kTile / kChunk;
-constexpr int kMaxR = 4;
-constexpr int kTokenVecs = kRegisters == 32 ? 4 : 2;  // token vectors that share a broadcast of q
-constexpr int kWordVecs = kRegisters == 32 ? 2 : 1;   // vectors of V words that share a broadcast of p
+constexpr int kMaxR = kRegisters == 32 ? 8 : 4;
+
+// Token vectors that share a broadcast of q, and vectors of V words that share one of p: with R rows they
+// make the accumulators that fit into the registers.
+template <int R>
+constexpr int kTokenVecs = kRegisters == 32 ? (R > 4 ? 2 : 4) : 2;
+template <int R>
+constexpr int kWordVecs = kRegisters == 32 && R <= 4 ? 2 : 1;
 constexpr float kNegInf = -__builtin_inff();
 
 // Where a tile's tokens lie: first byte of each chunk's keys and values. Chunks past the last token repeat
@@ -29,7 +34,7 @@ struct Tile {
 // Meanwhile the tile's values are fetched: as many lines as K has, chunk by chunk.
 template <int R, bool BF16>
 KVR_KERNEL void tile_scores(const float* q, const Tile& tile, int64_t words, int64_t stride, float* s) {
-  constexpr int T = kTokenVecs;
+  constexpr int T = kTokenVecs<R>;
   constexpr int kPerChunk = kChunk / kLanes;
   constexpr int kPasses = kTile / kLanes / T;
   constexpr int kLines = kPasses < kChunks ? kChunks / kPasses : 1;  // fetched per word row and pass
@@ -53,7 +58,7 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, int64_t words, int
             const vu x = load<vu>(base[t] + at);
             k[t] = !BF16 ? (vf)x : half == 0 ? even(x) : odd(x);
           }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const vf b = splat(row[r]);
 #pragma GCC unroll 4
@@ -65,7 +70,7 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, int64_t words, int
         for (int i = 0; i < kLines; ++i) prefetch(ahead + 64 * i);
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kLanes, acc[r][t]);
@@ -94,7 +99,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
   constexpr int kLines = C * N >= 16 ? C * N / 16 : 1;
   float* acc = in.acc + word * P;
   F sum[R][C][P];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
@@ -115,7 +120,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
 #pragma GCC unroll 2
         for (int h = 0; h < P; ++h) {
           const F v = !BF16 ? (F)x : h == 0 ? even(x) : odd(x);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r) sum[r][c][h] += v * p[r * kTile];
         }
       }
@@ -123,7 +128,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
       for (int i = 0; i < kLines; ++i) prefetch(ahead + i * in.next_stride);
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
@@ -134,7 +139,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
 // All words of the rows of V: wide passes first, narrower ones for the rest.
 template <int R, bool BF16, int N = kLanes>
 inline void all_values(const ValueRows& in, int64_t word = 0) {
-  constexpr int C = BF16 ? kWordVecs : 2 * kWordVecs;
+  constexpr int C = BF16 ? kWordVecs<R> : 2 * kWordVecs<R>;
   if constexpr (N == kLanes) {
     for (; word + C * N <= in.words; word += C * N) tile_values<R, C, N, BF16>(in, word);
   }
@@ -188,7 +193,7 @@ template <int R>
 KVR_KERNEL void softmax_rows(float* s, RowGroup& group, float* alpha) {
   using M = Vec<kMaxR>::F;
   M best = splat<M>(kNegInf);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     vf top = load<vf>(s + r * kTile);
 #pragma GCC unroll 16
@@ -200,7 +205,7 @@ KVR_KERNEL void softmax_rows(float* s, RowGroup& group, float* alpha) {
   const M factor = exp2v(group.m - base);
   group.m = m;
   store(alpha, factor);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     float* row = s + r * kTile;
     vf sum = group.sum[r] * factor[r];

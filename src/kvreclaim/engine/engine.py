@@ -61,7 +61,7 @@ class Engine:
         like = weight.new_empty(0, dtype=facts.dtype)
         need = Need(facts.layers, config.block_size, facts.dtype, facts.device)
         choice = choose_backend(config.kernels, need)
-        self.kernels = choice.describe()
+        self.kernels = f"{choice.describe()}; {loaded.modules}"
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
         self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)

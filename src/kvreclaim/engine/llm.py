@@ -70,7 +70,7 @@ class LLM:
             seed=seed,
             kernels=kernels,
         )
-        self.loaded = load_model(model, dtype=dtype, device=device)
+        self.loaded = load_model(model, dtype=dtype, device=device, kernels=kernels)
         self._stats_file = Path(model) / STATS_FILE
         self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
         self._compressors: dict[CompressionConfig, Compressor] = {}

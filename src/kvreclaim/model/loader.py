@@ -14,6 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
+from kvreclaim.model.linears import use_fast_linears
+from kvreclaim.model.norms import use_fast_norms
 from kvreclaim.model.probe import probe
 from kvreclaim.ops.facts import ModelFacts
 
@@ -26,6 +28,7 @@ class LoadedModel:
     """A model in eval mode with the paged attention function, and what the engine must know of it.
 
     tokenizer is None where the directory holds none: prompts are then token ids only.
+    modules says which layers run on native kernels.
     """
 
     model: PreTrainedModel
@@ -33,14 +36,18 @@ class LoadedModel:
     facts: ModelFacts
     eos_token_ids: frozenset[int]
     vocab_size: int
+    modules: str
 
 
-def load_model(path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
+) -> LoadedModel:
     """Load a local directory or a hub id; safetensors only, no code from the model's repository.
 
     Args:
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
+        kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
         and for files that are missing, damaged or incomplete.
@@ -52,12 +59,15 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "auto", device: str
     _refuse_unsupported(config, name)
     model = _load_weights(name, torch_dtype)
     model.eval().requires_grad_(False).to(target)
+    native = kernels in ("auto", "native") and target.type == "cpu"
+    modules = f"{use_fast_linears(model)}; {use_fast_norms(model)}" if native else "modules: torch"
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(name),
         facts=probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name),
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
+        modules=modules,
     )
 
 

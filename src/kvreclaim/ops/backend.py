@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.checks import check_choice
+from kvreclaim.config import KERNELS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import LayerFacts
@@ -21,7 +22,6 @@ BACKENDS = {
     "triton": "kvreclaim.ops.triton",
     "reference": "kvreclaim.ops.reference",
 }
-KERNELS = ("auto", *BACKENDS)
 
 
 class Backend(Protocol):

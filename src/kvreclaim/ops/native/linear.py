@@ -1,9 +1,10 @@
-"""Linear layers for few rows: weights are read once, as they lie in the checkpoint (csrc/include/kvreclaim/linear.h)."""
+"""Linear layers for few rows, bound by reading the weights; the kernel is csrc/include/kvreclaim/linear.h."""
 
 from __future__ import annotations
 
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,11 @@ def max_rows(dtype: torch.dtype) -> int:
 
 @cache
 def has_bf16_hardware() -> bool:
-    """Whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX; on other than x86, assumed)."""
-    capabilities = torch.cpu.get_capabilities()
+    """Whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX).
+
+    Assumed of what is no x86, and of a torch that can't tell.
+    """
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities.get("architecture") != "x86_64":
         return True
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

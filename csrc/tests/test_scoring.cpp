@@ -1,0 +1,228 @@
+// Scoring, mixtures, norms, selection and compaction against plain loops in double.
+#include <algorithm>
+
+#include "harness.h"
+
+namespace kvreclaim::tests {
+namespace {
+
+// One sequence of `tokens` random tokens in blocks of random order, NaN around them.
+struct World {
+  TestCache cache;
+  std::vector<int64_t> ids;
+  int64_t tokens;
+  Random random{7};
+
+  World(Type type, int64_t layers, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, int64_t tokens)
+      : cache(type, layers, (tokens + size - 1) / size + 2, heads, size, k_dim, v_dim), tokens(tokens) {
+    const int64_t used = (tokens + size - 1) / size;
+    for (int64_t b = 0; b < used + 2; ++b) ids.push_back(b);
+    for (int64_t b = used + 1; b > 0; --b) std::swap(ids[b], ids[random.below(b + 1)]);
+    ids.resize(used);
+    ids.shrink_to_fit();
+    for (int64_t l = 0; l < layers; ++l)
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t t = 0; t < tokens; ++t) {
+          const int64_t block = ids[t / size], s = t % size;
+          for (int64_t d = 0; d < k_dim; ++d) cache.k.set(cache.k_index(l, block, h, s, d), random.uniform());
+          for (int64_t d = 0; d < v_dim; ++d) cache.v.set(cache.v_index(l, block, h, s, d), random.uniform());
+        }
+  }
+
+  double key(int64_t layer, int64_t head, int64_t t, int64_t d) const {
+    const int64_t size = cache.view.block_size;
+    return cache.k.get(cache.k_index(layer, ids[t / size], head, t % size, d));
+  }
+  double value(int64_t layer, int64_t head, int64_t t, int64_t d) const {
+    const int64_t size = cache.view.block_size;
+    return cache.v.get(cache.v_index(layer, ids[t / size], head, t % size, d));
+  }
+  std::vector<float> numbers(int64_t count) {
+    std::vector<float> x(count);
+    for (float& y : x) y = random.uniform();
+    return x;
+  }
+  TokensView tokens_view(int64_t layer) const { return {cache.view, layer, ids.data(), tokens}; }
+};
+
+void check_trig(World& world, int64_t group, int64_t rows, int64_t start, int64_t bands, bool interleaved) {
+  const CacheView& c = world.cache.view;
+  const int64_t heads = c.heads * group, layer = c.layers - 1;
+  const std::vector<float> q = world.numbers(heads * rows * c.k_dim), w = world.numbers(heads * bands);
+  std::vector<float> out(heads * world.tokens, std::numeric_limits<float>::quiet_NaN());
+  kernels().trig_norm_scores({world.tokens_view(layer), q.data(), w.data(), heads, rows, start, bands, interleaved,
+                              out.data()});
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t t = 0; t < world.tokens; ++t) {
+      const auto dim = [&](int64_t d) { return world.key(layer, h / group, t, d); };
+      double best = rows == 0 ? 0 : -1e300, norms = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        double sum = 0;
+        for (int64_t d = 0; d < c.k_dim; ++d) sum += q[(h * rows + r) * c.k_dim + d] * dim(d);
+        best = std::max(best, sum);
+      }
+      for (int64_t f = 0; f < bands; ++f) {
+        const int64_t d = start + (interleaved ? 2 * f : f), e = interleaved ? d + 1 : d + bands;
+        norms += w[h * bands + f] * std::hypot(dim(d), dim(e));
+      }
+      const double got = out[h * world.tokens + t];
+      KVR_CHECK(std::abs(got - (best + norms)) < 2e-5, "%g, not %g + %g", got, best, norms);
+    }
+}
+
+void check_mixture(World& world, int64_t group, int64_t count, int64_t offsets, int64_t begin, int64_t end) {
+  const CacheView& c = world.cache.view;
+  const int64_t heads = c.heads * group;
+  const std::vector<float> mu = world.numbers(heads * count * offsets * c.k_dim);
+  std::vector<float> var = world.numbers(heads * count * c.k_dim);
+  for (float& x : var) x = std::abs(x);
+  for (int64_t i = 0; i < (int64_t)var.size(); i += 2) var[i + 1] = var[i];
+  std::vector<float> out(c.heads * world.tokens, std::numeric_limits<float>::quiet_NaN());
+  const float scale = 1.0f / std::sqrt((float)c.k_dim);
+  kernels().mixture_scores({world.tokens_view(0), mu.data(), var.data(), heads, count, offsets, scale, begin, end,
+                            out.data()});
+  for (int64_t k = 0; k < c.heads; ++k) {
+    std::vector<double> best(world.tokens, 0.0);
+    for (int64_t i = k * group * count; i < (k + 1) * group * count; ++i) {
+      std::vector<double> mean(world.tokens, 0.0);
+      for (int64_t o = 0; o < offsets; ++o) {
+        std::vector<double> weight(world.tokens, 0.0);
+        double sum = 0;
+        for (int64_t t = begin; t < end; ++t) {
+          double logit = 0;
+          for (int64_t d = 0; d < c.k_dim; ++d) {
+            const double x = world.key(0, k, t, d);
+            logit += scale * mu[(i * offsets + o) * c.k_dim + d] * x +
+                     0.5 * scale * scale * var[i * c.k_dim + d] * x * x;
+          }
+          sum += weight[t] = std::exp(logit);
+        }
+        for (int64_t t = begin; t < end; ++t) mean[t] += weight[t] / sum / offsets;
+      }
+      for (int64_t t = begin; t < end; ++t) best[t] = std::max(best[t], mean[t]);
+    }
+    for (int64_t t = 0; t < world.tokens; ++t) {
+      const double got = out[k * world.tokens + t];
+      KVR_CHECK(std::abs(got - best[t]) <= 1e-5 * best[t], "%g, not %g", got, best[t]);
+    }
+  }
+}
+
+void check_norms(World& world) {
+  const CacheView& c = world.cache.view;
+  std::vector<float> out(c.heads * world.tokens);
+  for (const bool values : {false, true}) {
+    kernels().token_norms({world.tokens_view(0), values, out.data()});
+    for (int64_t k = 0; k < c.heads; ++k)
+      for (int64_t t = 0; t < world.tokens; ++t) {
+        double sum = 0;
+        for (int64_t d = 0; d < (values ? c.v_dim : c.k_dim); ++d) {
+          const double x = values ? world.value(0, k, t, d) : world.key(0, k, t, d);
+          sum += x * x;
+        }
+        const double got = out[k * world.tokens + t];
+        KVR_CHECK(std::abs(got - std::sqrt(sum)) <= 1e-6 * std::sqrt(sum), "%g, not %g", got, std::sqrt(sum));
+      }
+  }
+}
+
+// order: 0 the old table, 1 its first block redirected, 2 reversed.
+void check_compact(World& world, int64_t kept_layers, int64_t kept_heads, int64_t count, int order) {
+  const CacheView& c = world.cache.view;
+  const int64_t size = c.block_size, targets = (count + size - 1) / size;
+  std::vector<int64_t> kept;
+  for (int64_t row = 0; row < kept_layers * kept_heads; ++row) {
+    std::vector<int64_t> slots(world.tokens);
+    for (int64_t t = 0; t < world.tokens; ++t) slots[t] = t;
+    for (int64_t t = world.tokens - 1; t > 0; --t) std::swap(slots[t], slots[world.random.below(t + 1)]);
+    std::sort(slots.begin(), slots.begin() + count);
+    kept.insert(kept.end(), slots.begin(), slots.begin() + count);
+  }
+  std::vector<int64_t> to = world.ids;
+  if (order == 1)  // a block that the table does not name
+    for (int64_t b = 0; b < c.blocks; ++b)
+      if (std::find(world.ids.begin(), world.ids.end(), b) == world.ids.end()) to[0] = b;
+  if (order == 2) std::reverse(to.begin(), to.end());
+  to.resize(targets);
+  to.shrink_to_fit();
+  std::vector<double> want;
+  const auto visit = [&](bool write) {
+    size_t i = 0;
+    for (int64_t l = 0; l < c.layers; ++l)
+      for (int64_t h = 0; h < c.heads; ++h)
+        for (int64_t m = 0; m < count; ++m) {
+          const int64_t row = (kept_layers > 1 ? l : 0) * kept_heads + (kept_heads > 1 ? h : 0);
+          const int64_t t = write ? kept[row * count + m] : m;
+          for (int64_t d = 0; d < c.k_dim + c.v_dim; ++d) {
+            const double x = d < c.k_dim ? world.key(l, h, t, d) : world.value(l, h, t, d - c.k_dim);
+            if (write)
+              want.push_back(x);
+            else
+              KVR_CHECK(x == want[i++], "layer %d head %d slot %d dim %d", (int)l, (int)h, (int)m, (int)d);
+          }
+        }
+  };
+  visit(true);
+  kernels().compact({c, kept.data(), kept_layers, kept_heads, count, world.ids.data(), (int64_t)world.ids.size(),
+                     to.data()});
+  world.ids = to;
+  visit(false);
+}
+
+void check_select() {
+  Random random(3);
+  for (const int64_t columns : {1, 7, 64, 2000})
+    for (const int64_t places : {(int64_t)0, (columns + 1) / 2, columns}) {
+      std::vector<float> scores(3 * columns);
+      for (float& x : scores) x = (float)random.below(50) - 25.0f;
+      std::vector<int64_t> out(3 * places);
+      bool nan = false;
+      kernels().select_top({scores.data(), 3, columns, places, out.data(), &nan});
+      KVR_CHECK(!nan, "no score is");
+      for (int64_t row = 0; row < 3; ++row) {
+        std::vector<int64_t> order(columns);
+        for (int64_t i = 0; i < columns; ++i) order[i] = i;
+        const float* x = scores.data() + row * columns;
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x[a] > x[b]; });
+        std::sort(order.begin(), order.begin() + places);
+        KVR_CHECK(std::equal(order.begin(), order.begin() + places, out.begin() + row * places), "%d of %d",
+                  (int)places, (int)columns);
+      }
+    }
+}
+
+constexpr int64_t kLengths[] = {1, 15, 16, 17, 33, 100};
+
+KVR_TEST(scores_of_keys) {
+  for (const Type type : {Type::kF32, Type::kBF16})
+    for (const int64_t tokens : kLengths) {
+      World small(type, 1, 2, 16, 32, 40, tokens), large(type, 2, 3, 48, 80, 8, tokens);
+      for (const bool interleaved : {false, true}) {
+        for (const int64_t rows : {0, 1, 5}) {
+          check_trig(small, 4, rows, 0, 16, interleaved);
+          check_trig(large, 3, rows, 5, 9, interleaved);
+        }
+        check_trig(large, 1, 1, 0, 0, interleaved);
+      }
+      check_mixture(small, 2, 3, 5, 0, tokens);
+      check_mixture(large, 1, 7, 3, tokens / 3, tokens - tokens / 4);
+      check_norms(small);
+      check_norms(large);
+    }
+}
+
+KVR_TEST(compaction) {
+  for (const Type type : {Type::kF32, Type::kBF16})
+    for (const int64_t tokens : kLengths)
+      for (const int order : {0, 1, 2})
+        for (const int64_t count : {tokens, (tokens + 1) / 2, (int64_t)1}) {
+          World each(type, 2, 2, 16, 32, 40, tokens), shared(type, 2, 3, 32, 8, 24, tokens);
+          check_compact(each, 2, 2, count, order);
+          check_compact(shared, 1, order == 0 ? 1 : 3, count, order);
+        }
+}
+
+KVR_TEST(selection) { check_select(); }
+
+}  // namespace
+}  // namespace kvreclaim::tests

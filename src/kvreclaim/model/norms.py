@@ -1,0 +1,83 @@
+"""Run a loaded model's RMS norms on the native kernel, where they turn out to be what the kernel computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kvreclaim.ops.native.extension import unavailable_reason
+from kvreclaim.ops.native.norm import DTYPES, rms_norm, takes_norm
+
+EPS_NAMES = ("variance_epsilon", "eps")
+PROBE_SCALES = (1e-4, 1.0, 100.0)
+"""Sizes of the trial rows: the first is so small that eps decides."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+"""Relative; an output is rounded twice, so it may be off by two steps where a sum's last bit decides."""
+
+
+class NativeNorm:
+    """The forward of one norm: the kernel, or the module's own for tensors that the kernel does not take."""
+
+    def __init__(self, module: nn.Module, eps: float) -> None:
+        self.module = module
+        self.eps = eps
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        weight = self.module._parameters["weight"]
+        if weight is None or not takes_norm(hidden_states, weight):
+            return type(self.module).forward(self.module, hidden_states)
+        return rms_norm(hidden_states, weight, self.eps)
+
+
+def use_fast_norms(model: nn.Module) -> str:
+    """Give every norm that computes what ops.native.norm computes the kernel as its forward.
+
+    A norm is a module with one vector `weight`, no buffers and no children, and an eps; whether it is
+    *this* norm is decided by running it on trial rows. Weights and state_dict stay as they are.
+
+    Returns: one line that says what runs.
+    """
+    problem = unavailable_reason()
+    if problem is not None:
+        return f"norms: torch ({problem})"
+    count = 0
+    for module in model.modules():
+        eps = _eps(module)
+        if eps is not None and _computes_rms_norm(module, eps):
+            module.forward = NativeNorm(module, eps)
+            count += 1
+    return f"norms: native ({count})" if count else "norms: torch (none is a plain RMS norm on the CPU)"
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The module's eps if it could be a norm, else None."""
+    own = list(module.parameters())
+    plain = len(own) == 1 and not list(module.buffers()) and not list(module.children())
+    if not plain or "forward" in vars(module):
+        return None
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return None
+    return next(
+        (float(value) for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
+    )
+
+
+@torch.inference_mode()
+def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
+    """Whether module and kernel agree within rounding on trial rows."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn((len(PROBE_SCALES), weight.numel()), generator=generator)
+        * torch.tensor(PROBE_SCALES)[:, None]
+    )
+    x = x.to(weight.dtype)
+    try:
+        expected = module(x)
+    except (TypeError, ValueError, RuntimeError):  # not a module that maps rows to rows
+        return False
+    if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
+        return False
+    return torch.allclose(rms_norm(x, weight, eps), expected, rtol=TOLERANCE[x.dtype], atol=0.0)
