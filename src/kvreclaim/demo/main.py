@@ -21,6 +21,7 @@ def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> 
     llm = LLM(model, num_blocks=plan.num_blocks, **limits)  # type: ignore[arg-type]
     per_sequence = -(-plan.final_length // plan.block_size)
     scorer = LLM(model, num_blocks=per_sequence * plan.num_scored, **limits)  # type: ignore[arg-type]
+    console.print(llm.engine.kernels)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task("warm up", total=len(plan.settings()) + 2)
@@ -36,6 +37,7 @@ def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> 
         model=facts.name,
         dtype=str(facts.dtype).removeprefix("torch."),
         device=facts.device.type,
+        kernels=llm.engine.kernels,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         kv_bytes_per_block=llm.engine.cache.bytes_per_block,

@@ -65,6 +65,7 @@ class DemoReport(BaseModel):
     model: str
     dtype: str
     device: str
+    kernels: str
     block_size: int
     num_blocks: int
     kv_bytes_per_block: int
