@@ -20,6 +20,7 @@ class EngineConfig:
     seed:                   of requests that bring none
     kernels:                "auto" (native on a CPU, triton on CUDA, reference where these cannot run, which
                             is said), or one of them by name
+    enforce_eager:          on CUDA, run decode steps without CUDA graphs
     """
 
     block_size: int = 16
@@ -31,6 +32,7 @@ class EngineConfig:
     kv_memory_fraction: float = 0.5
     seed: int = 0
     kernels: str = "auto"
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, 1)
@@ -42,6 +44,7 @@ class EngineConfig:
                 check_int(name, getattr(self, name), 1)
         check_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("enforce_eager", self.enforce_eager)
         check_choice("kernels", self.kernels, KERNELS)
 
 

@@ -14,6 +14,7 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.admission import Lengths, check_length, check_prompt, output_limit
 from kvreclaim.engine.compression import CompressionPass, is_due
 from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.engine.graphs import decode_graphs
 from kvreclaim.engine.outputs import EngineTotals, FinishReason, StepStats
 from kvreclaim.engine.request import Request, Scores, Sequence
 from kvreclaim.engine.runner import ModelRunner
@@ -67,6 +68,7 @@ class Engine:
         self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
         self.scheduler = Scheduler(config, self.memory)
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend)
+        self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         self.compression = CompressionPass(self.memory, self.cache, backend, facts)
         self.totals = EngineTotals()
         self.requests: dict[str, Request] = {}

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvreclaim.config import EngineConfig
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
@@ -274,3 +275,20 @@ class DecodeGraphs:
         if self.refusals[reason] == 1:
             level = logging.WARNING if reason == self._problem else logging.INFO
             logger.log(level, "decode graphs: a step runs without a graph, because %s", reason)
+
+
+def decode_graphs(
+    model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig
+) -> DecodeGraphs | None:
+    """The graphs of an engine: on CUDA, for a back-end whose decode can be replayed, unless switched off."""
+    if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
+        return None
+    assert config.max_model_len is not None, "limits are chosen before the engine is made"
+    return DecodeGraphs(
+        model,
+        cache,
+        backend,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        capture=CudaCapture(),
+    )

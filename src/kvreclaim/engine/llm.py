@@ -57,6 +57,7 @@ class LLM:
         kv_memory_fraction: float = 0.5,
         seed: int = 0,
         kernels: str = "auto",
+        enforce_eager: bool = False,
         compression: CompressionConfig | None = None,
     ) -> None:
         config = EngineConfig(
@@ -69,6 +70,7 @@ class LLM:
             kv_memory_fraction=kv_memory_fraction,
             seed=seed,
             kernels=kernels,
+            enforce_eager=enforce_eager,
         )
         self.loaded = load_model(model, dtype=dtype, device=device, kernels=kernels)
         self._stats_file = Path(model) / STATS_FILE

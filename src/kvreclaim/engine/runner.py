@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.compression import block_row
+from kvreclaim.engine.graphs import DecodeGraphs
 from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
@@ -41,7 +42,10 @@ class PagedKVBatch:
 
 
 class ModelRunner:
-    """Builds a step's tensors and runs the model. Holds the cache and nothing between steps."""
+    """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
+
+    graphs: replays decode steps if there is one (on CUDA)
+    """
 
     def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache, backend: Backend) -> None:
         self.model = loaded.model
@@ -49,6 +53,7 @@ class ModelRunner:
         self.memory = memory
         self.cache = cache
         self.ops = backend
+        self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
@@ -71,6 +76,12 @@ class ModelRunner:
             tokens += seq.token_ids[start : start + item.num_tokens]
             positions.append(np.arange(start, start + item.num_tokens))
             slots.append(self._slots(item))
+        if self.graphs is not None and all(
+            len(want) == item.num_tokens == 1 for want, item in zip(wanted, step, strict=True)
+        ):
+            logits = self.graphs.forward(tokens, np.concatenate(positions), tuple(slots))
+            if logits is not None:
+                return logits, wanted
         batch = AttentionBatch.build(tuple(slots), self.cache.block_size, self.device)
         output = self.model(
             input_ids=torch.tensor([tokens], device=self.device),
