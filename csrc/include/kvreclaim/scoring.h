@@ -1,4 +1,4 @@
-// TriAttention's two products in one pass over the keys, and the norms of keys and values.
+// TriAttention's two products in one pass over the keys.
 //
 //   out[h, t] = max_r queries[h, r] . K[t] + sum_f weights[h, f] |K_f[t]|
 //
@@ -21,12 +21,6 @@ struct TrigArgs {
   int64_t start, bands;  // RopeLayout: first rotated dim, F
   bool interleaved;      // band f is dims 2f, 2f + 1 from start, else f, f + F
   float* out;            // [H, T]
-};
-
-struct NormArgs {
-  TokensView tokens;
-  bool values;  // |v| instead of |k|
-  float* out;   // [K, T]
 };
 
 }  // namespace kvreclaim
@@ -102,8 +96,8 @@ KVR_INLINE TrigVectors load_dim(const TrigTile& t, int64_t dim) {
   return dim & 1 ? odd(words) : even(words);
 }
 
-// Coefficients of kRows query rows in the order in which the tile reads them: for each band x, y and
-// half the weight (see twice_sqrt) of every row, then for each dim outside the bands one of every row. Returns the end.
+// Coefficients of some query rows in the order in which the tile reads them: for each band x, y and half the
+// weight (see twice_sqrt) of every row, then for each dim outside the bands one of every row. Returns the end.
 inline float* trig_pack(float* to, const TrigTile& t, int rows, const float* q, const float* w) {
   const int64_t step = t.interleaved ? 2 : 1, apart = t.interleaved ? 1 : t.bands;
   for (int64_t f = 0; f < t.bands; ++f) {
@@ -233,7 +227,7 @@ KVR_INLINE void trig_store(const TrigArgs& a, int64_t head, int64_t t, const vf*
 
 // The heads of one KV head over tokens [begin, end), one term or both fused: kProduct needs R = 1.
 template <BandLoad kLoad, bool kProduct, bool kNorm>
-void trig_heads(const TrigArgs& a, TrigTile tile, const float* packed, int64_t kv_head, int64_t t) {
+void trig_heads(const TrigArgs& a, const TrigTile& tile, const float* packed, int64_t kv_head, int64_t t) {
   const int64_t heads = a.query_heads / a.tokens.cache.heads;
   for (int64_t g = 0; g < heads;) {
     const int rows = trig_step(heads - g);
@@ -247,7 +241,8 @@ void trig_heads(const TrigArgs& a, TrigTile tile, const float* packed, int64_t k
 
 // The maximum over R products per head, added to what is there (or stored, if nothing is).
 template <BandLoad kLoad>
-void trig_maxima(const TrigArgs& a, TrigTile tile, const float* packed, int64_t kv_head, int64_t t, bool add) {
+void trig_maxima(const TrigArgs& a, const TrigTile& tile, const float* packed, int64_t kv_head, int64_t t,
+                 bool add) {
   const int64_t heads = a.query_heads / a.tokens.cache.heads;
   for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; ++head) {
     vf best[kTrigVectors] = {};
@@ -329,89 +324,6 @@ inline void trig_norm_scores(const TrigArgs& a) {
     if (!aligned) return trig_chunk<BandLoad::kDimsBF16>(a, head, begin, end);
     if (a.interleaved) return trig_chunk<BandLoad::kPairsInterleaved>(a, head, begin, end);
     return trig_chunk<BandLoad::kPairsHalf>(a, head, begin, end);
-  });
-}
-
-KVR_INLINE vf exact_sqrt(vf x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
-  return x;
-}
-
-// |k| of the vector of tokens at t.
-template <Type kType>
-KVR_INLINE vf key_norm_vector(const TokensView& view, int64_t head, int64_t t) {
-  const char* keys = key_vector(view, head, t);
-  const int64_t stride = k_word_stride(view.cache), words = k_words(view.cache);
-  vf sums[4] = {};  // words is a multiple of 4: the dims are one of 8
-  for (int64_t i = 0; i < words; i += 4) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const char* row = keys + (i + j) * stride;
-      if constexpr (kType == Type::kF32) {
-        const vf x = load<vf>(row);
-        sums[j] += x * x;
-      } else {
-        const vu pair = load<vu>(row);
-        sums[j] += even(pair) * even(pair);
-        sums[j] += odd(pair) * odd(pair);
-      }
-    }
-  }
-  return exact_sqrt((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
-// |v| of one row of `bytes` bytes, a multiple of 16.
-template <Type kType>
-KVR_INLINE float value_norm(const char* row, int64_t bytes) {
-  vf sum{};
-  float rest = 0;
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= bytes; i += 4 * kLanes) {
-    if constexpr (kType == Type::kF32) {
-      const vf x = load<vf>(row + i);
-      sum += x * x;
-    } else {
-      const vu pair = load<vu>(row + i);
-      sum += even(pair) * even(pair);
-      sum += odd(pair) * odd(pair);
-    }
-  }
-  for (; i < bytes; i += 16) {
-    using Quad = Vec<4>;
-    if constexpr (kType == Type::kF32) {
-      const Quad::F x = load<Quad::F>(row + i);
-      rest += hsum(x * x);
-    } else {
-      const Quad::U pair = load<Quad::U>(row + i);
-      rest += hsum(even(pair) * even(pair) + odd(pair) * odd(pair));
-    }
-  }
-  return __builtin_sqrtf(hsum(sum) + rest);
-}
-
-template <Type kType>
-void norm_chunk(const NormArgs& a, int64_t head, int64_t begin, int64_t end) {
-  const CacheView& cache = a.tokens.cache;
-  float* out = a.out + head * a.tokens.num_tokens;
-  if (!a.values) {
-    for (int64_t t = begin; t < end; t += kLanes)
-      store_tokens(out + t, key_norm_vector<kType>(a.tokens, head, t), end - t);
-    return;
-  }
-  const int64_t size = cache.block_size, bytes = cache.v_dim * size_of(kType);
-  for (int64_t t = begin; t < end; ++t) {
-    const char* block = v_block(cache, a.tokens.layer, a.tokens.block_ids[t / size], head);
-    out[t] = value_norm<kType>(block + t % size * bytes, bytes);
-  }
-}
-
-inline void token_norms(const NormArgs& a) {
-  const int64_t chunks = ceil_div(a.tokens.num_tokens, kTrigChunk);
-  parallel_for(a.tokens.cache.heads * chunks, [&](int64_t item) {
-    const int64_t head = item / chunks, begin = item % chunks * kTrigChunk;
-    const int64_t left = a.tokens.num_tokens - begin, end = begin + (left < kTrigChunk ? left : kTrigChunk);
-    if (a.tokens.cache.type == Type::kF32) return norm_chunk<Type::kF32>(a, head, begin, end);
-    return norm_chunk<Type::kBF16>(a, head, begin, end);
   });
 }
 

@@ -13,6 +13,7 @@
 #include "kvreclaim/norm.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
+#include "kvreclaim/token_norms.h"
 #include "kvreclaim/topk.h"
 #include "kvreclaim/write.h"
 
