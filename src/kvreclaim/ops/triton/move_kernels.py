@@ -1,0 +1,163 @@
+"""K/V bytes on the move: into slots, between blocks, out in token order, together after an eviction."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvreclaim.ops.triton.slots import load_rows, slot_rows
+
+
+@triton.jit
+def _write_token(
+    x,
+    cache,
+    token,
+    slot,
+    stride_t,
+    stride_k,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A token of x [T, K, D] into its slot in all heads."""
+    element = tl.arange(0, BLOCK)
+    head, dim = element // D, element % D
+    mask = element < KV_HEADS * D
+    value = tl.load(x + token * stride_t + head * stride_k + dim, mask=mask, other=0.0)
+    row = (slot // S * KV_HEADS + head) * S + slot % S
+    tl.store(cache + row * D + dim, value, mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_stride_t,
+    k_stride_k,
+    v_stride_t,
+    v_stride_k,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is written nowhere."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        if tl.program_id(1) == 0:
+            _write_token(k, k_cache, token, slot, k_stride_t, k_stride_k, KV_HEADS, S, D, BLOCK)
+        else:
+            _write_token(v, v_cache, token, slot, v_stride_t, v_stride_k, KV_HEADS, S, DV, BLOCK_V)
+
+
+@triton.jit
+def copy_kernel(cache, pairs, layer_stride, BLOCK_ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (pair, layer, part): a part of block pairs[pair, 0] to block pairs[pair, 1]."""
+    pair = tl.program_id(0)
+    source = tl.load(pairs + 2 * pair)
+    target = tl.load(pairs + 2 * pair + 1)
+    layer = cache + tl.program_id(1).to(tl.int64) * layer_stride
+    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < BLOCK_ELEMENTS
+    value = tl.load(layer + source * BLOCK_ELEMENTS + element, mask=mask, other=0.0)
+    tl.store(layer + target * BLOCK_ELEMENTS + element, value, mask=mask)
+
+
+@triton.jit
+def gather_kernel(
+    cache,
+    out,
+    block_ids,
+    num_tokens,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (tile, head): BLOCK_N tokens of one head into out [K, T, D]."""
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = tokens < num_tokens
+    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    dims = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (dims < D)[None, :]
+    value = tl.load(cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
+    places = head.to(tl.int64) * num_tokens + tokens
+    tl.store(out + places[:, None] * D + dims[None, :], value, mask=mask)
+
+
+@triton.jit
+def _kept_rows(kept, source_ids, slots, num_kept, head, KV_HEADS: tl.constexpr, S: tl.constexpr):
+    """Rows of the tokens that go to these slots; 0 past num_kept."""
+    valid = slots < num_kept
+    old = tl.load(kept + slots, mask=valid, other=0)
+    return slot_rows(source_ids, old, valid, head, KV_HEADS, S)
+
+
+@triton.jit
+def compact_kernel(
+    cache,
+    room,
+    kept,
+    source_ids,
+    target_ids,
+    overlaps,
+    num_items,
+    num_kept,
+    num_slots,
+    layer_stride,
+    kept_stride_l,
+    kept_stride_k,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program p moves one head of one layer after another: items p, p + P, ... of [L * K].
+
+    A tile is read whole before it is written. Tiles go upwards, and the token that goes to slot i comes
+    from a slot >= i: so where no target block lies later in the old table than in the new one, no
+    slot is written before it has been read. Where one does (overlaps is not 0), all survivors of the
+    item are read into the program's room [slots, D] first.
+    """
+    program = tl.program_id(0)
+    own_room = room + program.to(tl.int64) * num_slots * D
+    dims = tl.arange(0, BLOCK_D)
+    through_room = tl.load(overlaps) != 0
+    for item in range(program, num_items, tl.num_programs(0)):
+        head = item % KV_HEADS
+        layer = item // KV_HEADS
+        layer = layer.to(tl.int64)
+        store = cache + layer * layer_stride
+        order = kept + layer * kept_stride_l + head * kept_stride_k
+        if through_room:
+            for first in range(0, num_kept, BLOCK_N):
+                slots = first + tl.arange(0, BLOCK_N)
+                rows = _kept_rows(order, source_ids, slots, num_kept, head, KV_HEADS, S)
+                tile = load_rows(store, rows, slots < num_kept, D, BLOCK_D, True)
+                mask = (slots < num_kept)[:, None] & (dims < D)[None, :]
+                tl.store(own_room + slots[:, None] * D + dims[None, :], tile, mask=mask)
+            tl.debug_barrier()
+        for first in range(0, num_slots, BLOCK_N):
+            slots = first + tl.arange(0, BLOCK_N)
+            if through_room:
+                tile = load_rows(own_room, slots, slots < num_kept, D, BLOCK_D, True)
+            else:
+                rows = _kept_rows(order, source_ids, slots, num_kept, head, KV_HEADS, S)
+                tile = load_rows(store, rows, slots < num_kept, D, BLOCK_D, True)
+            tl.debug_barrier()
+            rows = slot_rows(target_ids, slots, slots < num_slots, head, KV_HEADS, S)
+            mask = (slots < num_slots)[:, None] & (dims < D)[None, :]
+            tl.store(store + rows[:, None] * D + dims[None, :], tile, mask=mask)
+        tl.debug_barrier()

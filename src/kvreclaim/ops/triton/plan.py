@@ -1,0 +1,137 @@
+"""What attention derives from a batch once per step: decode rows, query tiles, masks, splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.triton.support import num_processors, to_device
+
+MAX_SPLITS = 64
+MIN_SPLIT = 256
+"""Tokens; a shorter share of a sequence is not worth a program of its own."""
+PROGRAMS_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """Which slots are evicted and where they stand, read by the kernels in the sequences' own tensors.
+
+    table:   [N, 8] int64 per sequence: address, length and the strides of layer and head of its evicted
+             slots, then of its slot positions; length 0 where it has none
+    tensors: what the addresses point into, held alive
+    """
+
+    table: Tensor
+    has_evicted: bool
+    has_positions: bool
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeTables:
+    """Sequences that ask one query each. Kernels read every length and table from these tensors, and
+    the grid follows from their shapes and num_splits alone: a CUDA graph can replay it.
+
+    seq_ids:      [n] int32 rows of the tables; query_starts: [N + 1] int32 row of q of each sequence
+    block_table:  [N, W] int32; seq_lens, shifts: [N] int32; seq_len 0 gives a zero row
+    num_splits:   programs over each sequence's tokens, a power of two
+    """
+
+    seq_ids: Tensor
+    query_starts: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    shifts: Tensor
+    num_splits: int
+
+
+def static_tables(
+    block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
+) -> DecodeTables:
+    """Tables of n sequences, all of which ask one query, whose values may change between replays.
+
+    Args:
+        block_table: [n, W] int32, W blocks enough for max_seq_len tokens; seq_lens, shifts: [n] int32
+    """
+    rows, device = block_table.shape[0], block_table.device
+    order = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    splits = num_splits(rows, num_kv_heads, max_seq_len, device)
+    return DecodeTables(order[:rows], order, block_table, seq_lens, shifts, splits)
+
+
+def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+    """Enough programs to fill the device, a power of two, so that few variants are compiled."""
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // max(1, num_rows * num_kv_heads)
+    useful = min(wanted, MAX_SPLITS, -(-max_seq_len // MIN_SPLIT))
+    return 1 << (max(1, useful).bit_length() - 1)
+
+
+def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | None:
+    """The sequences of the batch with one query; None if there are none. Made once per step."""
+
+    def make(batch: AttentionBatch) -> DecodeTables | None:
+        rows = [i for i, seq in enumerate(batch.sequences) if seq.query_len == 1]
+        if not rows:
+            return None
+        arrays = batch.arrays
+        device = batch.slot_mapping.device
+        longest = max(batch.sequences[i].seq_len for i in rows)
+        return DecodeTables(
+            seq_ids=to_device(np.asarray(rows, dtype=np.int32), device),
+            query_starts=arrays.query_starts,
+            block_table=arrays.block_table,
+            seq_lens=arrays.seq_lens,
+            shifts=arrays.shifts,
+            num_splits=num_splits(len(rows), num_kv_heads, longest, device),
+        )
+
+    return batch.cached(f"triton.decode.{num_kv_heads}", make)
+
+
+def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
+    """[tiles, 2] int32, sequence and first query of every `size` queries of the sequences that ask more
+    than one; None if there are none. Long sequences first, so that no long program starts last."""
+
+    def make(batch: AttentionBatch) -> Tensor | None:
+        several = [i for i, seq in enumerate(batch.sequences) if seq.query_len > 1]
+        tiles = [
+            (i, first) for i in several for first in reversed(range(0, batch.sequences[i].query_len, size))
+        ]
+        if not tiles:
+            return None
+        return to_device(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
+
+    return batch.cached(f"triton.tiles.{size}", make)
+
+
+def batch_masks(batch: AttentionBatch) -> Masks | None:
+    """None if no sequence has any; made once per step."""
+    return batch.cached("triton.masks", _masks)
+
+
+def _masks(batch: AttentionBatch) -> Masks | None:
+    rows = batch.sequences
+    if all(seq.evicted is None and seq.slot_positions is None for seq in rows):
+        return None
+    held: list[Tensor] = []
+
+    def entry(x: Tensor | None, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        if x is None:
+            return 0, 0, 0, 0
+        assert x.dtype == dtype, f"a mask of dtype {x.dtype}, {dtype} expected"
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        held.append(x)
+        return x.data_ptr(), x.shape[-1], x.stride(0), x.stride(1)
+
+    table = [(*entry(seq.evicted, torch.bool), *entry(seq.slot_positions, torch.int32)) for seq in rows]
+    return Masks(
+        table=to_device(np.asarray(table, dtype=np.int64), batch.slot_mapping.device),
+        has_evicted=any(seq.evicted is not None for seq in rows),
+        has_positions=any(seq.slot_positions is not None for seq in rows),
+        tensors=tuple(held),
+    )

@@ -1,0 +1,167 @@
+"""Scores of cached keys: ops.scoring says what each function computes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.triton.scoring_kernels import mixture_kernel, norm_kernel, trig_norm_kernel
+from kvreclaim.ops.triton.support import dot_precision, padded
+
+ROWS = 16
+
+
+def trig_norm_scores(
+    cache: KVCache,
+    layer: int,
+    block_ids: Tensor,
+    num_tokens: int,
+    queries: Tensor,
+    weights: Tensor | None,
+    layout: RopeLayout,
+) -> Tensor:
+    """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32, in one pass over K."""
+    heads, num_queries = queries.shape[:2]
+    out = torch.empty((heads, num_tokens), dtype=torch.float32, device=cache.device)
+    group = heads // cache.num_kv_heads
+    group_rows = 1 << (group - 1).bit_length()
+    bands = 0 if weights is None else layout.num_bands
+    is_half = layout.style == "half"
+    block_d = padded(cache.head_dim)
+    block_n = _tile_tokens(block_d)
+    queries = _as_rows(queries, cache)
+    if num_tokens:
+        trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+            cache.k[layer],
+            out,
+            queries,
+            queries if weights is None else _as_rows(weights, cache),
+            block_ids,
+            num_tokens,
+            num_queries,
+            KV_HEADS=cache.num_kv_heads,
+            GROUP=group,
+            S=cache.block_size,
+            D=cache.head_dim,
+            BANDS=bands,
+            BAND_START=layout.start,
+            BAND_STEP=1 if is_half else 2,
+            IMAG_SHIFT=layout.num_bands if is_half else 1,
+            HAS_QUERIES=num_queries > 0,
+            HAS_WEIGHTS=bands > 0,
+            GROUP_ROWS=group_rows,
+            TILE_ROWS=max(ROWS, group_rows),
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            BLOCK_F=padded(max(1, bands)),
+            PRECISION=dot_precision(cache.device),
+            num_warps=4 if block_d <= 128 else 8,
+            num_stages=1,
+        )
+    return out
+
+
+def mixture_scores(
+    cache: KVCache,
+    layer: int,
+    block_ids: Tensor,
+    num_tokens: int,
+    centers: Tensor,
+    variances: Tensor,
+    scale: float,
+    over: slice,
+) -> Tensor:
+    """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32, in two passes over K.
+
+    Between them only each softmax's maximum and sum per tile of tokens are kept.
+    """
+    out = torch.zeros((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    start, stop, step = over.indices(num_tokens)
+    assert step == 1, f"over has step {step}, 1 expected"
+    if start >= stop:
+        return out
+    heads, count, offsets, dim = centers.shape
+    block_d = padded(dim)
+    block_n = _tile_tokens(2 * block_d)
+    tiles = triton.cdiv(stop - start, block_n)
+    rows = heads // cache.num_kv_heads * count
+    part_max, part_sum = (
+        torch.empty((tiles, cache.num_kv_heads, rows, offsets), dtype=torch.float32, device=cache.device)
+        for _ in range(2)
+    )
+    centers, variances = _as_rows(centers, cache), _as_rows(variances, cache)
+
+    def run(normalisers: Tensor, is_score_pass: bool) -> None:
+        mixture_kernel[(tiles, cache.num_kv_heads)](
+            cache.k[layer],
+            out,
+            part_max,
+            part_sum,
+            normalisers,
+            centers,
+            variances,
+            block_ids,
+            scale,
+            start,
+            stop,
+            num_tokens,
+            rows,
+            offsets,
+            KV_HEADS=cache.num_kv_heads,
+            S=cache.block_size,
+            D=dim,
+            TILE_ROWS=ROWS,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            IS_SCORE_PASS=is_score_pass,
+            PRECISION=dot_precision(cache.device),
+            num_warps=4 if block_d <= 128 else 8,
+            num_stages=1,
+        )
+
+    run(part_max, False)
+    top = part_max.amax(dim=0)
+    run(top + (part_sum * (part_max - top).exp()).sum(dim=0).log(), True)
+    return out
+
+
+def key_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """||k|| of a paged sequence: [K, T] fp32."""
+    return _norms(cache.k[layer], block_ids, num_tokens)
+
+
+def value_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """||v|| of a paged sequence: [K, T] fp32."""
+    return _norms(cache.v[layer], block_ids, num_tokens)
+
+
+def _norms(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    _, heads, size, dim = x.shape
+    out = torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device)
+    block_n = _tile_tokens(padded(dim))
+    if num_tokens:
+        norm_kernel[(triton.cdiv(num_tokens, block_n), heads)](
+            x,
+            out,
+            block_ids,
+            num_tokens,
+            KV_HEADS=heads,
+            S=size,
+            D=dim,
+            BLOCK_N=block_n,
+            BLOCK_D=padded(dim),
+            num_warps=4,
+        )
+    return out
+
+
+def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
+    return x.to(cache.device, torch.float32).contiguous()
+
+
+def _tile_tokens(floats_per_token: int) -> int:
+    """Tokens of a tile of K, at most 32 KiB in fp32 and 64 tokens; powers of two."""
+    return max(16, min(64, 8192 // floats_per_token))

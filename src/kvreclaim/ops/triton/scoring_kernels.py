@@ -1,0 +1,174 @@
+"""Scores of cached keys, read where they lie. Rows of queries are padded to whole tiles of tl.dot."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvreclaim.ops.triton.slots import load_rows, slot_rows
+from kvreclaim.ops.triton.softmax import NOTHING
+
+
+@triton.jit
+def _query_rows(x, rows, valid, row_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """fp32 rows of queries (or centres, weights) for tl.dot, zero where not valid and past D."""
+    dims = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (dims < D)[None, :]
+    return tl.load(x + rows[:, None] * row_stride + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def trig_norm_kernel(
+    k_cache,
+    out,
+    queries,
+    weights,
+    block_ids,
+    num_tokens,
+    num_queries,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BANDS: tl.constexpr,
+    BAND_START: tl.constexpr,
+    BAND_STEP: tl.constexpr,
+    IMAG_SHIFT: tl.constexpr,
+    HAS_QUERIES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile, head): scores of BLOCK_N tokens for all query heads of a KV head; K is read once.
+
+    A tile of rows is TILE_ROWS // GROUP_ROWS queries of each of the group's (padded) heads: row m is
+    query m // GROUP_ROWS of head m % GROUP_ROWS.
+    """
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = tokens < num_tokens
+    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    member = tl.arange(0, TILE_ROWS) % GROUP_ROWS
+    place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
+    heads = head * GROUP + member
+    SHARE: tl.constexpr = TILE_ROWS // GROUP_ROWS
+
+    scores = tl.zeros([GROUP_ROWS, BLOCK_N], tl.float32)
+    if HAS_QUERIES:
+        keys = tl.trans(load_rows(k_cache, rows, valid, D, BLOCK_D, False))
+        best = tl.full([GROUP_ROWS, BLOCK_N], NOTHING, tl.float32)
+        for first in range(0, num_queries, SHARE):
+            is_row = (member < GROUP) & (first + place < num_queries)
+            tile = _query_rows(queries, heads * num_queries + first + place, is_row, D, D, BLOCK_D)
+            products = tl.dot(tile, keys, input_precision=PRECISION)
+            products = tl.where((first + place < num_queries)[:, None], products, NOTHING)
+            best = tl.maximum(best, tl.max(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0))
+        scores += best
+    if HAS_WEIGHTS:
+        bands = tl.arange(0, BLOCK_F)
+        mask = valid[:, None] & (bands < BANDS)[None, :]
+        dims = BAND_START + bands * BAND_STEP
+        real = tl.load(k_cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        dims += IMAG_SHIFT
+        imag = tl.load(k_cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        norms = tl.trans(tl.sqrt(real * real + imag * imag))
+        tile = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
+        products = tl.dot(tile, norms, input_precision=PRECISION)
+        scores += tl.sum(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0)
+    member = tl.arange(0, GROUP_ROWS)
+    places = (head * GROUP + member).to(tl.int64)[:, None] * num_tokens + tokens[None, :]
+    tl.store(out + places, scores, mask=(member < GROUP)[:, None] & valid[None, :])
+
+
+@triton.jit
+def mixture_kernel(
+    k_cache,
+    out,
+    part_max,
+    part_sum,
+    normalisers,
+    centers,
+    variances,
+    block_ids,
+    scale,
+    first_token,
+    stop_token,
+    num_tokens,
+    num_centers,
+    num_offsets,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SCORE_PASS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (tile, head): BLOCK_N tokens against all centres (rows (query head, centre) of the KV head)
+    at all offsets. Logits live in registers only; the second pass computes them again.
+
+    First pass: part_max and part_sum [tiles, K, rows, O] of each row's softmax over this tile.
+    Score pass: out [K, T] from normalisers [K, rows, O], the log of each softmax's denominator.
+    """
+    tile_id = tl.program_id(0)
+    head = tl.program_id(1)
+    tokens = first_token + tile_id * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = tokens < stop_token
+    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    keys = tl.trans(load_rows(k_cache, rows, valid, D, BLOCK_D, False))
+    squares = keys * keys
+    best = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, num_centers, TILE_ROWS):
+        row = first + tl.arange(0, TILE_ROWS)
+        is_row = row < num_centers
+        center = head * num_centers + row
+        tile = _query_rows(variances, center, is_row, D, D, BLOCK_D) * (scale * scale * 0.5)
+        spread = tl.dot(tile, squares, input_precision=PRECISION)
+        mean = tl.zeros([TILE_ROWS, BLOCK_N], tl.float32)
+        for offset in range(0, num_offsets):
+            column = center.to(tl.int64) * num_offsets + offset
+            tile = _query_rows(centers, column, is_row, D, D, BLOCK_D) * scale
+            logits = tl.dot(tile, keys, input_precision=PRECISION) + spread
+            if IS_SCORE_PASS:
+                denominator = tl.load(normalisers + column, mask=is_row, other=0.0)
+                probs = tl.exp(tl.minimum(logits - denominator[:, None], 0.0))
+                mean += tl.where(is_row[:, None], probs, 0.0)
+            else:
+                logits = tl.where(valid[None, :], logits, NOTHING)
+                top = tl.max(logits, axis=1)
+                total = tl.sum(tl.exp(logits - top[:, None]), axis=1)
+                column += tile_id.to(tl.int64) * KV_HEADS * num_centers * num_offsets
+                tl.store(part_max + column, top, mask=is_row)
+                tl.store(part_sum + column, total, mask=is_row)
+        if IS_SCORE_PASS:
+            best = tl.maximum(best, tl.max(mean, axis=0) / num_offsets)
+    if IS_SCORE_PASS:
+        tl.store(out + head.to(tl.int64) * num_tokens + tokens, best, mask=valid)
+
+
+@triton.jit
+def norm_kernel(
+    cache,
+    out,
+    block_ids,
+    num_tokens,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (tile, head): Euclidean norms of BLOCK_N rows of one head."""
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = tokens < num_tokens
+    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    tile = load_rows(cache, rows, valid, D, BLOCK_D, False)
+    norms = tl.sqrt(tl.sum(tile * tile, axis=1))
+    tl.store(out + head.to(tl.int64) * num_tokens + tokens, norms, mask=valid)

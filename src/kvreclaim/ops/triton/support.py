@@ -1,0 +1,97 @@
+"""Whether Triton's kernels can run here, and what they need to know about the machine.
+
+Importing this needs no triton. Everything else in the package does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.backend import Need
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTERPRETED_PROCESSORS = 8
+"""Multiprocessors that Triton's interpreter pretends to have."""
+
+
+def unavailable_reason() -> str | None:
+    """Why no kernel of this package can run in this process, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not is_interpreted() and not torch.cuda.is_available():
+        return "no CUDA device, and TRITON_INTERPRET=1 is not set"
+    return None
+
+
+def unsupported_reason(need: Need) -> str | None:
+    """Why the kernels cannot serve this model on this device, or None."""
+    first = need.layers[0]
+    problems = {
+        f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
+        f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
+        f"head dim {max(first.head_dim, first.v_head_dim)} is above {MAX_HEAD_DIM}": max(
+            first.head_dim, first.v_head_dim
+        )
+        > MAX_HEAD_DIM,
+    }
+    return unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
+
+
+def describe() -> str:
+    """For the line that says which kernels run."""
+    return "triton (interpreter)" if is_interpreted() else f"triton ({torch.cuda.get_device_name()})"
+
+
+def is_interpreted() -> bool:
+    """Kernels run in Triton's interpreter, on tensors of any device. Decided before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def keeps_16_bits(dtype: torch.dtype) -> bool:
+    """Whether tl.dot takes its operands as they lie in the cache. The interpreter computes bf16 on raw
+    words and must be given fp32."""
+    return dtype != torch.float32 and not is_interpreted()
+
+
+@cache
+def dot_precision(device: torch.device) -> str:
+    """How tl.dot multiplies fp32: three tf32 products where tensor cores have them (fp32 accuracy
+    without the registers that plain fp32 products of whole rows take), else plain fp32."""
+    has_tf32 = device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
+    return "tf32x3" if has_tf32 else "ieee"
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def padded(dim: int) -> int:
+    """The power of two that a tile of this many columns takes; tl.dot wants 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device that does not wait for it."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def new_output(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised, in the dtype that kernels write for tensors like this one: the interpreter rounds
+    to bf16 wrongly where a carry reaches the exponent, so it writes fp32 and torch rounds."""
+    dtype = torch.float32 if is_interpreted() else like.dtype
+    return torch.empty(shape, dtype=dtype, device=like.device)

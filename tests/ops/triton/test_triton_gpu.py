@@ -1,0 +1,69 @@
+"""What only a GPU can show: compiled kernels at sizes the interpreter cannot reach, and real graphs.
+
+Run with TRITON_INTERPRET=0, which runs all tests of this directory on the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_oracle import Ask, Shape, world
+from triton_pair import DTYPES, assert_close, attend_both, make_pair
+
+from kvreclaim.ops import reference
+from kvreclaim.ops import triton as kernels
+
+pytestmark = pytest.mark.gpu
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(kv_heads=8, group=4, dim=128),
+        Shape(kv_heads=2, group=8, dim=64),
+        Shape(kv_heads=4, group=2, dim=256),
+    ],
+    ids=["128", "64", "256"],
+)
+def test_long_contexts(shape: Shape, dtype: torch.dtype) -> None:
+    batch = [Ask(1, 9000), Ask(300, 2500), Ask(1, 1), Ask(1, 4097), Ask(700, 700)]
+    assert_close(*attend_both(world(replace(shape, dtype=dtype), batch)))
+
+
+@DTYPES
+def test_compaction_of_many_heads(dtype: torch.dtype) -> None:
+    """In place and through the room, with more heads than multiprocessors."""
+    pair = make_pair(Shape(kv_heads=8, dim=128, layers=24, dtype=dtype), 3000)
+    order = torch.rand(24, 8, 3000).argsort(-1)[..., :2048].sort(-1).values
+    for target in (pair.block_ids[:128], pair.block_ids.flip(0)[:128]):
+        ours = make_pair(Shape(kv_heads=8, dim=128, layers=24, dtype=dtype), 3000)
+        reference.compact(ours.reference, order, ours.block_ids, target)
+        kernels.compact(ours.kernel, order.cuda(), ours.device_ids, target.cuda())
+        for x, y in ((ours.kernel.k, ours.reference.k), (ours.kernel.v, ours.reference.v)):
+            assert torch.equal(x[:, target.cuda()].cpu(), y[:, target])
+
+
+def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
+    w = world(Shape(kv_heads=2, group=4, dim=64, dtype=torch.bfloat16), [Ask(1, 700), Ask(1, 30), Ask(1, 65)])
+    arrays = w.batch.arrays
+    table, lengths, shifts = (x.cuda() for x in (arrays.block_table, arrays.seq_lens, arrays.shifts))
+    lengths.zero_()
+    q, cache = w.q[0].cuda(), type(w.cache)(w.cache.k.cuda(), w.cache.v.cuda())
+
+    def run() -> torch.Tensor:
+        tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
+        return kernels.decode_attention(q, cache, 0, tables, scale=0.125)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    assert not out.any()
+    lengths.copy_(arrays.seq_lens)
+    graph.replay()
+    assert_close(out, reference.paged_attention(w.q[0], w.cache, 0, w.batch, scale=0.125))

@@ -1,0 +1,70 @@
+"""What the back-end says about itself, with and without triton, a GPU or the interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from triton_pair import DEVICE
+
+from kvreclaim.ops import triton as kernels
+from kvreclaim.ops.backend import Need
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.triton import support
+
+
+def need(dim: int = 64, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> Need:
+    return Need((LayerFacts(8, 2, dim, dim, 0.125),), 16, dtype, device)
+
+
+@pytest.mark.parametrize("dim", [8, 32, 80, 256])
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
+def test_what_is_served(dim: int, dtype: torch.dtype) -> None:
+    assert kernels.unavailable_reason() is None
+    assert kernels.unsupported_reason(need(dim, dtype)) is None
+    assert kernels.describe().startswith("triton (")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [(need(dim=288), "head dim 288 is above 256"), (need(dtype=torch.float64), "float64")],
+    ids=["dim", "dtype"],
+)
+def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
+    assert reason in str(kernels.unsupported_reason(asked))
+
+
+def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "TRITON_INTERPRET" in str(kernels.unavailable_reason())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels.unavailable_reason() is None
+    assert "cpu" in str(kernels.unsupported_reason(need(device=torch.device("cpu"))))
+
+
+def test_importing_without_triton() -> None:
+    """The package stays importable and says what is missing."""
+    code = (
+        "import importlib.util as u, sys; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)\n"
+        "from kvreclaim.ops import triton\n"
+        "print(triton.NAME, triton.unavailable_reason(), 'triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "triton triton is not installed False"
+
+
+@pytest.mark.parametrize(("dim", "columns"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (129, 256)])
+def test_tiles_are_powers_of_two(dim: int, columns: int) -> None:
+    assert support.padded(dim) == columns
+
+
+def test_a_copy_on_the_device() -> None:
+    values = np.arange(6, dtype=np.int32).reshape(2, 3)
+    there = support.to_device(values, DEVICE)
+    assert there.device.type == DEVICE.type
+    assert there.tolist() == values.tolist()
