@@ -42,7 +42,7 @@ def test_every_back_end_has_every_function(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidArgumentError, match="auto, native, triton or reference|auto.*reference"):
+    with pytest.raises(InvalidArgumentError, match="auto, native, triton, reference"):
         choose_backend("cuda", need())
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvreclaim import __version__, demo_model
+from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import ModelOption, usage_errors
 
@@ -18,7 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve language models from a paged KV cache whose compression gives blocks back.",
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
 
@@ -88,26 +88,6 @@ def calibrate(
     for layer, value in enumerate(stats.mean_concentration([x.rope for x in loaded.facts.layers]).tolist()):
         console.print(f"layer {layer:3d}  concentration R {value:.3f}")
     console.print(f"{stats.metadata.num_tokens} tokens, {centers} centres per head: {output}")
-
-
-@bench_app.command("blocks")
-def bench_blocks(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Cost of block operations at 10^3, 10^5 and 10^6 blocks."""
-    from kvreclaim.bench import blocks
-
-    rows = blocks.run()
-    blocks.print_table(rows)
-    _write_json(rows, json_file)
-
-
-def _write_json(rows: list[dict[str, object]], path: Path | None) -> None:
-    if path is not None:
-        import json
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"runs": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

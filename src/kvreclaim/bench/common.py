@@ -1,0 +1,142 @@
+"""What every benchmark shares: facts of the machine, alternating rounds, medians, tables, the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+PACKAGES = ("kvreclaim", "torch", "transformers", "numpy", "triton")
+CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
+DEFAULT_MODEL = Path("bench_models/qwen3-26m")
+PIPE_WIDTH = 140
+
+
+def machine() -> Row:
+    """CPU, cores, the vector extensions that decide kernel speed, memory in GiB, GPU where there is one."""
+    import torch
+
+    cpu, flags = _cpu_info()
+    facts: Row = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "os": platform.platform(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def _cpu_info() -> tuple[str, set[str]]:
+    """Model name and feature flags; empty flags where the system does not say."""
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags") or fields.get("Features") or ""
+    return fields.get("model name") or platform.processor() or platform.machine(), set(flags.split())
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Of Python and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
+    """The file that every benchmark writes: machine, versions, commit, command, what is extra, rows."""
+    return {
+        "machine": machine(),
+        "versions": versions() | extra.pop("peer_versions", {}),
+        "commit": commit(),
+        "command": command,
+        **extra,
+        "rows": list(rows),
+    }
+
+
+def write_json(content: Row, path: Path | None) -> None:
+    """Write the report; None writes nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call every run once a round, beginning each round with the next one: results by name."""
+    names = list(runs)
+    results: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            results[name].append(runs[name]())
+    return results
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def spread(values: Sequence[float]) -> float:
+    """Largest over smallest."""
+    return max(values) / min(values)
+
+
+def table(title: str, headings: Sequence[str], *, text_columns: int = 1) -> Table:
+    """A table whose first columns are words and whose others are numbers."""
+    made = Table(title=title)
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if i < text_columns else "right")
+    return made
+
+
+def show(made: Table, console: Console | None = None) -> None:
+    """Print a table."""
+    (console or wide_console()).print(made)
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; where there is none, wide enough for every table."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+def text(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    """A number for a table; "-" where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}{suffix}"

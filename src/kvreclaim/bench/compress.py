@@ -1,0 +1,133 @@
+"""What compression costs: one pass split into score, select and move, as a share of decoding.
+
+A sequence is compressed once in `interval` tokens. At each point the cache is filled to the context under
+the policy, then whole intervals are decoded: `step_ms` is the median of the steps in which nobody was
+compressed, `share` the time of one pass for every sequence over that of the interval's steps. A pass reads
+what a sequence holds, budget + interval tokens, however long its trace is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+from rich.console import Console
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.patches import Clock, timers
+from kvreclaim.bench.systems.base import Point
+from kvreclaim.bench.systems.ours import Ours
+from kvreclaim.compression import compressor as compressor_module
+
+
+@dataclass(frozen=True, slots=True)
+class CompressPlan:
+    """Every context at the base's budget, then every budget at `budget_context`; by policy and batch."""
+
+    base: DecodePlan
+    contexts: tuple[int, ...] = (8192, 32_768, 131_072)
+    budgets: tuple[int, ...] = (512, 2048, 8192)
+    batches: tuple[int, ...] = (1,)
+    policies: tuple[str, ...] = ("triattention", "query_mixture")
+    budget_context: int = 32_768
+    intervals: int = 2
+
+    def points(self) -> Iterator[tuple[int, int, int]]:
+        """(context, batch, budget), none twice, none whose context is within its budget."""
+        wanted = [(c, b, self.base.budget) for b in self.batches for c in self.contexts]
+        wanted += [(self.budget_context, b, budget) for b in self.batches for budget in self.budgets]
+        for context, batch, budget in dict.fromkeys(wanted):
+            if context > budget + self.base.interval:
+                yield context, batch, budget
+
+
+def run(plan: CompressPlan, console: Console | None = None) -> list[Row]:
+    """Returns: rows with policy, context, batch, budget, interval, passes, step_ms; score_ms, select_ms,
+    move_ms and pass_ms of one sequence, means over the passes; share."""
+    rows = []
+    for policy in plan.policies:
+        for context, batch, budget in plan.points():
+            rows.append(_measure(replace(plan.base, budget=budget), policy, context, batch, plan.intervals))
+            if console is not None:
+                row = rows[-1]
+                console.print(
+                    f"{policy} {context:,} x {batch}, budget {budget}: {row['pass_ms']:.2f} ms, "
+                    f"{row['share']:.1%}",
+                    style="dim",
+                )
+    return rows
+
+
+def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals: int) -> Row:
+    name = f"kvreclaim-{policy}"
+    steps = intervals * base.interval
+    point = Point(context, batch, steps + 16, "synthetic")
+    system = Ours(name, base.setup, [point], config=base.compression(name), kernels=base.kernels)
+    session = system.open(point)
+    clock, totals = Clock(), system.llm.engine.totals
+    try:
+        session.run(4)
+        before = (totals.compactions, totals.score_s, totals.compact_s)
+        quiet = []
+        with timers(clock, [(compressor_module, "select", "select")]):
+            for _ in range(steps):
+                passes, started = totals.compactions, perf_counter()
+                session.run(1)
+                if totals.compactions == passes:
+                    quiet.append(perf_counter() - started)
+    finally:
+        session.close()
+    passes = totals.compactions - before[0]
+    assert passes > 0, f"no pass in {steps} steps"
+    select = clock.take().get("select", 0.0) / passes
+    score = (totals.score_s - before[1]) / passes - select
+    move, step = (totals.compact_s - before[2]) / passes, median(quiet)
+    return {
+        "policy": policy,
+        "model": base.model.name,
+        "dtype": base.dtype,
+        "threads": base.threads,
+        "context": context,
+        "batch": batch,
+        "budget": base.budget,
+        "interval": base.interval,
+        "passes": passes,
+        "step_ms": 1e3 * step,
+        "score_ms": 1e3 * score,
+        "select_ms": 1e3 * select,
+        "move_ms": 1e3 * move,
+        "pass_ms": 1e3 * (score + select + move),
+        "share": batch * (score + select + move) / (base.interval * step),
+        "kernels": system.llm.engine.kernels,
+    }
+
+
+def compress_table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    headings = (
+        "policy",
+        "context x batch",
+        "budget",
+        "step ms",
+        "score",
+        "select",
+        "move",
+        "pass ms",
+        "share",
+    )
+    made = table("one compaction pass of one sequence, ms", headings, text_columns=2)
+    for row in rows:
+        parts = (row[f"{part}_ms"] for part in ("score", "select", "move", "pass"))
+        made.add_row(
+            row["policy"],
+            f"{row['context']:,} x {row['batch']}",
+            f"{row['budget']:,}",
+            text(row["step_ms"]),
+            *(text(part) for part in parts),
+            text(100 * row["share"], 2, "%"),
+        )
+    return made

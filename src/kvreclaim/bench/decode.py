@@ -1,0 +1,267 @@
+"""Decode speed of kvreclaim and its peers over contexts and batches, on one model directory.
+
+What is measured: tokens per second of all sequences together while each decodes after `context` tokens in its
+cache. Prefill, start-up and the first token are outside of it in every system:
+
+- kvreclaim: the time of `engine.step()` calls that hold nothing but decodes. A slice of a compressing policy
+  is a whole number of intervals, so that each sequence is compressed as often as it would be for ever.
+- vLLM: the same with `LLMEngine.step()`, in its own process and environment, the engine core in that process
+  (nothing runs ahead between two slices, and no second process competes for the cores).
+- transformers `generate`: from the first new token to the last, by a stopping criterion that looks at the
+  clock, on a DynamicCache that is cut back afterwards.
+- transformers continuous batching: on its own time stamps, from the last sequence's first token until the
+  first sequence ends; its prompts are sent anew for every slice.
+
+How the cache is filled. With fill "prefill" every system computes its prompts. With "synthetic", the default,
+each system admits, schedules and stores the prompts as ever, but the model's forward pass is replaced by
+writing random keys and values into the slots it is given (transformers' `generate` gets a cache object of
+random tensors). Decoding costs the same whatever the numbers are, and 32 x 32k tokens take seconds instead of
+an hour, in every system alike. Prompts differ from the first token on, so no block is shared. While the last
+prompts are being filled the first ones may decode: their contexts are longer by at most `Point.overshoot`.
+
+How it is timed. All systems that fit into memory together are open at once and take turns, `rounds` times,
+each round beginning with another one; the result is the median over rounds, and the spread (largest over
+smallest) is reported. Same threads, same dtype. What runs before the first round does not count. Slow systems
+get shorter slices. What would not fit into memory or into the time limit is reported as skipped, with the
+reason.
+
+Nothing is timed before the systems have drawn the model's greedy tokens (verify.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+
+import psutil
+from rich.console import Console
+
+from kvreclaim.bench.common import Row, alternate, spread, wide_console
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, Slice, System, random_prompts
+from kvreclaim.bench.systems.vllm_peer import Vllm
+from kvreclaim.bench.verify import Agreement, Referee, require_agreement
+
+MEMORY_SHARE = 0.85
+WARM_UPS = 3
+PAUSE_S = 0.25
+"""Between slices: OpenMP's idle threads spin for a while after the last parallel loop of another process."""
+
+
+@dataclass(slots=True)
+class DecodeResult:
+    """rows as in the file; checks: greedy agreement; versions: of vLLM's environment."""
+
+    rows: list[Row] = field(default_factory=list)
+    checks: list[Agreement] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def verify(
+    plan: DecodePlan, console: Console, *, prompt_tokens: int = 96, max_tokens: int = 24
+) -> list[Agreement]:
+    """Greedy tokens of every system, in fp32 and in the dtype that is timed. Raises: WrongTokensError."""
+    referee = Referee(plan.model)
+    prompts = random_prompts(4, prompt_tokens, int(referee.model.config.vocab_size), seed=7)
+    points = [Point(prompt_tokens, len(prompts), max_tokens)]
+    results = []
+    for name in (*plan.systems, *plan.peers):
+        if plan.compression(name) is not None and plan.budget < prompt_tokens + max_tokens:
+            continue  # up to its budget a policy is the full cache, beyond it has no such oracle
+        for dtype in dict.fromkeys(("float32", plan.dtype)):
+            if plan.compression(name) is not None and dtype != plan.dtype:
+                continue
+            console.print(f"verify {name} in {dtype}", style="dim")
+            system = plan.make(name, Setup(plan.model, dtype, plan.threads), points)
+            try:
+                results.append(referee.judge(name, dtype, prompts, system.generate(prompts, max_tokens)))
+            finally:
+                system.close()
+    require_agreement(results)
+    return results
+
+
+def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True) -> DecodeResult:
+    """Verify, then time every point. Raises: WrongTokensError, InvalidArgumentError."""
+    console = console or wide_console(stderr=True)
+    result = DecodeResult()
+    if check:
+        result.checks = verify(plan, console)
+    grid = plan.points()
+    with ExitStack() as stack:
+        systems: dict[str, System] = {}
+        for name in (*plan.systems, *plan.peers):
+            console.print(f"load {name}", style="dim")
+            system = systems[name] = plan.make(name, plan.setup, grid)
+            stack.callback(system.close)
+            if isinstance(system, Vllm):
+                result.versions = system.versions()
+        paces: dict[str, Pace] = {name: Pace() for name in systems}
+        for point in grid:
+            for row in time_point(plan, point, systems, paces):
+                result.rows.append(row | _facts(plan, systems[row["system"]], result.checks))
+                _tell(console, row)
+    return result
+
+
+def _facts(plan: DecodePlan, system: System, checks: list[Agreement]) -> Row:
+    """What is said of every row."""
+    passed = [check.passed for check in checks if check.system == system.name]
+    return {
+        "model": plan.model.name,
+        "dtype": plan.dtype,
+        "threads": plan.threads,
+        "fill": plan.fill,
+        "verified": all(passed) if passed else None,
+        **system.facts(),
+    }
+
+
+def _tell(console: Console, row: Row) -> None:
+    place = f"{row['context']:>7,} x {row['batch']:<3} {row['system']:24}"
+    if row["tokens_per_s"] is None:
+        console.print(f"{place} skipped: {row['skipped']}", style="yellow")
+    else:
+        console.print(f"{place} {row['tokens_per_s']:10,.1f} tokens/s  spread {row['spread']:.2f}")
+
+
+@dataclass(slots=True)
+class Pace:
+    """What one system's steps have cost so far: the fewest seconds per cached token."""
+
+    per_token: float = 0.0
+
+    def note(self, point: Point, step_s: float) -> None:
+        here = step_s / (point.context * point.batch)
+        self.per_token = here if not self.per_token else min(self.per_token, here)
+
+    def forecast(self, point: Point) -> float:
+        """Seconds of a step at another point, if it costs as much per cached token as the best so far."""
+        return self.per_token * point.context * point.batch
+
+
+def time_point(
+    plan: DecodePlan, point: Point, systems: dict[str, System], paces: dict[str, Pace]
+) -> list[Row]:
+    """One row for each system, skipped ones included."""
+    rows: dict[str, Row] = {}
+    waiting = list(systems)
+    while waiting:
+        group, reason = _fitting(point, [systems[name] for name in waiting])
+        if not group:
+            name = waiting.pop(0)
+            rows[name] = _skipped(name, point, reason)
+            continue
+        rows |= _time_group(plan, point, {name: systems[name] for name in group}, paces)
+        waiting = [name for name in waiting if name not in group]
+    return [rows[name] for name in systems]
+
+
+def _fitting(point: Point, systems: list[System]) -> tuple[list[str], str]:
+    """The first systems that can be open at once, and why the first of all cannot."""
+    free = int(psutil.virtual_memory().available * MEMORY_SHARE)
+    group: list[str] = []
+    for system in systems:
+        needed = system.new_bytes(point)
+        if needed > free:
+            return group, f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB may be used"
+        group.append(system.name)
+        free -= needed
+    return group, ""
+
+
+def _time_group(
+    plan: DecodePlan, point: Point, systems: dict[str, System], paces: dict[str, Pace]
+) -> dict[str, Row]:
+    """Open all, warm up, take turns, close all."""
+    rows: dict[str, Row] = {}
+    sessions: dict[str, Session] = {}
+    steps: dict[str, int] = {}
+    try:
+        for name, system in systems.items():
+            try:
+                _check_limit(plan, paces[name].forecast(point), system.multiple)
+                session = sessions[name] = system.open(point)
+                steps[name] = _warm_up(plan, point, system, session, paces[name])
+            except SkipPoint as reason:
+                rows[name] = _skipped(name, point, str(reason))
+        slices: dict[str, list[Slice]] = {name: [] for name in steps}
+        runs = {name: _turn(sessions[name], steps[name], slices[name]) for name in steps}
+        speeds = alternate(runs, plan.rounds) if runs else {}
+        for name, values in speeds.items():
+            rows[name] = _row(name, point, values, steps[name], sessions[name])
+    finally:
+        for session in sessions.values():
+            session.close()
+    return rows
+
+
+def _turn(session: Session, steps: int, slices: list[Slice]) -> Callable[[], float]:
+    def run_once() -> float:
+        time.sleep(PAUSE_S)
+        slices.append(session.run(steps))
+        return slices[-1].tokens_per_s
+
+    return run_once
+
+
+def _warm_up(plan: DecodePlan, point: Point, system: System, session: Session, pace: Pace) -> int:
+    """Slices that do not count; repeated where others may have disturbed them.
+
+    Returns: steps of the slices that count.
+    """
+    step_s = float("inf")
+    for _ in range(WARM_UPS):
+        warm_up = session.run(2)
+        step_s = min(step_s, warm_up.elapsed_s / warm_up.steps)
+        if _total_s(plan, step_s, system.multiple) <= plan.limit_s / 4:
+            break
+    _check_limit(plan, step_s, system.multiple)
+    if system.multiple == 1 and step_s < 0.1:
+        step_s = min(step_s, session.run(8).elapsed_s / 8)
+    pace.note(point, step_s)
+    if system.multiple > 1:
+        return system.multiple
+    return max(2, min(plan.steps, int(plan.slice_s / step_s)))
+
+
+def _total_s(plan: DecodePlan, step_s: float, steps: int) -> float:
+    """Seconds of all rounds with the fewest steps that may be timed."""
+    return step_s * max(2, steps) * plan.rounds
+
+
+def _check_limit(plan: DecodePlan, step_s: float, steps: int) -> None:
+    """Raises: SkipPoint if the rounds would exceed the limit."""
+    total_s = _total_s(plan, step_s, steps)
+    if total_s > plan.limit_s:
+        raise SkipPoint(
+            f"a step takes about {step_s:.1f} s; {total_s:.0f} s exceed the limit of {plan.limit_s:.0f} s"
+        )
+
+
+def _row(name: str, point: Point, values: list[float], steps: int, session: Session) -> Row:
+    speed = median(values)
+    return {
+        "system": name,
+        "context": point.context,
+        "batch": point.batch,
+        "tokens_per_s": speed,
+        "ms_per_step": 1e3 * point.batch / speed,
+        "rounds": len(values),
+        "steps": steps,
+        "spread": spread(values),
+        "fill_s": session.fill_s,
+    }
+
+
+def _skipped(name: str, point: Point, reason: str) -> Row:
+    return {
+        "system": name,
+        "context": point.context,
+        "batch": point.batch,
+        "tokens_per_s": None,
+        "skipped": reason,
+    }

@@ -1,0 +1,65 @@
+"""The decode benchmark's figures for people: speeds and the ratios that are asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import geometric_mean
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, table, text
+
+RATIOS = (
+    ("kvreclaim-full", "vllm"),
+    ("kvreclaim-full", "transformers"),
+    ("kvreclaim-full", "transformers-cb"),
+    ("kvreclaim-triattention", "kvreclaim-full"),
+    ("kvreclaim-query_mixture", "kvreclaim-full"),
+    ("kvreclaim-triattention", "vllm"),
+)
+SHORT = {
+    "kvreclaim-full": "full",
+    "kvreclaim-query_mixture": "query_mixture",
+    "kvreclaim-triattention": "triattention",
+    "transformers": "transformers",
+    "transformers-cb": "transf. CB",
+    "vllm": "vLLM",
+}
+
+
+def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]]:
+    """By (context, batch): tokens/s of each system, None where it was skipped."""
+    points: dict[tuple[int, int], dict[str, float | None]] = {}
+    for row in rows:
+        points.setdefault((row["context"], row["batch"]), {})[row["system"]] = row["tokens_per_s"]
+    return points
+
+
+def ratio(systems: dict[str, float | None], over: str, under: str) -> float | None:
+    """Speed of `over` by the speed of `under`; None where one of them is missing."""
+    a, b = systems.get(over), systems.get(under)
+    return None if a is None or b is None else a / b
+
+
+def speed_table(rows: Sequence[Row]) -> Table:
+    """Tokens/s: a line for each point, a column for each system."""
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    made = table("decode tokens/s", ("context x batch", *(SHORT[name] for name in names)))
+    for (context, batch), systems in speeds(rows).items():
+        cells = [text(systems.get(name), 1) for name in names]
+        made.add_row(f"{context:,} x {batch}", *cells)
+    return made
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    """Ratios of the pairs that were measured, with the geometric mean and the least of each."""
+    points = speeds(rows)
+    pairs = [pair for pair in RATIOS if any(ratio(s, *pair) is not None for s in points.values())]
+    made = table("ratios", ("context x batch", *(f"{SHORT[a]} / {SHORT[b]}" for a, b in pairs)))
+    for (context, batch), systems in points.items():
+        made.add_row(f"{context:,} x {batch}", *(text(ratio(systems, *pair), 2) for pair in pairs))
+    columns = [[r for s in points.values() if (r := ratio(s, *pair)) is not None] for pair in pairs]
+    made.add_section()
+    made.add_row("geometric mean", *(text(geometric_mean(column)) for column in columns))
+    made.add_row("least", *(text(min(column)) for column in columns))
+    return made

@@ -1,0 +1,67 @@
+"""Whether decode speed under compression depends on how long the trace has grown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from statistics import median
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.systems.base import Point
+from kvreclaim.bench.systems.ours import Ours
+
+SYSTEM = "kvreclaim-triattention"
+
+
+def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int = 8) -> list[Row]:
+    """Decode at each logical length, the lengths taking turns; every slice holds one compression a sequence.
+
+    Returns: rows as of `bench decode`, with `ratio` to the speed at the first length.
+    """
+    new_tokens = (plan.rounds + 1) * plan.interval + 8
+    with ExitStack() as stack:
+        sessions = {}
+        for context in contexts:
+            point = Point(context, batch, new_tokens, plan.fill)
+            system = Ours(SYSTEM, plan.setup, [point], config=plan.compression(SYSTEM), kernels=plan.kernels)
+            session = sessions[context] = system.open(point)
+            stack.callback(session.close)
+            session.run(plan.interval)
+        runs = {
+            str(context): lambda session=session: session.run(plan.interval).tokens_per_s
+            for context, session in sessions.items()
+        }
+        speeds = alternate(runs, plan.rounds)
+    first = median(speeds[str(contexts[0])])
+    return [
+        {
+            "system": SYSTEM,
+            "model": plan.model.name,
+            "dtype": plan.dtype,
+            "threads": plan.threads,
+            "context": context,
+            "batch": batch,
+            "tokens_per_s": median(speeds[str(context)]),
+            "spread": spread(speeds[str(context)]),
+            "ratio": median(speeds[str(context)]) / first,
+            "budget": plan.budget,
+            "interval": plan.interval,
+        }
+        for context in contexts
+    ]
+
+
+def growth_table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    made = table("triattention as the trace grows", ("length x batch", "tokens/s", "spread", "of the first"))
+    for row in rows:
+        made.add_row(
+            f"{row['context']:,} x {row['batch']}",
+            text(row["tokens_per_s"], 1),
+            text(row["spread"]),
+            text(100 * row["ratio"], 1, "%"),
+        )
+    return made

@@ -1,0 +1,149 @@
+"""How near the kernels come to what the machine gives: bytes that must move over the time they take.
+
+Every case is first computed by the reference on the same keys and values and compared; nothing is timed
+while one differs. A call is timed over several layers in turn, so that a layer has left the near caches
+before it is read again, as it has in a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kvreclaim.bench.bandwidth import Machine, measure, median_time
+from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.kernel_cases import BLOCK_SIZE, Case, Filled, Shape, standard
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.ops import reference
+from kvreclaim.ops.backend import Backend, Need, choose_backend
+
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-4}
+"""Largest difference from the reference over the reference's largest value."""
+MIN_SLICE_S = 0.02
+
+
+class WrongKernelError(KVReclaimError, RuntimeError):
+    """A kernel's result is not the reference's."""
+
+
+def run(
+    kernels: str = "auto",
+    *,
+    device: str = "cpu",
+    cases: Iterable[Case] | None = None,
+    machine: Machine | None = None,
+    repeats: int = 5,
+) -> list[Row]:
+    """Check every case, then time every case. Raises: WrongKernelError naming the first that differs.
+
+    Returns: rows with op, shape, us (of one layer's call; of all layers for compaction), gb_s, read_share or
+        copy_share, gflop_s and flop_share where arithmetic counts, error; cases that the back-end cannot
+        serve with the reason in `skipped`.
+    """
+    chosen = list(standard(device) if cases is None else cases)
+    errors = [check(case, _backend(kernels, case)) for case in chosen]
+    machine = machine or measure(device=device)
+    return [
+        _time(case, _backend(kernels, case), error, machine, repeats)
+        for case, error in zip(chosen, errors, strict=True)
+    ]
+
+
+def _backend(kernels: str, case: Case) -> Backend:
+    shape = case.shape
+    need = Need(shape.facts(), BLOCK_SIZE, shape.dtype, torch.device(shape.device))
+    return choose_backend(kernels, need).backend
+
+
+def check(case: Case, backend: Backend) -> float:
+    """Largest difference from the reference, over the reference's largest value, on one layer.
+
+    Raises: WrongKernelError above the tolerance, or for a result that is not finite.
+    """
+    small = replace(case.shape, layers=case.shape.layers if case.all_layers else 1)
+    error = _difference(_result(case, backend, small), _result(case, reference, small))
+    allowed = TOLERANCES[case.shape.dtype]
+    if not error <= allowed:
+        raise WrongKernelError(
+            f"{backend.NAME} {case.op} at {case.shape.describe()} is off by {error:.2e} of the reference's "
+            f"largest value (allowed {allowed:.0e}); nothing was timed; run the tests of this kernel."
+        )
+    return error
+
+
+def _result(case: Case, backend: Any, shape: Shape) -> Tensor:
+    filled = Filled(backend, shape)
+    returned = case.run(filled, 0)
+    found = case.result(filled, 0) if case.result is not None else returned
+    assert found is not None, f"{case.op} neither returns a tensor nor says where its result is"
+    return found.float()
+
+
+def _difference(got: Tensor, wanted: Tensor) -> float:
+    if got.shape != wanted.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+
+
+def _time(case: Case, backend: Backend, error: float, machine: Machine, repeats: int) -> Row:
+    """One row; a slice takes at least MIN_SLICE_S."""
+    shape = case.shape
+    filled = Filled(backend, shape)
+    layers = 1 if case.all_layers else shape.layers
+
+    def call(times: int) -> None:
+        for layer in list(range(layers)) * times:
+            case.run(filled, layer)
+
+    first = median_time(lambda: call(1), shape.device, 1)
+    times = max(1, int(MIN_SLICE_S / first))
+    call_s = median_time(lambda: call(times), shape.device, repeats) / times / layers
+    gb_s = case.moved / call_s / 1e9
+    peak = machine.read_gb_s if case.against == "read" else machine.copy_gb_s
+    row: Row = {
+        "op": case.op,
+        "kernels": backend.NAME,
+        "context": shape.context,
+        "batch": shape.batch,
+        "head_dim": shape.head_dim,
+        "kv_heads": shape.kv_heads,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "us": call_s * 1e6,
+        "mib": case.moved / 2**20,
+        "gb_s": gb_s,
+        f"{case.against}_share": gb_s / peak,
+        "error": error,
+    }
+    if case.flops:
+        gflop_s = case.flops / call_s / 1e9
+        row |= {"gflop_s": gflop_s, "flop_share": gflop_s / machine.gflop_s}
+    return row
+
+
+def rows_table(rows: list[Row], machine: Machine) -> Table:
+    """For people."""
+    title = (
+        f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "
+        f"{machine.gflop_s:.0f} GFLOP/s in fp32"
+    )
+    headings = ("op", "tokens", "D", "dtype", "µs", "MiB", "GB/s", "of read", "of copy", "of FLOP/s")
+    made = table(title, headings)
+    for row in rows:
+        place = f"{row['context']:,} x {row['batch']}"
+        shares: list[Any] = [row.get(f"{what}_share") for what in ("read", "copy", "flop")]
+        made.add_row(
+            f"{row['op']} ({row['kernels']})",
+            place,
+            str(row["head_dim"]),
+            row["dtype"],
+            text(row["us"], 0),
+            text(row["mib"], 1),
+            text(row["gb_s"], 1),
+            *(text(share and 100 * share, 0, "%") for share in shares),
+        )
+    return made

@@ -1,0 +1,220 @@
+"""One pool, many long requests: how many run at once, what is preempted, how long it takes.
+
+Each system serves the same requests (random prompts, fixed output length, end tokens ignored) from a pool of
+the same bytes and admits them as it does by itself. `fits_at_once` is how many of them the pool carries to
+their ends together without a preemption: blocks in the pool over the most blocks that one request held.
+`mean_running` is the mean over steps while requests were waiting, when the pool is the limit (over all steps
+where none ever waited): without compression it counts requests that are admitted while short and preempted
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.systems.base import CHUNK, random_prompts
+from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
+from kvreclaim.bench.systems.ours import bind
+from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
+from kvreclaim.bench.systems.vllm_peer import VllmProcess
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """pool_requests: the pool holds the K/V of that many whole requests."""
+
+    model: Path
+    dtype: str = "bfloat16"
+    threads: int = 2
+    requests: int = 20
+    prompt: int = 2048
+    output: int = 8192
+    pool_requests: int = 4
+    policies: tuple[str, ...] = ("full", "triattention", "query_mixture")
+    budget: int = 2048
+    interval: int = 128
+    kernels: str = "auto"
+    vllm_python: Path | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.prompt, self.output, self.pool_requests) < 1:
+            raise InvalidArgumentError("requests, prompt, output and pool must be positive; raise them.")
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.output
+
+    @property
+    def pool_tokens(self) -> int:
+        """Slots of the pool, in whole blocks of either block size."""
+        tokens = self.pool_requests * self.length
+        return -(-tokens // VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
+
+    def compression(self, policy: str) -> CompressionConfig | None:
+        if policy == "full":
+            return None
+        return CompressionConfig(policy, self.budget, self.interval, recent=min(128, self.budget // 4))
+
+
+def run(plan: MemoryPlan, console: Console | None = None) -> list[Row]:
+    """Serve the requests under each policy, and by vLLM where its interpreter is named."""
+    rows = []
+    for policy in plan.policies:
+        rows.append(_ours(plan, policy))
+        _tell(console, rows[-1])
+    if plan.vllm_python is not None:
+        rows.append(_vllm(plan, plan.vllm_python))
+        _tell(console, rows[-1])
+    fits = {row["system"]: row["fits_at_once"] for row in rows}
+    whole = fits.get("kvreclaim-full")
+    return [row | {"ratio_to_full": row["fits_at_once"] / whole if whole else None} for row in rows]
+
+
+def _tell(console: Console | None, row: Row) -> None:
+    if console is not None:
+        console.print(
+            f"{row['system']}: {row['elapsed_s']:.1f} s, {row['fits_at_once']} fit at once", style="dim"
+        )
+
+
+def _ours(plan: MemoryPlan, policy: str) -> Row:
+    config = plan.compression(policy)
+    llm = LLM(
+        plan.model,
+        dtype=plan.dtype,
+        block_size=OUR_BLOCK_SIZE,
+        num_blocks=plan.pool_tokens // OUR_BLOCK_SIZE,
+        max_num_seqs=plan.requests,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=plan.length + 1,
+        kernels=plan.kernels,
+    )
+    engine, compressor = llm.engine, bind(llm, config)
+    params = SamplingParams(temperature=0.0, max_tokens=plan.output, ignore_eos=True)
+    prompts = random_prompts(plan.requests, plan.prompt, llm.loaded.vocab_size, seed=11)
+    requests = [engine.add_request(f"m{i}", p, params, compressor) for i, p in enumerate(prompts)]
+    steps: list[Any] = []
+    started = perf_counter()
+    while engine.has_unfinished:
+        steps.append(engine.step().stats)
+    elapsed_s = perf_counter() - started
+    outputs = [request.output() for request in requests]
+    if wrong := [out.error for out in outputs if out.error is not None]:
+        raise RuntimeError(f"{policy}: a request failed: {wrong[0]}")
+    held = max(out.metrics.peak_blocks for out in outputs)
+    return _row(
+        plan,
+        f"kvreclaim-{policy}",
+        OUR_BLOCK_SIZE,
+        elapsed_s=elapsed_s,
+        running=[step.num_running for step in steps],
+        waiting=[step.num_waiting for step in steps],
+        preemptions=engine.scheduler.num_preemptions,
+        peak_blocks=engine.memory.pool.peak_in_use,
+        blocks_held=held,
+        kernels=engine.kernels,
+        budget=None if config is None else config.budget,
+    )
+
+
+def _vllm(plan: MemoryPlan, python: Path) -> Row:
+    process = VllmProcess(python, plan.threads, 2 * 2**30)
+    try:
+        facts = process.ask(
+            "load",
+            model=str(plan.model),
+            dtype=plan.dtype,
+            max_len=plan.length + 1,
+            batch=plan.requests,
+            num_blocks=plan.pool_tokens // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
+            block_size=VLLM_BLOCK_SIZE,
+            eager=True,
+            chunk=CHUNK,
+        )
+        draw = {"batch": plan.requests, "context": plan.prompt, "vocab_size": facts["vocab_size"], "seed": 11}
+        done = process.ask("serve", draw=draw, max_tokens=plan.output)
+    finally:
+        process.close()
+    return _row(
+        plan,
+        "vllm",
+        VLLM_BLOCK_SIZE,
+        elapsed_s=done["elapsed_s"],
+        running=done["running"],
+        waiting=done["waiting"],
+        preemptions=done["preemptions"],
+        peak_blocks=done["peak_blocks"] - 1,
+        blocks_held=-(-plan.length // VLLM_BLOCK_SIZE),
+    )
+
+
+def _row(
+    plan: MemoryPlan,
+    system: str,
+    block_size: int,
+    *,
+    running: Sequence[int],
+    waiting: Sequence[int],
+    elapsed_s: float,
+    blocks_held: int,
+    **more: Any,
+) -> Row:
+    limited = [now for now, queue in zip(running, waiting, strict=True) if queue] or list(running)
+    num_blocks = plan.pool_tokens // block_size
+    return {
+        "system": system,
+        "model": plan.model.name,
+        "dtype": plan.dtype,
+        "threads": plan.threads,
+        "requests": plan.requests,
+        "prompt": plan.prompt,
+        "output": plan.output,
+        "pool_tokens": plan.pool_tokens,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "blocks_per_request": blocks_held,
+        "fits_at_once": num_blocks // blocks_held,
+        "max_running": max(running),
+        "mean_running": fmean(limited),
+        "elapsed_s": elapsed_s,
+        "tokens_per_s": plan.requests * plan.output / elapsed_s,
+        "steps": len(running),
+        **more,
+    }
+
+
+def memory_table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    first = rows[0]
+    title = (
+        f"{first['requests']} requests of {first['prompt']:,} + {first['output']:,} tokens, "
+        f"pool of {first['pool_tokens']:,} tokens"
+    )
+    headings = ("system", "fit at once", "of full", "most", "mean running", "preempted", "peak blocks")
+    made = table(title, (*headings, "seconds", "tokens/s"))
+    for row in rows:
+        made.add_row(
+            row["system"],
+            str(row["fits_at_once"]),
+            text(row["ratio_to_full"], 1, "x"),
+            str(row["max_running"]),
+            text(row["mean_running"], 1),
+            str(row["preemptions"]),
+            f"{row['peak_blocks']:,} of {row['num_blocks']:,}",
+            text(row["elapsed_s"], 1),
+            text(row["tokens_per_s"], 0),
+        )
+    return made

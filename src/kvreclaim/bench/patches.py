@@ -1,0 +1,64 @@
+"""Timers put around parts of the engine from outside and taken off again; nothing in it knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds by part; parts may lie inside each other and each counts the whole of its own time."""
+
+    total: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, on the clock."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.total[part] = self.total.get(part, 0.0) + perf_counter() - started
+
+        return run
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far; the clock starts anew."""
+        found, self.total = self.total, {}
+        return found
+
+
+@contextmanager
+def timers(clock: Clock, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
+    """While it lasts, every (owner, attribute, part) is on the clock. Owners are modules or instances."""
+    undo: list[tuple[Any, str, bool, Any]] = []
+    try:
+        for owner, name, part in parts:
+            undo.append((owner, name, name in vars(owner), getattr(owner, name)))
+            setattr(owner, name, clock.timed(part, getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, own, before in reversed(undo):
+            if own:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)
+
+
+class TimedOps:
+    """A back-end whose functions are on the clock, by their names."""
+
+    def __init__(self, backend: Any, clock: Clock) -> None:
+        self._backend, self._clock = backend, clock
+        self._timed: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._timed:
+            found = getattr(self._backend, name)
+            self._timed[name] = self._clock.timed(name, found) if callable(found) else found
+        return self._timed[name]

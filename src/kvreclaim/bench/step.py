@@ -1,0 +1,101 @@
+"""Where a decode step's time goes, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.decode_table import SHORT
+from kvreclaim.bench.patches import Clock, TimedOps, timers
+from kvreclaim.bench.systems.base import Point
+from kvreclaim.bench.systems.ours import Ours
+
+PARTS = ("schedule", "batch", "model", "attention", "write K/V", "sample", "commit", "compress", "rest")
+
+
+def run(plan: DecodePlan, *, steps: int = 64) -> list[Row]:
+    """Decode at every point of the plan under every one of kvreclaim's systems.
+
+    Returns: rows with `ms`, for each of PARTS the mean milliseconds of a step: batch is building the step's
+        tensors; model is the forward pass less attention and K/V writes; sample is all that happens to
+        logits and drawn tokens, detokenising included; rest is what no timer covers.
+        `median_ms` is a step's median with the timers on, `plain_ms` without them.
+    """
+    return [_measure(plan, name, point, steps) for name in plan.systems for point in plan.points()]
+
+
+def _measure(plan: DecodePlan, name: str, point: Point, steps: int) -> Row:
+    system = Ours(name, plan.setup, [point], config=plan.compression(name), kernels=plan.kernels)
+    session = system.open(point)
+    clock, engine = Clock(), system.llm.engine
+    steps = -(-steps // system.multiple) * system.multiple
+    session.run(8)
+    plain = session.run(steps)
+    runner, ops = engine.runner, engine.runner.ops
+    runner.ops = TimedOps(ops, clock)
+    parts = [
+        (engine.scheduler, "schedule", "schedule"),
+        (runner, "forward", "forward"),
+        (system.llm.loaded.model, "forward", "whole model"),
+        (engine, "_take_logits", "logits"),
+        (engine, "_commit", "commit"),
+        (engine, "_compress", "compress"),
+    ]
+    times = []
+    try:
+        with timers(clock, parts):
+            for _ in range(steps):
+                started = perf_counter()
+                session.run(1)
+                times.append(perf_counter() - started)
+    finally:
+        runner.ops = ops
+        session.close()
+    clocked = {part: 1e3 * value / steps for part, value in clock.take().items()}
+    return {
+        "system": name,
+        "model": plan.model.name,
+        "dtype": plan.dtype,
+        "threads": plan.threads,
+        "context": point.context,
+        "batch": point.batch,
+        "steps": steps,
+        "ms": _split(clocked, 1e3 * sum(times) / steps),
+        "median_ms": 1e3 * median(times),
+        "plain_ms": 1e3 * plain.elapsed_s / plain.steps,
+        **system.facts(),
+    }
+
+
+def _split(clock: dict[str, float], step_ms: float) -> dict[str, float]:
+    """Parts that do not overlap, from timers that lie inside each other."""
+    attention, write = clock.get("paged_attention", 0.0), clock.get("write_kv", 0.0)
+    model = clock.get("whole model", 0.0)
+    parts = {
+        "schedule": clock.get("schedule", 0.0),
+        "batch": clock.get("forward", 0.0) - model,
+        "model": model - attention - write,
+        "attention": attention,
+        "write K/V": write,
+        "sample": clock.get("logits", 0.0) - clock.get("compress", 0.0),
+        "commit": clock.get("commit", 0.0),
+        "compress": clock.get("compress", 0.0),
+    }
+    return parts | {"rest": step_ms - sum(parts.values())}
+
+
+def step_table(rows: Sequence[Row]) -> Table:
+    """For people: two lines for each point, milliseconds and shares."""
+    headings = ("system", "context x batch", "step", *PARTS)
+    made = table("a decode step, ms", headings, text_columns=2)
+    for row in rows:
+        parts = [row["ms"][part] for part in PARTS]
+        place = f"{row['context']:,} x {row['batch']}"
+        made.add_row(SHORT[row["system"]], place, text(row["plain_ms"]), *map(text, parts))
+        made.add_row("", "", "", *(f"{part / sum(parts):.1%}" for part in parts), style="dim")
+    return made

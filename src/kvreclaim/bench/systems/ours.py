@@ -1,0 +1,175 @@
+"""kvreclaim itself: its engine is stepped, and only decode steps are timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.request import Request
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.kv_cache import bytes_per_block
+
+NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
+BLOCK_SIZE = 16
+PROMPT_STEPS = 1 << 20
+
+
+class Ours(System):
+    """One policy with its own pool, large enough for the largest of `points`."""
+
+    def __init__(
+        self,
+        name: str,
+        setup: Setup,
+        points: list[Point],
+        *,
+        config: CompressionConfig | None = None,
+        kernels: str = "auto",
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.name = name
+        self.setup = setup
+        self.config = config
+        self.multiple = 1 if config is None else config.interval
+        self._ids = itertools.count()
+        self._slots = {point: self._slots_needed(point) for point in points}
+        self.llm = LLM(
+            setup.model,
+            dtype=setup.dtype,
+            block_size=block_size,
+            num_blocks=max(-(-slots // block_size) for slots in self._slots.values()),
+            max_num_seqs=max(point.batch for point in points),
+            max_num_batched_tokens=CHUNK,
+            max_model_len=max(point.max_len for point in points),
+            kernels=kernels,
+        )
+        self.compressor = bind(self.llm, config)
+
+    def _slots_needed(self, point: Point) -> int:
+        """Slots of all sequences at their largest, one spare block for each."""
+        most = point.max_len
+        if self.config is not None:
+            most = min(most, 2 * self.config.budget + max(self.config.interval, CHUNK))
+        return point.batch * (most + 2 * BLOCK_SIZE)
+
+    def new_bytes(self, point: Point) -> int:
+        facts = self.llm.loaded.facts
+        return bytes_per_block(facts.layers, 1, facts.dtype) * self._slots_needed(point)
+
+    def facts(self) -> dict[str, object]:
+        budget = (
+            {} if self.config is None else {"budget": self.config.budget, "interval": self.config.interval}
+        )
+        engine = self.llm.engine
+        return {"kernels": engine.kernels, "block_size": engine.config.block_size, **budget}
+
+    def open(self, point: Point) -> OurSession:
+        return OurSession(self, point)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = self.llm.generate(prompts, params, self.config)
+        if wrong := [out.error for out in outputs if out.error is not None]:
+            raise RuntimeError(f"{self.name}: a request failed: {wrong[0]}")
+        return [out.outputs[0].token_ids for out in outputs]
+
+    def add(self, prompt: list[int], max_tokens: int) -> Request:
+        """Queue one greedy request under this system's policy."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        name = f"bench-{next(self._ids)}"
+        return self.llm.engine.add_request(name, prompt, params, self.compressor)
+
+
+class OurSession(Session):
+    """Requests that stay in the engine, decoding only when told to."""
+
+    def __init__(self, system: Ours, point: Point) -> None:
+        self.engine = system.llm.engine
+        self.name = system.name
+        prompts = point.prompts(system.llm.loaded.vocab_size)
+        started = perf_counter()
+        self.requests = [system.add(prompt, point.max_len - point.context) for prompt in prompts]
+        if point.fill == "synthetic":
+            with synthetic_prefill(system.llm):
+                self._fill()
+        else:
+            self._fill()
+        self.fill_s = perf_counter() - started
+
+    def _fill(self) -> None:
+        for _ in range(PROMPT_STEPS):
+            if all(request.sequences[0].num_generated for request in self.requests):
+                return
+            self.engine.step()
+            self._check()
+        raise RuntimeError(f"{self.name}: the prompts were not computed in {PROMPT_STEPS} steps")
+
+    def run(self, steps: int) -> Slice:
+        before = self.engine.totals.generation_tokens
+        started = perf_counter()
+        for _ in range(steps):
+            self.engine.step()
+        elapsed_s = perf_counter() - started
+        self._check()
+        tokens = self.engine.totals.generation_tokens - before
+        if tokens != steps * len(self.requests):
+            raise SkipPoint(f"{tokens} tokens came in {steps} steps of {len(self.requests)} sequences")
+        return Slice(steps, tokens, elapsed_s)
+
+    def _check(self) -> None:
+        if wrong := [request.error for request in self.requests if request.error is not None]:
+            raise SkipPoint(f"a request failed: {wrong[0]}")
+
+    def close(self) -> None:
+        for request in self.requests:
+            if not request.finished:
+                self.engine.abort(request.request_id)
+
+
+def bind(llm: LLM, config: CompressionConfig | None) -> Compressor | None:
+    """The compressor that the LLM itself would give a request of this config."""
+    return None if config is None else llm._compressor(config)
+
+
+@contextmanager
+def synthetic_prefill(llm: LLM) -> Iterator[None]:
+    """While it lasts, a forward pass stores random keys and values in its slots and computes nothing else.
+
+    Scheduling, block tables and compression run as ever; logits are random.
+    """
+    facts, vocab_size, model = llm.loaded.facts, llm.loaded.vocab_size, llm.loaded.model
+    keys, values = _noise(facts, facts.layers[0].head_dim), _noise(facts, facts.layers[0].v_head_dim)
+    logits = torch.rand(llm.engine.config.max_num_seqs, vocab_size)
+
+    def forward(*, input_ids: Any, logits_to_keep: Any, kv_batch: Any, **_: Any) -> SimpleNamespace:
+        tokens = input_ids.shape[-1]
+        slots = kv_batch.batch.slot_mapping
+        for layer in range(facts.num_layers):
+            kv_batch.ops.write_kv(kv_batch.cache, layer, keys[:tokens], values[:tokens], slots)
+        return SimpleNamespace(logits=logits[: logits_to_keep.numel()][None])
+
+    if "forward" in vars(model):
+        raise InvalidArgumentError("the model's forward is replaced already; use fill 'prefill'.")
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def _noise(facts: ModelFacts, dim: int) -> torch.Tensor:
+    """[CHUNK, K, dim] normal numbers in the model's dtype."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(CHUNK, facts.layers[0].num_kv_heads, dim, generator=generator)
+    return noise.to(facts.device, facts.dtype)

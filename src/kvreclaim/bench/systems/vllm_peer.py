@@ -1,0 +1,190 @@
+"""vLLM in its own process and environment; vllm_worker.py is its side."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from transformers import AutoConfig
+
+from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.errors import InvalidArgumentError
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+BLOCK_SIZE = 128
+"""vLLM's default on a CPU."""
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 1800.0
+
+
+class VllmProcess:
+    """Sends commands, one JSON object a line, and waits for answers. Its log is a temporary file."""
+
+    def __init__(self, python: Path, threads: int, pool_bytes: int) -> None:
+        if not python.is_file():
+            raise InvalidArgumentError(
+                f"--vllm-python is {str(python)!r}, which is no file; run `make vllm-env` and pass "
+                ".vllm-env/bin/python, or leave vllm out of --peers."
+            )
+        handle, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+        self.log = Path(name)
+        self.process = subprocess.Popen(
+            [str(python), str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=handle,
+            text=True,
+            env=os.environ | _environment(python, threads, pool_bytes),
+        )
+        os.close(handle)
+
+    def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
+        """The answer. Raises: SkipPoint with vLLM's own error, or when it died or took too long."""
+        assert self.process.stdin is not None, "standard input is a pipe"
+        try:
+            self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self._line(timeout_s))
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            raise SkipPoint(f"vLLM's process ended ({self._last_words()})") from error
+        if "error" in answer:
+            raise SkipPoint(f"vLLM failed: {answer['error']}")
+        return answer
+
+    def _line(self, timeout_s: float) -> str:
+        stdout = self.process.stdout
+        assert stdout is not None, "standard output is a pipe"
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            deadline = monotonic() + timeout_s
+            while monotonic() < deadline:
+                if selector.select(timeout=1.0):
+                    return stdout.readline()
+        self.process.kill()
+        raise SkipPoint(f"vLLM gave no answer in {timeout_s:.0f} s")
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1][:200] if lines else "empty"
+        return f"exit code {self.process.poll()}, log {self.log}: {last}"
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):  # it may have died with a command unread
+                self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        if self.process.returncode == 0:
+            self.log.unlink(missing_ok=True)
+
+
+def _environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
+    """Threads unbound as ours are; Intel's OpenMP preloaded where the environment has it, as vLLM advises."""
+    openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-pool_bytes // 2**30))),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": str(openmp) if openmp.is_file() else "",
+    }
+
+
+def kv_bytes_per_token(model: Path, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    config: Any = AutoConfig.from_pretrained(model).get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize)
+
+
+class Vllm(System):
+    """Started once with a pool for the largest point."""
+
+    name = "vllm"
+
+    def __init__(self, setup: Setup, points: list[Point], *, python: Path, eager: bool = True) -> None:
+        itemsize = 4 if setup.dtype == "float32" else 2
+        self.vocab_size = int(AutoConfig.from_pretrained(setup.model).get_text_config().vocab_size)
+        num_blocks = max(point.batch * (-(-point.max_len // BLOCK_SIZE) + 1) for point in points) + 1
+        self.block_bytes = BLOCK_SIZE * kv_bytes_per_token(setup.model, itemsize)
+        self.touched = 0
+        self.process = VllmProcess(python, setup.threads, num_blocks * self.block_bytes)
+        self._facts = self.process.ask(
+            "load",
+            timeout_s=START_TIMEOUT_S,
+            model=str(setup.model),
+            dtype=setup.dtype,
+            max_len=max(point.max_len for point in points),
+            batch=max(point.batch for point in points),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            eager=eager,
+            chunk=max(CHUNK, max(point.batch for point in points)),
+        )
+
+    def facts(self) -> dict[str, object]:
+        return {name: self._facts[name] for name in ("block_size", "eager")}
+
+    def versions(self) -> dict[str, str]:
+        """Of the peer's own environment."""
+        return {name: str(value) for name, value in self._facts.items() if name.startswith("vllm")}
+
+    def new_bytes(self, point: Point) -> int:
+        """Pages of the pool are taken when they are first written and then stay."""
+        needed = point.batch * (-(-point.max_len // BLOCK_SIZE) + 1) * self.block_bytes
+        return max(0, needed - self.touched)
+
+    def open(self, point: Point) -> VllmSession:
+        self.touched += self.new_bytes(point)
+        return VllmSession(self, point)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        return list(self.process.ask("generate", prompts=prompts, max_tokens=max_tokens)["tokens"])
+
+    def close(self) -> None:
+        self.process.close()
+
+
+class VllmSession(Session):
+    """Requests that stay in vLLM's engine; it is stepped from here."""
+
+    def __init__(self, system: Vllm, point: Point) -> None:
+        self.system, self.batch = system, point.batch
+        draw = {
+            "batch": point.batch,
+            "context": point.context,
+            "vocab_size": system.vocab_size,
+            "seed": point.seed,
+        }
+        answer = system.process.ask(
+            "open",
+            draw=draw,
+            max_tokens=point.max_len - point.context,
+            synthetic=point.fill == "synthetic",
+        )
+        self.fill_s = float(answer["fill_s"])
+
+    def run(self, steps: int) -> Slice:
+        answer = self.system.process.ask("run", steps=steps)
+        if answer["tokens"] != steps * self.batch:
+            raise SkipPoint(f"{answer['tokens']} tokens came in {steps} steps of {self.batch} sequences")
+        return Slice(steps, answer["tokens"], answer["elapsed_s"])
+
+    def close(self) -> None:
+        self.system.process.ask("close")

@@ -1,0 +1,143 @@
+"""Whether systems draw the greedy tokens of the model: nothing is timed before they do.
+
+Two checks on the same prompts. In fp32 every system must give exactly the tokens of transformers'
+`generate`. In the dtype that is timed, rounding decides between tokens whose logits nearly tie, and one such
+token changes all that follow; so each drawn token is judged after its own prefix: the fp32 model's logits are
+computed over prompt and output, and the drawn token's logit may lie at most MARGIN_STDS below the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvreclaim.bench.common import Row, table, text
+from kvreclaim.errors import KVReclaimError
+
+MARGIN_STDS = 0.15
+"""Allowed gap to the best logit, in standard deviations of a row of logits (the best lies about 4 above the
+mean); bf16 rounding was seen to reach 0.06 in every system."""
+
+
+class WrongTokensError(KVReclaimError, RuntimeError):
+    """A system draws other tokens than the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How one system's tokens compare with the fp32 model's.
+
+    exact:       share of tokens before the first that differs from transformers' fp32 output
+    top1:        share of tokens that are the fp32 model's first choice after the same prefix
+    largest_gap: to the best logit, in standard deviations of the logits
+    """
+
+    system: str
+    dtype: str
+    num_tokens: int
+    exact: float
+    top1: float
+    largest_gap: float
+
+    @property
+    def passed(self) -> bool:
+        """Equal in fp32; within the margin in any dtype."""
+        return self.largest_gap <= MARGIN_STDS and (self.dtype != "float32" or self.exact == 1.0)
+
+    def row(self) -> Row:
+        return asdict(self) | {"passed": self.passed}
+
+
+class Referee:
+    """The model in fp32 under transformers' own attention."""
+
+    def __init__(self, model: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        self._greedy: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """transformers' greedy continuation; end tokens are ordinary ones."""
+        key = (max_tokens, *prompt)
+        if key not in self._greedy:
+            ids = torch.tensor([prompt])
+            made = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            self._greedy[key] = made[0, len(prompt) :].tolist()
+        return list(self._greedy[key])
+
+    @torch.inference_mode()
+    def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
+        """Best logit less the drawn token's at each place, over the row's standard deviation: [tokens]."""
+        ids = torch.tensor([prompt + tokens[:-1]])
+        logits = self.model(ids, logits_to_keep=len(tokens)).logits[0]
+        drawn = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        return (logits.amax(-1) - drawn) / logits.std(-1)
+
+    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
+        """Compare one system's outputs of the prompts, all of the same length."""
+        gaps = torch.cat([self.gaps(p, out) for p, out in zip(prompts, outputs, strict=True)])
+        exact = [_common(out, self.greedy(p, len(out))) for p, out in zip(prompts, outputs, strict=True)]
+        return Agreement(
+            system=system,
+            dtype=dtype,
+            num_tokens=gaps.numel(),
+            exact=sum(exact) / gaps.numel(),
+            top1=float((gaps <= 0).float().mean()),
+            largest_gap=float(gaps.max()),
+        )
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def require_agreement(results: list[Agreement]) -> None:
+    """Raises: WrongTokensError naming the systems that failed."""
+    if wrong := [result for result in results if not result.passed]:
+        told = "; ".join(
+            f"{x.system} in {x.dtype}: {x.exact:.0%} as transformers, gap up to {x.largest_gap:.3f}"
+            for x in wrong
+        )
+        raise WrongTokensError(
+            f"greedy tokens are not the model's ({told}; allowed: 100% in float32, gap {MARGIN_STDS}); "
+            "nothing was timed; fix the system, or leave it out of --peers."
+        )
+
+
+def agreement_table(results: list[Agreement]) -> Any:
+    """For people."""
+    made = table(
+        "greedy tokens", ("system", "dtype", "tokens", "exact", "top-1", "largest gap (σ)"), text_columns=2
+    )
+    for x in results:
+        made.add_row(
+            x.system, x.dtype, str(x.num_tokens), f"{x.exact:.0%}", f"{x.top1:.0%}", text(x.largest_gap, 4)
+        )
+    return made
+
+
+def as_rows(results: list[Agreement]) -> list[Row]:
+    """For the file."""
+    return [result.row() for result in results]
+
+
+def verified(results: list[Agreement]) -> Mapping[str, bool]:
+    """By system: whether it passed every check that it took."""
+    names = {result.system for result in results}
+    return {name: all(x.passed for x in results if x.system == name) for name in names}

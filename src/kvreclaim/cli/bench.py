@@ -1,0 +1,282 @@
+"""`kvreclaim bench ...`: each command verifies first, prints a table and writes one JSON file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvreclaim.cli.options import usage_errors
+from kvreclaim.errors import InvalidArgumentError
+
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
+
+SYSTEMS = "full,query_mixture,triattention"
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Model directory; the 26 M model of `make bench-model` where none is named."),
+]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads, of every system.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
+Kernels = Annotated[str, typer.Option(help="kvreclaim's kernels: auto, reference, native or triton.")]
+VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of vLLM's environment (`make vllm-env`).")]
+
+
+@bench_app.command("blocks")
+def blocks(json_file: Json = None) -> None:
+    """Cost of block operations at 10^3, 10^5 and 10^6 blocks."""
+    from kvreclaim.bench import blocks, common
+
+    rows = blocks.run()
+    blocks.print_table(rows)
+    common.write_json({"runs": rows}, json_file)
+
+
+@bench_app.command("decode")
+def decode(
+    model: Model = None,
+    systems: Annotated[str, typer.Option(help="kvreclaim's own, comma-separated.")] = SYSTEMS,
+    peers: Annotated[str, typer.Option(help="transformers, transformers-cb, vllm; comma-separated.")] = "",
+    vllm_python: VllmPython = None,
+    vllm_compile: Annotated[bool, typer.Option("--vllm-compile", help="vLLM with torch.compile.")] = False,
+    contexts: Annotated[str, typer.Option(help="Tokens in each cache.")] = "1024,8192,16384,32768",
+    batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8,32",
+    threads: Threads = 2,
+    dtype: Dtype = "bfloat16",
+    kernels: Kernels = "auto",
+    budget: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 2048,
+    interval: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Most steps of a timed slice.")] = 64,
+    slice_s: Annotated[float, typer.Option(help="Most seconds of a timed slice.")] = 4.0,
+    limit_s: Annotated[float, typer.Option(help="Most seconds of one system at one point.")] = 120.0,
+    fill: Annotated[str, typer.Option(help="synthetic or prefill.")] = "synthetic",
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Also triattention at 8k and 64k logical tokens.")
+    ] = False,
+    json_file: Json = None,
+) -> None:
+    """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
+    with _ready(threads):
+        from kvreclaim.bench import common, decode, decode_table
+        from kvreclaim.bench import growth as growth_bench
+        from kvreclaim.bench.decode_plan import DecodePlan
+        from kvreclaim.bench.verify import agreement_table, as_rows
+
+        plan = DecodePlan(
+            model=_model(model),
+            dtype=dtype,
+            threads=threads,
+            contexts=_numbers(contexts),
+            batches=_numbers(batches),
+            systems=tuple(f"kvreclaim-{name}" for name in _names(systems)),
+            peers=tuple(_names(peers)),
+            vllm_python=vllm_python,
+            vllm_eager=not vllm_compile,
+            kernels=kernels,
+            budget=budget,
+            interval=interval,
+            rounds=rounds,
+            steps=steps,
+            slice_s=slice_s,
+            limit_s=limit_s,
+            fill="prefill" if fill == "prefill" else "synthetic",
+        )
+        result = decode.run(plan, check=verify)
+        if result.checks:
+            common.show(agreement_table(result.checks))
+        common.show(decode_table.speed_table(result.rows))
+        common.show(decode_table.ratio_table(result.rows))
+        extra = {"verification": as_rows(result.checks)}
+        if growth:
+            extra["growth"] = growth_bench.run(plan)
+            common.show(growth_bench.growth_table(extra["growth"]))
+        content = common.report(result.rows, _command(), peer_versions=result.versions, **extra)
+        common.write_json(content, json_file)
+
+
+@bench_app.command("memory")
+def memory(
+    model: Model = None,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,triattention,query_mixture",
+    requests: Annotated[int, typer.Option(help="Sent at once.")] = 20,
+    prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 2048,
+    output: Annotated[int, typer.Option(help="Tokens of each.")] = 8192,
+    pool: Annotated[int, typer.Option(help="Whole requests whose K/V the pool holds.")] = 4,
+    budget: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 2048,
+    interval: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 128,
+    vllm_python: VllmPython = None,
+    threads: Threads = 2,
+    dtype: Dtype = "bfloat16",
+    kernels: Kernels = "auto",
+    json_file: Json = None,
+) -> None:
+    """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
+    with _ready(threads):
+        from kvreclaim.bench import common, memory
+
+        plan = memory.MemoryPlan(
+            model=_model(model),
+            dtype=dtype,
+            threads=threads,
+            requests=requests,
+            prompt=prompt,
+            output=output,
+            pool_requests=pool,
+            policies=tuple(_names(policies)),
+            budget=budget,
+            interval=interval,
+            kernels=kernels,
+            vllm_python=vllm_python,
+        )
+        rows = memory.run(plan, common.wide_console(stderr=True))
+        common.show(memory.memory_table(rows))
+        common.write_json(common.report(rows, _command()), json_file)
+
+
+@bench_app.command("compress")
+def compress(
+    model: Model = None,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "triattention,query_mixture",
+    contexts: Annotated[str, typer.Option(help="At budget 2048.")] = "8192,32768,131072",
+    budgets: Annotated[str, typer.Option(help="At --budget-context.")] = "512,2048,8192",
+    budget_context: Annotated[int, typer.Option(help="Tokens.")] = 32_768,
+    batches: Annotated[str, typer.Option(help="Sequences.")] = "1",
+    budget: Annotated[int, typer.Option(help="At which the contexts are varied.")] = 2048,
+    interval: Annotated[int, typer.Option(help="Tokens.")] = 128,
+    threads: Threads = 2,
+    dtype: Dtype = "bfloat16",
+    kernels: Kernels = "auto",
+    json_file: Json = None,
+) -> None:
+    """Cost of one compaction pass (score, select, move) and its share of decoding."""
+    with _ready(threads):
+        from kvreclaim.bench import common, compress
+        from kvreclaim.bench.decode_plan import DecodePlan
+
+        base = DecodePlan(
+            _model(model), dtype=dtype, threads=threads, budget=budget, interval=interval, kernels=kernels
+        )
+        plan = compress.CompressPlan(
+            base,
+            contexts=_numbers(contexts),
+            budgets=_numbers(budgets),
+            batches=_numbers(batches),
+            policies=tuple(_names(policies)),
+            budget_context=budget_context,
+        )
+        rows = compress.run(plan, common.wide_console(stderr=True))
+        common.show(compress.compress_table(rows))
+        common.write_json(common.report(rows, _command()), json_file)
+
+
+@bench_app.command("kernels")
+def kernels(
+    kernels: Kernels = "auto",
+    threads: Threads = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_file: Json = None,
+) -> None:
+    """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
+    with _ready(threads):
+        from kvreclaim.bench import bandwidth, common
+        from kvreclaim.bench import kernels as kernel_bench
+
+        machine = bandwidth.measure(device=device)
+        rows = kernel_bench.run(kernels, device=device, machine=machine)
+        common.show(kernel_bench.rows_table(rows, machine))
+        content = common.report(rows, _command(), bandwidth=machine.row(), threads=threads)
+        common.write_json(content, json_file)
+
+
+@bench_app.command("step")
+def step(
+    model: Model = None,
+    systems: Annotated[str, typer.Option(help="kvreclaim's own, comma-separated.")] = "full,triattention",
+    contexts: Annotated[str, typer.Option(help="Tokens in each cache.")] = "1024,16384",
+    batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8",
+    steps: Annotated[int, typer.Option(min=1, help="Timed at each point.")] = 64,
+    threads: Threads = 2,
+    dtype: Dtype = "bfloat16",
+    kernels: Kernels = "auto",
+    json_file: Json = None,
+) -> None:
+    """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
+    with _ready(threads):
+        from kvreclaim.bench import common, step
+        from kvreclaim.bench.decode_plan import DecodePlan
+
+        plan = DecodePlan(
+            _model(model),
+            dtype=dtype,
+            threads=threads,
+            systems=tuple(f"kvreclaim-{name}" for name in _names(systems)),
+            contexts=_numbers(contexts),
+            batches=_numbers(batches),
+            kernels=kernels,
+            steps=2 * steps,
+        )
+        rows = step.run(plan, steps=steps)
+        common.show(step.step_table(rows))
+        common.write_json(common.report(rows, _command()), json_file)
+
+
+@bench_app.command("plot")
+def plot(
+    files: Annotated[list[Path], typer.Argument(help="Results of `bench decode`.")],
+    out: Annotated[Path, typer.Option(help="The image to write.")] = Path("docs/decode_speed.png"),
+) -> None:
+    """Chart decode speed over the context from result files."""
+    with usage_errors():
+        from kvreclaim.bench.plot import decode_chart
+
+        decode_chart(files, out)
+
+
+@contextmanager
+def _ready(threads: int) -> Iterator[None]:
+    """Threads set, no progress bars, a caller's mistake in one sentence."""
+    with usage_errors():
+        import torch
+
+        from kvreclaim.model.loader import hide_progress_bars
+
+        torch.set_num_threads(threads)
+        hide_progress_bars()
+        yield
+
+
+def _model(given: Path | None) -> Path:
+    from kvreclaim.bench.common import DEFAULT_MODEL
+
+    model = given or DEFAULT_MODEL
+    if not model.is_dir():
+        raise InvalidArgumentError(
+            f"--model is {str(model)!r}, which is no directory; run `make bench-model`, or name another one."
+        )
+    return model
+
+
+def _numbers(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(",") if part)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{value!r} is no list of numbers; pass, for example, 1024,8192."
+        ) from error
+
+
+def _names(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _command() -> str:
+    """The command line as it was given."""
+    return shlex.join(["kvreclaim", *sys.argv[1:]])

@@ -1,0 +1,166 @@
+"""`bench decode` on the demo model: the file's structure, the check before timing, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim import demo_model
+from kvreclaim.bench import decode, verify
+from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.systems.base import Point, Setup, SkipPoint, random_prompts
+from kvreclaim.bench.systems.ours import NAMES, Ours
+from kvreclaim.bench.verify import Referee, WrongTokensError
+from kvreclaim.cli.main import app
+from kvreclaim.errors import InvalidArgumentError
+
+runner = CliRunner()
+SMALL = ("--threads", 1, "--rounds", 1, "--dtype", "float32", "--budget", 96, "--interval", 8, "--steps", 4)
+
+
+def run(*arguments):
+    return runner.invoke(app, ["bench", *(str(argument) for argument in arguments)])
+
+
+def plan(**changes):
+    fields = {"model": demo_model(), "dtype": "float32", "threads": 1, "rounds": 1, "steps": 4}
+    fields |= {"contexts": (200,), "batches": (2,), "budget": 96, "interval": 8}
+    return DecodePlan(**(fields | changes))
+
+
+def test_decode_writes_rows_for_every_system_and_point(tmp_path):
+    file = tmp_path / "out" / "decode.json"
+    peers = ("--peers", "transformers,transformers-cb")
+    grid = ("--contexts", "160", "--batches", "1,2")
+    result = run("decode", "--model", demo_model(), *grid, *peers, *SMALL, "--json", file)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert set(report) >= {"machine", "versions", "commit", "command", "rows", "verification"}
+    assert set(report["machine"]) >= {"cpu", "cores", "flags", "memory_gib"}
+    found = {(row["system"], row["context"], row["batch"]) for row in report["rows"]}
+    names = (*NAMES, "transformers", "transformers-cb")
+    assert found == {(name, 160, batch) for name in names for batch in (1, 2)}
+    for row in report["rows"]:
+        assert row["tokens_per_s"] > 0, row
+        assert row["verified"] is (True if "budget" not in row else None)
+        assert row["model"] == "demo_model"
+    assert all(check["passed"] and check["exact"] == 1 for check in report["verification"])
+    assert "decode tokens/s" in result.output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slice_holds_only_decodes_of_every_sequence(name):
+    point = Point(180, 3, 64)
+    system = Ours(name, Setup(demo_model(), "float32", 1), [point], config=plan().compression(name))
+    session = system.open(point)
+    before = system.llm.engine.totals.prompt_tokens
+    timed = session.run(16)
+    assert (timed.steps, timed.tokens) == (16, 48)
+    assert system.llm.engine.totals.prompt_tokens == before
+    assert (system.llm.engine.totals.compactions > 0) == (name != "kvreclaim-full")
+    session.close()
+    assert not system.llm.engine.has_unfinished
+
+
+def test_synthetic_fill_leaves_the_model_as_it_was():
+    point = Point(100, 2, 16)
+    system = Ours("kvreclaim-full", Setup(demo_model(), "float32", 1), [point])
+    prompts = random_prompts(2, 100, 256, seed=3)
+    before = system.generate(prompts, 6)
+    system.open(point).close()
+    assert system.generate(prompts, 6) == before
+
+
+def test_prefill_and_synthetic_fill_reach_the_same_context():
+    lengths = []
+    for fill in ("prefill", "synthetic"):
+        point = Point(100, 2, 16, fill)
+        system = Ours("kvreclaim-full", Setup(demo_model(), "float32", 1), [point])
+        session = system.open(point)
+        lengths.append([len(request.sequences[0].token_ids) for request in session.requests])
+        session.close()
+    assert lengths[0] == lengths[1]
+
+
+def test_prompts_share_no_first_token():
+    prompts = random_prompts(32, 5, 16_384, seed=0)
+    assert len({prompt[0] for prompt in prompts}) == 32
+    assert random_prompts(32, 5, 16_384, seed=0) == prompts
+
+
+def test_a_system_with_other_tokens_is_not_timed(monkeypatch):
+    honest = Ours.generate
+
+    def wrong(self, prompts, max_tokens):
+        outputs = honest(self, prompts, max_tokens)
+        outputs[0][3] = (outputs[0][3] + 1) % 256
+        return outputs
+
+    monkeypatch.setattr(Ours, "generate", wrong)
+    monkeypatch.setattr(decode, "time_point", lambda *_: pytest.fail("timed before it was verified"))
+    with pytest.raises(WrongTokensError, match=r"kvreclaim-full in float32"):
+        decode.run(plan(systems=("kvreclaim-full",)))
+
+
+def test_bf16_rounding_is_within_the_margin_and_a_clear_mistake_is_not():
+    referee = Referee(demo_model())
+    prompts = random_prompts(2, 60, 256, seed=5)
+    outputs = [referee.greedy(prompt, 8) for prompt in prompts]
+    assert referee.judge("x", "bfloat16", prompts, outputs).passed
+    gaps = referee.gaps(prompts[0], outputs[0])
+    assert float(gaps.max()) == 0.0
+    outputs[1][2] = (outputs[1][2] + 7) % 256
+    judged = referee.judge("x", "bfloat16", prompts, outputs)
+    assert judged.largest_gap > verify.MARGIN_STDS
+    assert not judged.passed
+    assert judged.exact < 1
+
+
+def test_what_exceeds_memory_or_time_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setattr(Ours, "new_bytes", lambda *_: 1 << 60)
+    rows = decode.run(plan(systems=("kvreclaim-full",)), check=False).rows
+    assert rows[0]["tokens_per_s"] is None
+    assert "GiB" in rows[0]["skipped"]
+    monkeypatch.undo()
+    rows = decode.run(plan(systems=("kvreclaim-full",), limit_s=1e-6), check=False).rows
+    assert "exceed the limit" in rows[0]["skipped"]
+
+
+def test_a_dead_peer_is_a_skipped_point(tmp_path):
+    from kvreclaim.bench.systems.vllm_peer import VllmProcess
+
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
+    script.chmod(0o755)
+    process = VllmProcess(script, 1, 1)
+    with pytest.raises(SkipPoint, match=r"no such module"):
+        process.ask("load")
+    process.close()
+    process.log.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "no/such"), "make bench-model"),
+        (("--peers", "nope"), "nope"),
+        (("--peers", "vllm"), "make vllm-env"),
+        (("--contexts", "8k"), "no list of numbers"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message):
+    model = () if "--model" in arguments else ("--model", demo_model())
+    result = run("decode", *model, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_peer_without_its_interpreter_is_refused(tmp_path):
+    from kvreclaim.bench.systems.vllm_peer import VllmProcess
+
+    with pytest.raises(InvalidArgumentError, match="make vllm-env"):
+        VllmProcess(tmp_path / "python", 1, 1)

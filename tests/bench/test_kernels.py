@@ -1,0 +1,107 @@
+"""`bench kernels`: every case runs on the reference, and a wrong kernel is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvreclaim.bench import kernels
+from kvreclaim.bench.bandwidth import Machine, measure
+from kvreclaim.bench.kernel_cases import (
+    Filled,
+    Shape,
+    attention,
+    compact,
+    gather,
+    key_norms,
+    mixture,
+    standard,
+    triattention,
+    write,
+)
+from kvreclaim.bench.kernels import WrongKernelError
+from kvreclaim.ops import reference
+
+SHAPE = Shape(70, 2, 32, 2, torch.float32, layers=2)
+CHUNK = Shape(70, 2, 32, 2, torch.float32, layers=2, queries=9)
+CASES = [
+    attention(SHAPE),
+    attention(CHUNK),
+    triattention(SHAPE),
+    mixture(SHAPE),
+    key_norms(SHAPE),
+    write(SHAPE),
+    gather(SHAPE),
+    compact(SHAPE, 40),
+]
+MACHINE = Machine(10.0, 10.0, 100.0)
+
+
+def test_rows_of_every_case():
+    rows = kernels.run("reference", cases=CASES, machine=MACHINE, repeats=1)
+    assert [row["op"] for row in rows] == [case.op for case in CASES]
+    for row, case in zip(rows, CASES, strict=True):
+        assert row["error"] == 0
+        assert row["gb_s"] > 0
+        assert row[f"{case.against}_share"] == pytest.approx(row["gb_s"] / 10)
+        assert ("flop_share" in row) == (case.flops > 0)
+    assert kernels.rows_table(rows, MACHINE).row_count == len(rows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+def test_a_wrong_kernel_is_refused(case, monkeypatch):
+    def off(name):
+        def wrong(*args, **kwargs):
+            result = getattr(reference, name)(*args, **kwargs)
+            return None if result is None else result * 1.01
+
+        return wrong
+
+    def half(cache, *args):
+        cache.v.mul_(0.5)
+
+    scored = ("paged_attention", "trig_norm_scores", "mixture_scores", "key_norms")
+    broken = {name: off(name) for name in scored} | {"write_kv": reference.write_kv, "compact": half}
+    broken["gather_tokens"] = lambda *args: [x * 1.01 for x in reference.gather_tokens(*args)]
+    if case.op == "write K/V":
+        broken["gather_tokens"] = reference.gather_tokens
+        broken["write_kv"] = lambda cache, layer, k, v, slots: reference.write_kv(cache, layer, v, k, slots)
+    backend = SimpleNamespace(NAME="broken", allocate=reference.allocate, **broken)
+    monkeypatch.setattr(kernels, "_backend", lambda *_: backend)
+    monkeypatch.setattr(kernels, "_time", lambda *_: pytest.fail("timed although it is wrong"))
+    with pytest.raises(WrongKernelError, match="broken"):
+        kernels.run("auto", cases=[case], machine=MACHINE)
+
+
+def test_a_result_that_is_not_finite_is_refused():
+    nan = SimpleNamespace(**{name: getattr(reference, name) for name in ("allocate", "write_kv")})
+    nan.NAME, nan.key_norms = "nan", lambda *_: torch.full((2, 70), float("nan"))
+    with pytest.raises(WrongKernelError, match="inf"):
+        kernels.check(key_norms(SHAPE), nan)
+
+
+def test_bytes_that_must_move():
+    case = attention(SHAPE)
+    assert case.moved == 2 * 2 * 70 * 2 * 32 * 4  # keys and values, sequences, tokens, KV heads, dims, bytes
+    assert triattention(SHAPE).moved == case.moved // 2
+    in_place = compact(Shape(40, 1, 32, 2, torch.float32), 40)
+    assert in_place.moved == 0
+
+
+def test_caches_of_a_shape_hold_equal_tokens():
+    filled = Filled(reference, SHAPE)
+    k, v = filled.tokens(1, 0)
+    assert torch.equal(filled.gather(1, 70), torch.stack([k.transpose(0, 1), v.transpose(0, 1)]))
+
+
+def test_standard_cases_fit_the_machine():
+    cases = list(standard())
+    assert {case.op for case in cases} >= {"decode attention", "triattention scores", "mixture scores"}
+    assert all(case.shape.layers * 2 * case.shape.side_bytes <= 5 * 2**30 for case in cases)
+
+
+def test_bandwidth_is_measured():
+    machine = measure(buffer_bytes=1 << 20, repeats=1)
+    assert min(machine.read_gb_s, machine.copy_gb_s, machine.gflop_s) > 0
