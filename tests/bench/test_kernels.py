@@ -24,7 +24,7 @@ from kvreclaim.bench.kernel_cases import (
 from kvreclaim.bench.kernels import WrongKernelError
 from kvreclaim.ops import reference
 
-SHAPE = Shape(70, 2, 32, 2, torch.float32, layers=2)
+SHAPE = Shape(70, 2, 32, 2, torch.float32, layers=2, turns=2)
 CHUNK = Shape(70, 2, 32, 2, torch.float32, layers=2, queries=9)
 CASES = [
     attention(SHAPE),
@@ -40,7 +40,8 @@ MACHINE = Machine(10.0, 10.0, 100.0)
 
 
 def test_rows_of_every_case():
-    rows = kernels.run("reference", cases=CASES, machine=MACHINE, repeats=1)
+    rows, machine = kernels.run("reference", cases=CASES, machine=MACHINE, repeats=1)
+    assert machine == MACHINE
     assert [row["op"] for row in rows] == [case.op for case in CASES]
     for row, case in zip(rows, CASES, strict=True):
         assert row["error"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import median
 
 import torch
@@ -25,6 +25,10 @@ class Machine:
 
     def row(self) -> Row:
         return asdict(self)
+
+    def better(self, other: Machine) -> Machine:
+        """The larger figure of each kind."""
+        return Machine(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: int = 5) -> Machine:

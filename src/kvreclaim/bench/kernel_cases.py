@@ -24,7 +24,12 @@ MAX_LAYER_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Shape:
-    """batch sequences of context tokens each; queries: new tokens of each. Blocks lie in random order."""
+    """batch sequences of context tokens each, blocks in random order.
+
+    queries: new tokens of each
+    turns:   as many such sets, which calls take in turn, so that one is read from memory as it is when a
+             sequence is compressed once in a while
+    """
 
     context: int
     batch: int
@@ -33,6 +38,7 @@ class Shape:
     dtype: torch.dtype
     layers: int = 8
     queries: int = 1
+    turns: int = 1
     device: str = "cpu"
 
     @property
@@ -62,14 +68,15 @@ class Filled:
     backend: Backend
     shape: Shape
     cache: KVCache = field(init=False)
+    turn: int = 0
 
     def __post_init__(self) -> None:
         shape = self.shape
         like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        num_blocks = shape.batch * shape.blocks_each
+        num_blocks = shape.batch * shape.turns * shape.blocks_each
         self.cache = self.backend.allocate(shape.facts(), num_blocks, BLOCK_SIZE, like=like)
         for layer in range(shape.layers):
-            for number in range(shape.batch):
+            for number in range(shape.batch * shape.turns):
                 k, v = self.tokens(layer, number)
                 self.backend.write_kv(self.cache, layer, k, v, self.slots[number])
 
@@ -83,8 +90,9 @@ class Filled:
 
     @cached_property
     def tables(self) -> list[np.ndarray]:
-        order = np.random.default_rng(0).permutation(self.shape.batch * self.shape.blocks_each)
-        return [np.ascontiguousarray(row) for row in order.astype(np.int32).reshape(self.shape.batch, -1)]
+        count = self.shape.batch * self.shape.turns
+        order = np.random.default_rng(0).permutation(count * self.shape.blocks_each)
+        return [np.ascontiguousarray(row) for row in order.astype(np.int32).reshape(count, -1)]
 
     @cached_property
     def ids(self) -> list[Tensor]:
@@ -97,14 +105,20 @@ class Filled:
         tokens = torch.arange(self.shape.context, device=self.shape.device)
         return [row[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE for row in self.ids]
 
+    @property
+    def one(self) -> Tensor:
+        """[blocks] int64 of the sequence whose turn it is, for ops that take one sequence."""
+        return self.ids[self.turn * self.shape.batch]
+
     def gather(self, layer: int, num_tokens: int) -> Tensor:
-        """[2, K, num_tokens, D]: what the first sequence's table holds."""
-        return torch.stack(self.backend.gather_tokens(self.cache, layer, self.ids[0], num_tokens))
+        """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
+        return torch.stack(self.backend.gather_tokens(self.cache, layer, self.one, num_tokens))
 
     def batch(self) -> AttentionBatch:
         """A step in which every sequence computes its last `queries` tokens."""
         shape = self.shape
-        sequences = tuple(SequenceSlots(ids, shape.queries, shape.context) for ids in self.tables)
+        tables = self.tables[: shape.batch]
+        sequences = tuple(SequenceSlots(ids, shape.queries, shape.context) for ids in tables)
         return AttentionBatch.build(sequences, BLOCK_SIZE, torch.device(shape.device))
 
 
@@ -155,7 +169,7 @@ def triattention(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.trig_norm_scores(
-            filled.cache, layer, filled.ids[0], shape.context, queries, weights, layout
+            filled.cache, layer, filled.one, shape.context, queries, weights, layout
         )
 
     return Case("triattention scores", shape, run, shape.side_bytes)
@@ -169,7 +183,7 @@ def mixture(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.mixture_scores(
-            filled.cache, layer, filled.ids[0], shape.context, centers, variances, 0.125, slice(None)
+            filled.cache, layer, filled.one, shape.context, centers, variances, 0.125, slice(None)
         )
 
     products = heads * CENTERS * (OFFSETS + 1)
@@ -180,7 +194,7 @@ def mixture(shape: Shape) -> Case:
 
 def key_norms(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.key_norms(filled.cache, layer, filled.ids[0], shape.context)
+        return filled.backend.key_norms(filled.cache, layer, filled.one, shape.context)
 
     return Case("key norms", shape, run, shape.side_bytes)
 
@@ -203,7 +217,7 @@ def write(shape: Shape) -> Case:
 
 def gather(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> None:
-        filled.backend.gather_tokens(filled.cache, layer, filled.ids[0], shape.context)
+        filled.backend.gather_tokens(filled.cache, layer, filled.one, shape.context)
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)
@@ -219,7 +233,7 @@ def compact(shape: Shape, budget: int) -> Case:
     moving = int((kept != torch.arange(budget, device=shape.device)).sum())
 
     def run(filled: Filled, layer: int) -> None:
-        ids = filled.ids[0]
+        ids = filled.one
         filled.backend.compact(filled.cache, kept, ids, ids[: -(-budget // BLOCK_SIZE)])
 
     def result(filled: Filled, layer: int) -> Tensor:
@@ -249,7 +263,7 @@ def standard(device: str = "cpu") -> Iterator[Case]:
     for head_dim in (64, 128):
         chunk = Shape(8192, 1, head_dim, 2, torch.bfloat16, layers=2, queries=512, device=device)
         yield attention(chunk)
-        for context in (2176, 32_768):
-            one = Shape(context, 1, head_dim, 2, torch.bfloat16, device=device)
+        for context, turns in ((2176, 16), (32_768, 1)):
+            one = Shape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
             yield from (triattention(one), mixture(one), key_norms(one), compact(one, 2048))
         yield from (write(Shape(2048, 1, head_dim, 2, torch.bfloat16, device=device)), gather(one))

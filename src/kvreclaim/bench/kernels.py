@@ -1,8 +1,9 @@
 """How near the kernels come to what the machine gives: bytes that must move over the time they take.
 
 Every case is first computed by the reference on the same keys and values and compared; nothing is timed
-while one differs. A call is timed over several layers in turn, so that a layer has left the near caches
-before it is read again, as it has in a decode step.
+while one differs. Calls go through several layers (and sequences, where an op takes one) in turn, so that
+what they read has left the near caches, as it has in a decode step. The machine's bandwidth is measured before
+and after, and the better figure of each kind counts: others that use the machine lower it, never raise it.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ def run(
     cases: Iterable[Case] | None = None,
     machine: Machine | None = None,
     repeats: int = 5,
-) -> list[Row]:
+) -> tuple[list[Row], Machine]:
     """Check every case, then time every case. Raises: WrongKernelError naming the first that differs.
 
     Returns: rows with op, shape, us (of one layer's call; of all layers for compaction), gb_s, read_share or
-        copy_share, gflop_s and flop_share where arithmetic counts, error; cases that the back-end cannot
-        serve with the reason in `skipped`.
+        copy_share, gflop_s and flop_share where arithmetic counts, error; and what the machine gives.
     """
     chosen = list(standard(device) if cases is None else cases)
     errors = [check(case, _backend(kernels, case)) for case in chosen]
-    machine = machine or measure(device=device)
-    return [
-        _time(case, _backend(kernels, case), error, machine, repeats)
+    before = machine or measure(device=device)
+    rows = [
+        _time(case, _backend(kernels, case), error, repeats)
         for case, error in zip(chosen, errors, strict=True)
     ]
+    best = before.better(machine or measure(device=device))
+    return [_share(row, case, best) for row, case in zip(rows, chosen, strict=True)], best
 
 
 def _backend(kernels: str, case: Case) -> Backend:
@@ -77,9 +79,9 @@ def check(case: Case, backend: Backend) -> float:
 
 
 def _result(case: Case, backend: Any, shape: Shape) -> Tensor:
-    filled = Filled(backend, shape)
-    returned = case.run(filled, 0)
-    found = case.result(filled, 0) if case.result is not None else returned
+    filled, layer = Filled(backend, shape), shape.layers - 1
+    returned = case.run(filled, layer)
+    found = case.result(filled, layer) if case.result is not None else returned
     assert found is not None, f"{case.op} neither returns a tensor nor says where its result is"
     return found.float()
 
@@ -90,22 +92,21 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
-def _time(case: Case, backend: Backend, error: float, machine: Machine, repeats: int) -> Row:
+def _time(case: Case, backend: Backend, error: float, repeats: int) -> Row:
     """One row; a slice takes at least MIN_SLICE_S."""
     shape = case.shape
     filled = Filled(backend, shape)
     layers = 1 if case.all_layers else shape.layers
 
     def call(times: int) -> None:
-        for layer in list(range(layers)) * times:
-            case.run(filled, layer)
+        for filled.turn in list(range(shape.turns)) * times:
+            for layer in range(layers):
+                case.run(filled, layer)
 
     first = median_time(lambda: call(1), shape.device, 1)
     times = max(1, int(MIN_SLICE_S / first))
-    call_s = median_time(lambda: call(times), shape.device, repeats) / times / layers
-    gb_s = case.moved / call_s / 1e9
-    peak = machine.read_gb_s if case.against == "read" else machine.copy_gb_s
-    row: Row = {
+    call_s = median_time(lambda: call(times), shape.device, repeats) / times / shape.turns / layers
+    return {
         "op": case.op,
         "kernels": backend.NAME,
         "context": shape.context,
@@ -115,12 +116,17 @@ def _time(case: Case, backend: Backend, error: float, machine: Machine, repeats:
         "dtype": str(shape.dtype).removeprefix("torch."),
         "us": call_s * 1e6,
         "mib": case.moved / 2**20,
-        "gb_s": gb_s,
-        f"{case.against}_share": gb_s / peak,
+        "gb_s": case.moved / call_s / 1e9,
         "error": error,
     }
+
+
+def _share(row: Row, case: Case, machine: Machine) -> Row:
+    """The row with what it reaches of the machine's bandwidth and arithmetic."""
+    peak = machine.read_gb_s if case.against == "read" else machine.copy_gb_s
+    row = row | {f"{case.against}_share": row["gb_s"] / peak}
     if case.flops:
-        gflop_s = case.flops / call_s / 1e9
+        gflop_s = case.flops / row["us"] / 1e3
         row |= {"gflop_s": gflop_s, "flop_share": gflop_s / machine.gflop_s}
     return row
 

@@ -186,11 +186,10 @@ def kernels(
 ) -> None:
     """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
     with _ready(threads):
-        from kvreclaim.bench import bandwidth, common
+        from kvreclaim.bench import common
         from kvreclaim.bench import kernels as kernel_bench
 
-        machine = bandwidth.measure(device=device)
-        rows = kernel_bench.run(kernels, device=device, machine=machine)
+        rows, machine = kernel_bench.run(kernels, device=device)
         common.show(kernel_bench.rows_table(rows, machine))
         content = common.report(rows, _command(), bandwidth=machine.row(), threads=threads)
         common.write_json(content, json_file)
