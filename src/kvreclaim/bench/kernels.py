@@ -2,8 +2,8 @@
 
 Every case is first computed by the reference on the same keys and values and compared; nothing is timed
 while one differs. Calls go through several layers (and sequences, where an op takes one) in turn, so that
-what they read has left the near caches, as it has in a decode step. The machine's bandwidth is measured before
-and after, and the better figure of each kind counts: others that use the machine lower it, never raise it.
+what they read has left the near caches, as it has in a decode step. The machine's bandwidth is measured
+before and after, and the better figure of each kind counts: others that use the machine only lower it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class LLM:
         self._ids = itertools.count()
         self._default_compression = compression
         if compression is not None:
-            self._compressor(compression)
+            self.compressor(compression)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -214,7 +214,7 @@ class LLM:
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self._default_compression
-        compressor = self._compressor(config) if config is not None else None
+        compressor = self.compressor(config) if config is not None else None
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = f"request-{next(self._ids)}"
@@ -222,7 +222,8 @@ class LLM:
             request_id, tokens, params, compressor, prompt=text, continuation=continuation
         )
 
-    def _compressor(self, config: CompressionConfig) -> Compressor:
+    def compressor(self, config: CompressionConfig) -> Compressor:
+        """The config bound to this model, made once; statistics beside the weights are found by themselves."""
         _check_type(config, CompressionConfig, "compression")
         if config not in self._compressors:
             bound = config

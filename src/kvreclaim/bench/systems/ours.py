@@ -139,7 +139,7 @@ class OurSession(Session):
 
 def bind(llm: LLM, config: CompressionConfig | None) -> Compressor | None:
     """The compressor that the LLM itself would give a request of this config."""
-    return None if config is None else llm._compressor(config)
+    return None if config is None else llm.compressor(config)
 
 
 @contextmanager
