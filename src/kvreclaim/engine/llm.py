@@ -223,7 +223,7 @@ class LLM:
         )
 
     def compressor(self, config: CompressionConfig) -> Compressor:
-        """The config bound to this model, made once; statistics beside the weights are found by themselves."""
+        """The config bound to this model, made once, with the statistics beside the weights."""
         _check_type(config, CompressionConfig, "compression")
         if config not in self._compressors:
             bound = config
