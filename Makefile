@@ -48,7 +48,7 @@ PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm
 MEMORY_PEER = $(if $(wildcard $(VLLM_PYTHON)),--vllm-python $(VLLM_PYTHON))
 comma := ,
 
-# A quarter of an hour: every benchmark at some of its points.
+# Every benchmark at some of its points.
 bench: setup bench_models/qwen3-26m
 	$(KVB) blocks --json $(RESULTS)/blocks.json
 	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
@@ -59,7 +59,7 @@ bench: setup bench_models/qwen3-26m
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
 
-# The whole grids and both models: hours.
+# The whole grids and both models: long.
 bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --growth --json $(RESULTS)/decode-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
