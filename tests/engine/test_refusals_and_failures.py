@@ -94,7 +94,7 @@ def test_a_failing_policy_fails_its_request_only(make_llm, monkeypatch):
     llm = make_llm()
     prompts = tiny.prompts((40, 40, 40))
     expected = llm.generate(prompts, GREEDY, [None, None, small("knorm")])
-    compressor = llm._compressor(small("streaming_llm"))
+    compressor = llm.compressor(small("streaming_llm"))
 
     def broken(*args, **kwargs):
         raise RuntimeError("boom")
@@ -156,7 +156,7 @@ def test_streams_that_take_turns_lose_nothing(make_llm):
 def test_a_stream_reports_a_failure_between_prompt_chunks(make_llm, monkeypatch):
     llm = make_llm(max_num_batched_tokens=16)
     config = small("knorm")
-    monkeypatch.setattr(llm._compressor(config), "choose", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(llm.compressor(config), "choose", lambda *args, **kwargs: 1 / 0)
     (out,) = llm.stream(tiny.prompts((100,))[0], GREEDY, config)
     assert out.finished
     assert out.error == "ZeroDivisionError: division by zero"
@@ -248,7 +248,7 @@ def test_any_mix_of_requests_loses_no_block(make_llm):
             ignore_eos=True,
         )
         config = rng.choice(configs)
-        compressor = llm._compressor(config) if config else None
+        compressor = llm.compressor(config) if config else None
         try:
             engine.add_request(f"r{i}", prompt, params, compressor)
         except KVReclaimError as error:

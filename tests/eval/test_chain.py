@@ -1,7 +1,6 @@
 """The chain task has one right answer that can be read from its prompt, and the scorers see each error."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,7 +10,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import chain
 from kvreclaim.eval.chain import ChainExample, ChainTask, Kind, Stream
 
-ASSETS = Path(kvreclaim.__path__[0]) / "assets" / "demo_model"
+ASSETS = kvreclaim.demo_model()
 
 TASKS = (
     ChainTask(),
