@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from kvreclaim.checks import check_choice
 from kvreclaim.cli.options import usage_errors
 from kvreclaim.errors import InvalidArgumentError
 
@@ -87,7 +88,7 @@ def decode(
             steps=steps,
             slice_s=slice_s,
             limit_s=limit_s,
-            fill="prefill" if fill == "prefill" else "synthetic",
+            fill=_fill(fill),
         )
         result = decode.run(plan, check=verify)
         if result.checks:
@@ -261,6 +262,11 @@ def _model(given: Path | None) -> Path:
             f"--model is {str(model)!r}, which is no directory; run `make bench-model`, or name another one."
         )
     return model
+
+
+def _fill(value: str) -> Literal["synthetic", "prefill"]:
+    check_choice("--fill", value, ("synthetic", "prefill"))
+    return "prefill" if value == "prefill" else "synthetic"
 
 
 def _numbers(value: str) -> tuple[int, ...]:
