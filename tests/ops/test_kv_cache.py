@@ -12,7 +12,7 @@ from paged_oracle import Ask, Shape, assert_equal, empty_cache, expected, noise,
 
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache, bytes_per_block
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens, bytes_per_block
 from kvreclaim.ops.reference import (
     compact,
     copy_blocks,
@@ -110,10 +110,10 @@ def test_gather_tokens_is_the_inverse_of_laying_them(num_tokens: int) -> None:
     k, v = noise(1, 2, 2, num_tokens, 4), noise(2, 2, 2, num_tokens, 6)
     table = [4, 0, 5][: -(-num_tokens // 3)]
     put(cache, table, k, v)
-    got = gather_tokens(cache, 1, torch.tensor(table), num_tokens)[1]
+    got = gather_tokens(PagedTokens(cache, 1, torch.tensor(table), num_tokens))[1]
     assert torch.equal(got, v[1])
     got.zero_()
-    assert torch.equal(gather_tokens(cache, 1, torch.tensor(table), num_tokens)[1], v[1])
+    assert torch.equal(gather_tokens(PagedTokens(cache, 1, torch.tensor(table), num_tokens))[1], v[1])
 
 
 @st.composite

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 BLOCK_SIZE = 16
@@ -112,7 +112,7 @@ class Filled:
 
     def gather(self, layer: int, num_tokens: int) -> Tensor:
         """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
-        return torch.stack(self.backend.gather_tokens(self.cache, layer, self.one, num_tokens))
+        return torch.stack(self.backend.gather_tokens(PagedTokens(self.cache, layer, self.one, num_tokens)))
 
     def batch(self) -> AttentionBatch:
         """A step in which every sequence computes its last `queries` tokens."""
@@ -169,7 +169,7 @@ def triattention(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.trig_norm_scores(
-            filled.cache, layer, filled.one, shape.context, queries, weights, layout
+            PagedTokens(filled.cache, layer, filled.one, shape.context), queries, weights, layout
         )
 
     return Case("triattention scores", shape, run, shape.side_bytes)
@@ -183,7 +183,11 @@ def mixture(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.mixture_scores(
-            filled.cache, layer, filled.one, shape.context, centers, variances, 0.125, slice(None)
+            PagedTokens(filled.cache, layer, filled.one, shape.context),
+            centers,
+            variances,
+            0.125,
+            slice(None),
         )
 
     products = heads * CENTERS * (OFFSETS + 1)
@@ -194,7 +198,7 @@ def mixture(shape: Shape) -> Case:
 
 def key_norms(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.key_norms(filled.cache, layer, filled.one, shape.context)
+        return filled.backend.key_norms(PagedTokens(filled.cache, layer, filled.one, shape.context))
 
     return Case("key norms", shape, run, shape.side_bytes)
 
@@ -217,7 +221,7 @@ def write(shape: Shape) -> Case:
 
 def gather(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> None:
-        filled.backend.gather_tokens(filled.cache, layer, filled.one, shape.context)
+        filled.backend.gather_tokens(PagedTokens(filled.cache, layer, filled.one, shape.context))
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)

@@ -20,7 +20,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 if TYPE_CHECKING:
     from kvreclaim.engine.outputs import EngineTotals
@@ -177,7 +177,7 @@ class CompressionPass:
         block_ids = self._index(seq)
 
         def layer_source(layer: int) -> KeySource:
-            paged = PagedSource(self.backend, self.cache, layer, block_ids, table.physical_len)
+            paged = PagedSource(self.backend, PagedTokens(self.cache, layer, block_ids, table.physical_len))
             if live is None:
                 return paged
             rows = live[layer][..., None]

@@ -14,7 +14,7 @@ from kvreclaim.config import KERNELS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 BACKENDS = {
@@ -51,9 +51,7 @@ class Backend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor: ...
 
-    def gather_tokens(
-        self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int
-    ) -> tuple[Tensor, Tensor]: ...
+    def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]: ...
 
     def compact(self, cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None: ...
 
@@ -65,10 +63,7 @@ class Backend(Protocol):
 
     def trig_norm_scores(
         self,
-        cache: KVCache,
-        layer: int,
-        block_ids: Tensor,
-        num_tokens: int,
+        tokens: PagedTokens,
         queries: Tensor,
         weights: Tensor | None,
         layout: RopeLayout,
@@ -76,19 +71,16 @@ class Backend(Protocol):
 
     def mixture_scores(
         self,
-        cache: KVCache,
-        layer: int,
-        block_ids: Tensor,
-        num_tokens: int,
+        tokens: PagedTokens,
         centers: Tensor,
         variances: Tensor,
         scale: float,
         over: slice,
     ) -> Tensor: ...
 
-    def key_norms(self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor: ...
+    def key_norms(self, tokens: PagedTokens) -> Tensor: ...
 
-    def value_norms(self, cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor: ...
+    def value_norms(self, tokens: PagedTokens) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

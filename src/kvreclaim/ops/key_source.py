@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 
@@ -80,37 +80,30 @@ class DenseSource(KeySource):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedSource(KeySource):
-    """The first num_tokens slots of a block table; block_ids: [blocks] int64 on the cache's device."""
+    """Tokens in their blocks, scored by a back-end's kernels."""
 
     backend: Backend
-    cache: KVCache
-    layer: int
-    block_ids: Tensor
-    num_tokens: int
+    tokens: PagedTokens
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.cache.num_kv_heads, self.num_tokens
+        return self.tokens.cache.num_kv_heads, self.tokens.num_tokens
 
     @property
     def device(self) -> torch.device:
-        return self.cache.device
+        return self.tokens.cache.device
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.backend.gather_tokens(self.cache, self.layer, self.block_ids, self.num_tokens)
+        return self.backend.gather_tokens(self.tokens)
 
     def trig_norm_scores(self, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> Tensor:
-        return self.backend.trig_norm_scores(
-            self.cache, self.layer, self.block_ids, self.num_tokens, queries, weights, layout
-        )
+        return self.backend.trig_norm_scores(self.tokens, queries, weights, layout)
 
     def mixture_scores(self, centers: Tensor, variances: Tensor, scale: float, over: slice) -> Tensor:
-        return self.backend.mixture_scores(
-            self.cache, self.layer, self.block_ids, self.num_tokens, centers, variances, scale, over
-        )
+        return self.backend.mixture_scores(self.tokens, centers, variances, scale, over)
 
     def key_norms(self) -> Tensor:
-        return self.backend.key_norms(self.cache, self.layer, self.block_ids, self.num_tokens)
+        return self.backend.key_norms(self.tokens)
 
     def value_norms(self) -> Tensor:
-        return self.backend.value_norms(self.cache, self.layer, self.block_ids, self.num_tokens)
+        return self.backend.value_norms(self.tokens)

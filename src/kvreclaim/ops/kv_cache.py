@@ -80,6 +80,16 @@ class KVCache:
         return (self.k.nbytes + self.v.nbytes) // self.num_blocks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedTokens:
+    """One sequence's first num_tokens slots of one layer; block_ids: [blocks] int64 on the cache's device."""
+
+    cache: KVCache
+    layer: int
+    block_ids: Tensor
+    num_tokens: int
+
+
 def bytes_per_block(layers: tuple[LayerFacts, ...], block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block will take over all layers, before anything is allocated."""
     slot = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in layers)

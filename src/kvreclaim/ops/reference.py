@@ -9,7 +9,7 @@ from torch import Tensor
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, AttentionGroup
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 NAME = "reference"
@@ -179,12 +179,20 @@ def _explicit_attention(
     return torch.matmul(probs, v)
 
 
-def gather_tokens(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies)."""
     return (
-        _gather_tokens(cache.k[layer], block_ids, num_tokens),
-        _gather_tokens(cache.v[layer], block_ids, num_tokens),
+        _keys(tokens),
+        _values(tokens),
     )
+
+
+def _keys(tokens: PagedTokens) -> Tensor:
+    return _gather_tokens(tokens.cache.k[tokens.layer], tokens.block_ids, tokens.num_tokens)
+
+
+def _values(tokens: PagedTokens) -> Tensor:
+    return _gather_tokens(tokens.cache.v[tokens.layer], tokens.block_ids, tokens.num_tokens)
 
 
 def _gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
@@ -194,43 +202,37 @@ def _gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
 
 
 def trig_norm_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     queries: Tensor,
     weights: Tensor | None,
     layout: RopeLayout,
 ) -> Tensor:
-    """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32. block_ids: [blocks] int64."""
-    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32."""
+    keys = _keys(tokens)
     return scoring.trig_norm_scores(keys, queries, weights, layout)
 
 
 def mixture_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     centers: Tensor,
     variances: Tensor,
     scale: float,
     over: slice,
 ) -> Tensor:
-    """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32. block_ids: [blocks] int64."""
-    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32."""
+    keys = _keys(tokens)
     return scoring.mixture_scores(keys, centers, variances, scale, over)
 
 
-def key_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def key_norms(tokens: PagedTokens) -> Tensor:
     """||k|| of a paged sequence: [K, T] fp32."""
-    keys = _gather_tokens(cache.k[layer], block_ids, num_tokens)
+    keys = _keys(tokens)
     return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
 
 
-def value_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def value_norms(tokens: PagedTokens) -> Tensor:
     """||v|| of a paged sequence: [K, T] fp32."""
-    values = _gather_tokens(cache.v[layer], block_ids, num_tokens)
+    values = _values(tokens)
     return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
 
 

@@ -12,6 +12,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import PagedTokens
 
 pytestmark = pytest.mark.usefixtures("isa")
 SHAPES = [Shape(dim=32), Shape(kv_heads=3, dim=80, v_dim=24, block_size=32), Shape(kv_heads=1, dim=8)]
@@ -34,8 +35,8 @@ def test_what_is_written_is_gathered(
         module.write_kv(cache, 1, k, v, slots)
     everything = torch.arange(6)
     for layer in range(2):
-        want = reference.gather_tokens(caches[0], layer, everything, 6 * shape.block_size)
-        got = native.gather_tokens(caches[1], layer, everything, 6 * shape.block_size)
+        want = reference.gather_tokens(PagedTokens(caches[0], layer, everything, 6 * shape.block_size))
+        got = native.gather_tokens(PagedTokens(caches[1], layer, everything, 6 * shape.block_size))
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x.nan_to_num(123.0), y.nan_to_num(123.0))
 
@@ -44,8 +45,8 @@ def test_what_is_written_is_gathered(
 def test_gathers_a_part_of_the_blocks(tokens: int) -> None:
     w = twins(Shape(dtype=torch.bfloat16), [Ask(1, 40)])
     ids = torch.from_numpy(w.batch.sequences[0].block_ids).long()
-    got = native.gather_tokens(w.native, 0, ids, tokens)
-    for x, y in zip(got, reference.gather_tokens(w.reference, 0, ids, tokens), strict=True):
+    got = native.gather_tokens(PagedTokens(w.native, 0, ids, tokens))
+    for x, y in zip(got, reference.gather_tokens(PagedTokens(w.reference, 0, ids, tokens)), strict=True):
         assert torch.equal(x, y)
 
 
@@ -55,7 +56,7 @@ def test_bf16_rounds_as_torch_does() -> None:
     shape = Shape(kv_heads=1, dim=8, dtype=torch.bfloat16)
     cache = native.allocate(shape.facts(), 1, 16, like=torch.empty(0, dtype=torch.bfloat16))
     native.write_kv(cache, 0, odd.view(1, 1, 8), odd.view(1, 1, 8), torch.tensor([3]))
-    k, v = native.gather_tokens(cache, 0, torch.tensor([0]), 4)
+    k, v = native.gather_tokens(PagedTokens(cache, 0, torch.tensor([0]), 4))
     for x in (k, v):
         torch.testing.assert_close(x[0, 3], odd.bfloat16(), rtol=0, atol=0, equal_nan=True)
 

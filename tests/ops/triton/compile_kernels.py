@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from paged_oracle import Ask, Shape, World, world
 
 from kvreclaim.ops import triton as kernels
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.triton import attention, scoring
 
@@ -79,11 +80,14 @@ def launch_the_rest(w: World) -> None:
     layout = RopeLayout(torch.ones(shape.dim // 2, dtype=torch.float64))
     heads, centers = shape.heads, torch.zeros(shape.heads, 16, 5, shape.dim)
     kernels.trig_norm_scores(
-        cache, 0, ids, 700, torch.zeros(heads, 1, shape.dim), torch.zeros(heads, shape.dim // 2), layout
+        PagedTokens(cache, 0, ids, 700),
+        torch.zeros(heads, 1, shape.dim),
+        torch.zeros(heads, shape.dim // 2),
+        layout,
     )
-    kernels.mixture_scores(cache, 0, ids, 700, centers, centers[:, :, 0], 0.1, slice(4, 600))
-    kernels.key_norms(cache, 0, ids, 700)
-    kernels.gather_tokens(cache, 0, ids, 700)
+    kernels.mixture_scores(PagedTokens(cache, 0, ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600))
+    kernels.key_norms(PagedTokens(cache, 0, ids, 700))
+    kernels.gather_tokens(PagedTokens(cache, 0, ids, 700))
     kernels.copy_blocks(cache, [(1, 2)])
     kernels.compact(cache, torch.arange(0, 600, 2)[None, None], ids, ids[:19])
     k, v = torch.zeros(3, 2, shape.dim), torch.zeros(3, 2, cache.v_head_dim)

@@ -14,7 +14,7 @@ from triton_pair import DEVICE, DTYPES, Pair, make_pair, on_device
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 SHAPES = [
     Shape(kv_heads=2, dim=32, layers=2),
@@ -89,8 +89,8 @@ def test_prepare_blocks_has_nothing_to_do() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 40])
 def test_gather_tokens(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
     pair = make_pair(replace(shape, dtype=dtype), 40)
-    got = kernels.gather_tokens(pair.kernel, 1, pair.device_ids, num_tokens)
-    want = reference.gather_tokens(pair.reference, 1, pair.block_ids, num_tokens)
+    got = kernels.gather_tokens(PagedTokens(pair.kernel, 1, pair.device_ids, num_tokens))
+    want = reference.gather_tokens(PagedTokens(pair.reference, 1, pair.block_ids, num_tokens))
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x.cpu(), y)
 

@@ -10,7 +10,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.native.extension import batch_view, cache_view, native, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -63,11 +63,12 @@ def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Ten
     native().write_kv(cache_view(cache), layer, k, v, slot_mapping)
 
 
-def gather_tokens(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     """reference.gather_tokens: keys [K, T, D] and values [K, T, Dv], copies."""
-    k = cache.k.new_empty((cache.num_kv_heads, num_tokens, cache.head_dim))
-    v = cache.v.new_empty((cache.num_kv_heads, num_tokens, cache.v_head_dim))
-    native().gather_tokens(cache_view(cache), layer, block_ids, k, v)
+    cache = tokens.cache
+    k = cache.k.new_empty((cache.num_kv_heads, tokens.num_tokens, cache.head_dim))
+    v = cache.v.new_empty((cache.num_kv_heads, tokens.num_tokens, cache.v_head_dim))
+    native().gather_tokens(cache_view(cache), tokens.layer, tokens.block_ids, k, v)
     return k, v
 
 

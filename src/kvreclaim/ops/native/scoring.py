@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.native.extension import cache_view, native
 from kvreclaim.ops.rope import RopeLayout
 
 
 def trig_norm_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     queries: Tensor,
     weights: Tensor | None,
     layout: RopeLayout,
 ) -> Tensor:
     """reference.trig_norm_scores, both terms in one pass over the keys: [H, T] fp32."""
-    scores = torch.empty((queries.shape[0], num_tokens), dtype=torch.float32)
+    scores = torch.empty((queries.shape[0], tokens.num_tokens), dtype=torch.float32)
     native().trig_norm_scores(
-        cache_view(cache),
-        layer,
-        block_ids,
-        num_tokens,
+        *_where(tokens),
         _plain(queries),
         None if weights is None else _plain(weights),
         layout.start,
@@ -37,10 +33,7 @@ def trig_norm_scores(
 
 
 def mixture_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     centers: Tensor,
     variances: Tensor,
     scale: float,
@@ -50,13 +43,10 @@ def mixture_scores(
 
     Scratch per thread: the logits of as many centres as fit 1 MiB, of four at least.
     """
-    begin, end, _ = over.indices(num_tokens)
-    scores = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32)
+    begin, end, _ = over.indices(tokens.num_tokens)
+    scores = torch.empty((tokens.cache.num_kv_heads, tokens.num_tokens), dtype=torch.float32)
     native().mixture_scores(
-        cache_view(cache),
-        layer,
-        block_ids,
-        num_tokens,
+        *_where(tokens),
         _plain(centers),
         _plain(variances),
         scale,
@@ -67,20 +57,25 @@ def mixture_scores(
     return scores
 
 
-def key_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def key_norms(tokens: PagedTokens) -> Tensor:
     """reference.key_norms: [K, T] fp32."""
-    return _norms(cache, layer, block_ids, num_tokens, values=False)
+    return _norms(tokens, values=False)
 
 
-def value_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def value_norms(tokens: PagedTokens) -> Tensor:
     """reference.value_norms: [K, T] fp32."""
-    return _norms(cache, layer, block_ids, num_tokens, values=True)
+    return _norms(tokens, values=True)
 
 
-def _norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int, *, values: bool) -> Tensor:
-    norms = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32)
-    native().token_norms(cache_view(cache), layer, block_ids, num_tokens, values, norms)
+def _norms(tokens: PagedTokens, *, values: bool) -> Tensor:
+    norms = torch.empty((tokens.cache.num_kv_heads, tokens.num_tokens), dtype=torch.float32)
+    native().token_norms(*_where(tokens), values, norms)
     return norms
+
+
+def _where(tokens: PagedTokens) -> tuple[Any, int, Tensor, int]:
+    """What every scoring kernel takes first."""
+    return cache_view(tokens.cache), tokens.layer, tokens.block_ids, tokens.num_tokens
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.triton.scoring_kernels import mixture_kernel, norm_kernel, trig_norm_kernel
 from kvreclaim.ops.triton.support import dot_precision, padded
@@ -15,15 +15,13 @@ ROWS = 16
 
 
 def trig_norm_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     queries: Tensor,
     weights: Tensor | None,
     layout: RopeLayout,
 ) -> Tensor:
     """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32, in one pass over K."""
+    cache, num_tokens = tokens.cache, tokens.num_tokens
     heads, num_queries = queries.shape[:2]
     out = torch.empty((heads, num_tokens), dtype=torch.float32, device=cache.device)
     group = heads // cache.num_kv_heads
@@ -35,11 +33,11 @@ def trig_norm_scores(
     queries = _as_rows(queries, cache)
     if num_tokens:
         trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
-            cache.k[layer],
+            cache.k[tokens.layer],
             out,
             queries,
             queries if weights is None else _as_rows(weights, cache),
-            block_ids,
+            tokens.block_ids,
             num_tokens,
             num_queries,
             KV_HEADS=cache.num_kv_heads,
@@ -65,10 +63,7 @@ def trig_norm_scores(
 
 
 def mixture_scores(
-    cache: KVCache,
-    layer: int,
-    block_ids: Tensor,
-    num_tokens: int,
+    tokens: PagedTokens,
     centers: Tensor,
     variances: Tensor,
     scale: float,
@@ -78,6 +73,7 @@ def mixture_scores(
 
     Between them only each softmax's maximum and sum per tile of tokens are kept.
     """
+    cache, num_tokens = tokens.cache, tokens.num_tokens
     out = torch.zeros((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
     start, stop, step = over.indices(num_tokens)
     assert step == 1, f"over has step {step}, 1 expected"
@@ -96,14 +92,14 @@ def mixture_scores(
 
     def run(normalisers: Tensor, is_score_pass: bool) -> None:
         mixture_kernel[(tiles, cache.num_kv_heads)](
-            cache.k[layer],
+            cache.k[tokens.layer],
             out,
             part_max,
             part_sum,
             normalisers,
             centers,
             variances,
-            block_ids,
+            tokens.block_ids,
             scale,
             start,
             stop,
@@ -128,25 +124,26 @@ def mixture_scores(
     return out
 
 
-def key_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def key_norms(tokens: PagedTokens) -> Tensor:
     """||k|| of a paged sequence: [K, T] fp32."""
-    return _norms(cache.k[layer], block_ids, num_tokens)
+    return _norms(tokens.cache.k, tokens)
 
 
-def value_norms(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+def value_norms(tokens: PagedTokens) -> Tensor:
     """||v|| of a paged sequence: [K, T] fp32."""
-    return _norms(cache.v[layer], block_ids, num_tokens)
+    return _norms(tokens.cache.v, tokens)
 
 
-def _norms(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
-    _, heads, size, dim = x.shape
+def _norms(x: Tensor, tokens: PagedTokens) -> Tensor:
+    _, _, heads, size, dim = x.shape
+    num_tokens = tokens.num_tokens
     out = torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device)
     block_n = _tile_tokens(padded(dim))
     if num_tokens:
         norm_kernel[(triton.cdiv(num_tokens, block_n), heads)](
-            x,
+            x[tokens.layer],
             out,
-            block_ids,
+            tokens.block_ids,
             num_tokens,
             KV_HEADS=heads,
             S=size,

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
 from kvreclaim.ops.triton.support import padded, to_device
 
@@ -60,11 +60,11 @@ def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
     """Nothing to do: no kernel here loads a slot that is not attended or kept."""
 
 
-def gather_tokens(cache: KVCache, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies)."""
     return (
-        _gather(cache.k[layer], block_ids, num_tokens),
-        _gather(cache.v[layer], block_ids, num_tokens),
+        _gather(tokens.cache.k[tokens.layer], tokens.block_ids, tokens.num_tokens),
+        _gather(tokens.cache.v[tokens.layer], tokens.block_ids, tokens.num_tokens),
     )
 
 
