@@ -4,7 +4,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.plan import CompactionPlan, TableState, plan_compaction
 from kvreclaim.compression.policies.triattention import raw_scores
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, LayerView, Mode, Signal, Wrapper
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
@@ -15,6 +15,7 @@ __all__ = [
     "CompressionConfig",
     "CompressionPolicy",
     "Compressor",
+    "LayerSignals",
     "LayerStats",
     "LayerView",
     "Mode",
@@ -23,6 +24,7 @@ __all__ = [
     "StatsBuilder",
     "StatsMetadata",
     "TableState",
+    "Wrapper",
     "make_policy",
     "plan_compaction",
     "policy_class",

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.config import CompressionConfig, StatsSource
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import (
+    NO_SIGNALS,
+    CompressionPolicy,
+    LayerSignals,
+    LayerView,
+    Mode,
+    Signal,
+)
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
@@ -18,6 +25,8 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource
 
 LayerSource = Callable[[int], KeySource]
+SignalSource = Callable[[int], LayerSignals]
+STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
 FREE, PROMPT, ALWAYS = 0, 1, 2
 
 
@@ -29,6 +38,7 @@ class _Pass:
     logical_len: int
     candidates: slice
     positions: Tensor | None
+    signals: SignalSource
 
 
 class Compressor:
@@ -59,7 +69,7 @@ class Compressor:
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         self._stats: tuple[LayerStats, ...] | None = None
-        if self.policy.needs & {Signal.QUERY_STATS, Signal.QUERY_CENTERS}:
+        if self.policy.needs & STATISTICS:
             _check_rotation(self.policy, facts)
             found = _required_stats(self.policy, stats if stats is not None else config.stats)
             found.check_model(facts)
@@ -124,6 +134,7 @@ class Compressor:
         logical_len: int,
         *,
         positions: Tensor | None = None,
+        signals: SignalSource = lambda _: NO_SIGNALS,
     ) -> Tensor:
         """The slots that stay.
 
@@ -134,6 +145,7 @@ class Compressor:
             logical_len:      position of the next query; >= T
             positions:        [L, K, T] logical positions of the slots (or broadcastable), for models with
                               sliding layers; without it a slot counts as out of a window only if it must be
+            signals:          layer -> what the policy's needs name besides statistics
 
         Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
@@ -143,7 +155,7 @@ class Compressor:
         if num_tokens <= self.budget or not self.evicts:
             return self._everything(num_tokens)
         free = self._candidates(num_tokens, num_prompt_slots)
-        job = _Pass(num_tokens, logical_len, free, positions)
+        job = _Pass(num_tokens, logical_len, free, positions, signals)
         scores = torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
         return select(scores, self.budget, tiers, self.mode, self._select_top)
 
@@ -165,7 +177,16 @@ class Compressor:
         source = layer_source(layer)
         facts = self.facts.layers[layer]
         stats = None if self._stats is None else self._stats[layer]
-        view = LayerView(layer, source, job.logical_len, facts, stats, job.candidates)
+        view = LayerView(
+            layer,
+            source,
+            job.logical_len,
+            facts,
+            stats,
+            job.candidates,
+            signals=job.signals(layer),
+            first=job.logical_len == job.num_tokens,
+        )
         scores = self.policy.score(view)
         if scores.shape != source.shape or scores.dtype != torch.float32:
             raise InvalidArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import ClassVar
@@ -21,6 +22,18 @@ class Signal(Enum):
     """Moments of the queries before rotation, and with them a verified rotation of every layer."""
     QUERY_CENTERS = auto()
     """Statistics with several centres per query head (calibrated by us; public files hold none)."""
+    QUERY_COVARIANCE = auto()
+    """Statistics with the covariance of the queries (calibrated by us; public files hold none)."""
+    RECENT_QUERIES = auto()
+    """The last query_window queries of each layer, as attention saw them."""
+    ATTENTION_MASS = auto()
+    """The attention that each slot has received from all queries so far."""
+    POSITIONS = auto()
+    """The logical position of the token in each slot."""
+    OUTPUT_PROJECTION = auto()
+    """The weights that carry each head's output into the residual stream."""
+    FUTURE_QUERIES = auto()
+    """The queries still to come: only where the whole text is given (LLM.score)."""
 
 
 class Mode(StrEnum):
@@ -35,6 +48,28 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerSignals:
+    """What the engine kept of one layer of one sequence; None for what the policy does not need.
+
+    queries:           [H, w, D] rotated, oldest first, w <= query_window (fewer early in a sequence)
+    mass:              [K, T] fp32, attention probabilities summed over all queries so far and the query
+                       heads of the KV head
+    positions:         [K, T] int32 logical positions, ascending
+    output_projection: [H, Dv, M] the layer's W_o by query head; M the model's hidden size
+    future_queries:    [H, N, D] rotated, of the tokens from the next one on, N >= 0
+    """
+
+    queries: Tensor | None = None
+    mass: Tensor | None = None
+    positions: Tensor | None = None
+    output_projection: Tensor | None = None
+    future_queries: Tensor | None = None
+
+
+NO_SIGNALS = LayerSignals()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerView:
     """One layer of one live sequence, valid during the call of score; nothing in it may be changed.
 
@@ -42,6 +77,10 @@ class LayerView:
     logical_len: position of the next query, tokens; >= T, more where tokens have been evicted
     stats:       of this layer's queries; None unless the policy needs them
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
+    signals:     what the policy's needs name besides statistics
+    first:       nothing has been evicted yet: neighbouring slots hold neighbouring tokens
+
+    Where heads keep unequal numbers of tokens a view shows one KV head alone: K = 1, H = G.
     """
 
     layer: int
@@ -50,6 +89,8 @@ class LayerView:
     facts: LayerFacts
     stats: LayerStats | None
     candidates: slice
+    signals: LayerSignals = NO_SIGNALS
+    first: bool = True
 
     @property
     def keys(self) -> Tensor:
@@ -66,14 +107,51 @@ class CompressionPolicy(ABC):
     """Ranks the tokens of one layer. Subclasses are frozen dataclasses whose fields are their
     parameters (CompressionConfig.options), checked in __post_init__ with InvalidArgumentError.
 
-    name:     how it is asked for
-    evicts:   False if it keeps everything; score is then never asked
-    compacts: False if survivors stay where they are, so that no block empties except by chance
+    What a subclass says of itself, as class attributes or properties:
+
+    name:           how it is asked for
+    evicts:         False if it keeps everything; score is then never asked
+    compacts:       False if survivors stay where they are, so that no block empties except by chance
+    whole_blocks:   True if whole blocks go, the same in all layers and heads, and nothing moves; score is
+                    asked as ever, a block's score is the mean over its tokens, layers and heads
+    uneven:         True if heads keep different numbers of tokens (see counts)
+    sparse_reads:   True if it keeps everything but reads only some blocks at each decode step (see
+                    block_scores); budget is then the tokens read per head
+    query_window:   queries kept for Signal.RECENT_QUERIES
+    prompt_only:    True if it compresses once, when the prompt has been computed, and never again
+    cache_relative: True if a token's position is its slot: keys are turned again when they move
     """
 
     name: ClassVar[str]
     evicts: ClassVar[bool] = True
-    compacts: ClassVar[bool] = True
+
+    @property
+    def compacts(self) -> bool:
+        return True
+
+    @property
+    def whole_blocks(self) -> bool:
+        return False
+
+    @property
+    def uneven(self) -> bool:
+        return False
+
+    @property
+    def sparse_reads(self) -> bool:
+        return False
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    @property
+    def prompt_only(self) -> bool:
+        return False
+
+    @property
+    def cache_relative(self) -> bool:
+        return False
 
     @property
     def needs(self) -> frozenset[Signal]:
@@ -89,3 +167,69 @@ class CompressionPolicy(ABC):
     def score(self, view: LayerView) -> Tensor:
         """[K, T] fp32 on the device of the keys, higher = keep; every entry finite if keys and values
         are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
+
+    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
+        """Only for uneven policies: tokens that each head keeps, [L, K] float, before rounding to blocks.
+
+        Args:
+            scores:    scores[layer][head] [T] fp32 of the tokens that may go; T may differ
+            protected: sinks and recent tokens, kept by every head on top
+            budget:    tokens per head on average, protected ones included
+
+        Returns: counts with the mean `budget`, each from `protected` to protected + T.
+        """
+        raise NotImplementedError(f"{self.name} keeps equal counts")
+
+    def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Only for policies with sparse reads: [..., K, N] fp32, higher = read.
+
+        Args:
+            queries:   [..., H, D] of one decode step, rotated
+            low, high: [..., K, N, D] least and greatest entry of each block's keys
+        """
+        raise NotImplementedError(f"{self.name} reads every block")
+
+
+@dataclass(frozen=True)
+class Wrapper(CompressionPolicy):
+    """A policy around another one, `inner`; what it does not override is the inner one's."""
+
+    inner: CompressionPolicy
+
+    @property
+    def compacts(self) -> bool:
+        return self.inner.compacts
+
+    @property
+    def whole_blocks(self) -> bool:
+        return self.inner.whole_blocks
+
+    @property
+    def uneven(self) -> bool:
+        return self.inner.uneven
+
+    @property
+    def query_window(self) -> int:
+        return self.inner.query_window
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.inner.prompt_only
+
+    @property
+    def cache_relative(self) -> bool:
+        return self.inner.cache_relative
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return self.inner.needs
+
+    @property
+    def default_mode(self) -> Mode:
+        return self.inner.default_mode
+
+    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
+        return self.inner.counts(scores, protected, budget)
+
+    def score(self, view: LayerView) -> Tensor:
+        return self.inner.score(view)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import Wrapper
 from kvreclaim.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
-class EvictOnly(CompressionPolicy):
+class EvictOnly(Wrapper):
     """Evicts what another policy would, but leaves the survivors where they are.
 
     A block comes free only if all its tokens happen to go: at keep ratio r and block size b about
@@ -21,24 +19,13 @@ class EvictOnly(CompressionPolicy):
     Cost: that of inner.
     """
 
-    inner: CompressionPolicy
     name = "evict-only"
     compacts = False
 
     def __post_init__(self) -> None:
-        if not (self.inner.evicts and self.inner.compacts):
+        inner = self.inner
+        if not (inner.evicts and inner.compacts) or inner.uneven or inner.cache_relative:
             raise InvalidArgumentError(
-                f"evict-only({self.inner.name}) is a contradiction; wrap a policy that evicts and compacts, "
-                "such as evict-only(query_mixture)."
+                f"evict-only({self.inner.name}) is a contradiction; wrap a policy that evicts, "
+                "compacts and keeps equal counts at original positions, such as evict-only(query_mixture)."
             )
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.inner.needs
-
-    @property
-    def default_mode(self) -> Mode:
-        return self.inner.default_mode
-
-    def score(self, view: LayerView) -> Tensor:
-        return self.inner.score(view)
