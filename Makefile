@@ -28,14 +28,14 @@ sanitize: setup
 	$(SANITIZE_BUILD)/kvr_tests
 
 lint: setup
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts examples
+	$(BIN)/ruff format --check src tests scripts examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fmt: setup
-	$(BIN)/ruff check --fix src tests scripts
-	$(BIN)/ruff format src tests scripts
+	$(BIN)/ruff check --fix src tests scripts examples
+	$(BIN)/ruff format src tests scripts examples
 
 THREADS ?= 2
 RESULTS ?= benchmarks/results

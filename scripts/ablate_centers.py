@@ -12,7 +12,8 @@ import torch
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.demo.runs import DemoPlan
 from kvreclaim.engine.calibration import calibrate
-from kvreclaim.eval.chain import ChainExample, calibration_documents, carry_accuracy, lookup_accuracy
+from kvreclaim.eval.chain import calibration_documents, carry_accuracy, lookup_accuracy
+from kvreclaim.eval.example import Example
 from kvreclaim.model.loader import hide_progress_bars
 
 FRACTIONS = (0.25, 0.1)
@@ -24,7 +25,7 @@ RIVALS: tuple[tuple[str, dict[str, object]], ...] = (
 )
 
 
-def measure(llm: LLM, examples: list[ChainExample], config: CompressionConfig | None) -> str:
+def measure(llm: LLM, examples: list[Example], config: CompressionConfig | None) -> str:
     """Look-ups (carries), means over the examples."""
     prompts, traces = [list(e.prompt) for e in examples], [list(e.trace) for e in examples]
     pairs = list(zip(examples, llm.score(prompts, traces, config), strict=True))

@@ -1,4 +1,4 @@
-// Batch (one per step) and paged_attention.
+// Batch (one per step), paged_attention and column_sums.
 #include <vector>
 
 #include "bind.h"
@@ -49,14 +49,12 @@ void add(Batch& self, nb::object block_ids, int64_t query_len, int64_t seq_len, 
   self.owners.push_back(std::move(slot_positions));
 }
 
-void attend(nb::handle q, nb::handle out, const Cache& cache, int64_t layer, const Batch& batch, float scale,
-            float softcap, int64_t window, nb::handle sinks) {
+// What the softmax of a step depends on, checked; `sinks` and `queries` have to outlive it.
+AttentionArgs softmax_args(const Tensor& queries, const Cache& cache, int64_t layer, const Batch& batch, float scale,
+                           float softcap, int64_t window, nb::handle sinks) {
   const CacheView& view = cache.view;
-  const Tensor queries(q, "q", 3), result(out, "out", 3);
   const int64_t rows = queries.size(0), heads = queries.size(1);
   queries.require_shape({-1, -1, view.k_dim});
-  result.require_shape({rows, heads, view.v_dim});
-  result.require(result.is_contiguous(), "is not contiguous");
   queries.require(batch.num_rows <= rows, "has fewer rows than the batch");
   queries.require(heads % view.heads == 0, "has a number of heads that is no multiple of the KV heads");
   if (layer < 0 || layer >= view.layers) throw nb::index_error("layer is outside the cache");
@@ -68,11 +66,32 @@ void attend(nb::handle q, nb::handle out, const Cache& cache, int64_t layer, con
     tensor.require_shape({heads});
     sink_data = tensor.data<float>(Element::kF32);
   }
-  const AttentionArgs args{view,       layer, rows_view(queries), rows_view(result),
-                           rows,       heads, batch.sequences.data(), (int64_t)batch.sequences.size(),
-                           scale,      softcap, window, sink_data};
+  return {view,  layer, rows_view(queries),     RowsView{},
+          rows,  heads, batch.sequences.data(), (int64_t)batch.sequences.size(),
+          scale, softcap, window, sink_data};
+}
+
+void attend(nb::handle q, nb::handle out, const Cache& cache, int64_t layer, const Batch& batch, float scale,
+            float softcap, int64_t window, nb::handle sinks) {
+  const Tensor queries(q, "q", 3), result(out, "out", 3);
+  AttentionArgs args = softmax_args(queries, cache, layer, batch, scale, softcap, window, sinks);
+  result.require_shape({args.num_rows, args.num_heads, cache.view.v_dim});
+  result.require(result.is_contiguous(), "is not contiguous");
+  args.out = rows_view(result);
   nb::gil_scoped_release release;
   kernels().paged_attention(args);
+}
+
+void sum_columns(nb::handle q, nb::handle sums, const Cache& cache, int64_t layer, const Batch& batch, float scale,
+                 float softcap, int64_t window, nb::handle sinks) {
+  const Tensor queries(q, "q", 3), result(sums, "sums", 3);
+  const AttentionArgs args = softmax_args(queries, cache, layer, batch, scale, softcap, window, sinks);
+  result.require_shape({args.num_sequences, cache.view.heads, -1});
+  for (const SequenceView& seq : batch.sequences)
+    result.require(seq.seq_len <= result.size(2), "has fewer columns than a sequence has slots");
+  const ColumnSumsArgs all{args, result.data<float>(Element::kF32), result.size(2)};
+  nb::gil_scoped_release release;
+  kernels().column_sums(all);
 }
 
 }  // namespace
@@ -82,6 +101,8 @@ void bind_attention(nb::module_& m) {
       "add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),
       nb::arg("evicted").none(), nb::arg("slot_positions").none());
   m.def("paged_attention", attend, nb::arg("q"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"),
+        nb::arg("batch"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks").none());
+  m.def("column_sums", sum_columns, nb::arg("q"), nb::arg("sums"), nb::arg("cache"), nb::arg("layer"),
         nb::arg("batch"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks").none());
 }
 

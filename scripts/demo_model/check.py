@@ -1,52 +1,56 @@
 """How well a saved demo model does on seeds that training never drew."""
 
 from pathlib import Path
+from statistics import mean
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvreclaim.eval.chain import (
-    ChainExample,
-    ChainTask,
-    Kind,
-    accuracy,
-    carry_accuracy,
-    exact_match,
-    lookup_accuracy,
-    progress,
-)
+from kvreclaim.eval.demo_tasks import DEMO_TASKS
+from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
+
+GENERATED_AT_ONCE = 16
 
 
-def predict(network: torch.nn.Module, example: ChainExample) -> list[int]:
+def predict(network: torch.nn.Module, example: Example) -> list[int]:
     """Return the teacher-forced argmax for each token of the trace, with full attention."""
-    logits = network(torch.tensor([example.document]), use_cache=False).logits
-    return logits[0, len(example.prompt) - 1 : -1].argmax(-1).tolist()
+    hidden = network.model(torch.tensor([example.document]), use_cache=False).last_hidden_state
+    logits = network.lm_head(hidden[0, len(example.prompt) - 1 : -1])
+    return logits.argmax(-1).tolist()
 
 
-def generate(network: torch.nn.Module, examples: list[ChainExample]) -> list[list[int]]:
-    """Return greedy continuations of prompts of one length, up to a few tokens past the longest trace."""
-    prompts = torch.tensor([example.prompt for example in examples])
-    limit = max(len(example.trace) for example in examples) + 8
-    mask = torch.ones_like(prompts)
-    output = network.generate(prompts, attention_mask=mask, max_new_tokens=limit, do_sample=False)
-    return output[:, prompts.shape[1] :].tolist()
+def generate(network: torch.nn.Module, examples: list[Example]) -> list[list[int]]:
+    """Return greedy continuations, as long as the longest trace; shorter prompts are padded on the left."""
+    longest = max(len(example.prompt) for example in examples)
+    limit = max(len(example.trace) for example in examples)
+    pad = network.config.pad_token_id
+    prompts = torch.tensor([[pad] * (longest - len(e.prompt)) + list(e.prompt) for e in examples])
+    output = network.generate(
+        prompts, attention_mask=(prompts != pad).long(), max_new_tokens=limit, do_sample=False
+    )
+    return output[:, longest:].tolist()
 
 
 @torch.inference_mode()
-def check(folder: Path, num_examples: int, task: ChainTask | None = None) -> dict[str, float]:
-    """Load the model of `folder` and return its mean scores, teacher-forced and free-running."""
-    task = task or ChainTask()
+def check(folder: Path, task: str, num_tokens: int, num_examples: int, num_free: int) -> dict[str, float]:
+    """Return the mean scores of the model in `folder` on one task; the first `num_free` also run freely."""
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    examples = [task.sample(seed) for seed in range(num_examples)]
-    forced = [(example, predict(network, example)) for example in examples]
-    free = list(zip(examples, generate(network, examples), strict=True))
+    sampler = DEMO_TASKS[task].make(num_tokens)
+    examples = [sampler.sample(seed) for seed in range(num_examples)]
+    forced = [predict(network, example) for example in examples]
+    free = []
+    for begin in range(0, num_free, GENERATED_AT_ONCE):
+        free += generate(network, examples[begin : min(begin + GENERATED_AT_ONCE, num_free)])
+    kinds = sorted({kind for example in examples for kind in example.kinds}, key=list(Kind).index)
     scores = {
         "num_examples": num_examples,
-        "mean_tokens": sum(len(example.document) for example in examples) / num_examples,
-        "lookup_accuracy": sum(lookup_accuracy(*pair) for pair in forced) / num_examples,
-        "carry_accuracy": sum(carry_accuracy(*pair) for pair in forced) / num_examples,
-        "token_accuracy": sum(accuracy(*pair, kinds=tuple(Kind)) for pair in forced) / num_examples,
-        "progress": sum(progress(*pair) for pair in free) / num_examples,
-        "exact_match": sum(exact_match(*pair) for pair in free) / num_examples,
+        "mean_tokens": mean(len(example.document) for example in examples),
+        "accuracy": mean(map(accuracy, examples, forced, [DEMO_TASKS[task].judged] * num_examples)),
     }
+    if num_free:
+        scores["num_free"] = num_free
+        scores["progress"] = mean(map(progress, examples, free))
+        scores["exact_match"] = mean(map(exact_match, examples, free))
+    for kind in kinds:
+        scores[kind.value] = mean(map(accuracy, examples, forced, [(kind,)] * num_examples))
     return {name: round(score, 4) for name, score in scores.items()}

@@ -5,7 +5,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.eval.chain import EOS, PAD, TOKEN_IDS, TOKENS, UNK
+from kvreclaim.eval.vocabulary import EOS, PAD, TOKEN_IDS, TOKENS, UNK
 
 
 def build_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from kvreclaim.bench.kernel_cases import (
     Filled,
     Shape,
     attention,
+    column_sums,
     compact,
     gather,
     key_norms,
@@ -29,6 +30,8 @@ CHUNK = Shape(70, 2, 32, 2, torch.float32, layers=2, queries=9)
 CASES = [
     attention(SHAPE),
     attention(CHUNK),
+    column_sums(SHAPE),
+    column_sums(CHUNK),
     triattention(SHAPE),
     mixture(SHAPE),
     key_norms(SHAPE),
@@ -63,7 +66,7 @@ def test_a_wrong_kernel_is_refused(case, monkeypatch):
     def half(cache, *args):
         cache.v.mul_(0.5)
 
-    scored = ("paged_attention", "trig_norm_scores", "mixture_scores", "key_norms")
+    scored = ("paged_attention", "column_sums", "trig_norm_scores", "mixture_scores", "key_norms")
     broken = {name: off(name) for name in scored} | {"write_kv": reference.write_kv, "compact": half}
     broken["gather_tokens"] = lambda *args: [x * 1.01 for x in reference.gather_tokens(*args)]
     if case.op == "write K/V":

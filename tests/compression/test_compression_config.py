@@ -52,9 +52,9 @@ def test_statistics_are_a_path_or_themselves(stats):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policy": "h2o"}, "'h2o' is unknown; known are query_mixture, triattention"),
+        ({"policy": "h3o"}, "'h3o' is unknown; known are query_mixture, triattention"),
         ({"policy": "knorm(full)"}, "knorm wraps no other policy"),
-        ({"policy": "evict-only(h2o)"}, "'h2o' is unknown"),
+        ({"policy": "evict-only(h3o)"}, "'h3o' is unknown"),
         ({"policy": "evict-only(knorm"}, "is no name"),
         ({"policy": ""}, "is no name"),
         ({"policy": None}, "is no name"),
@@ -97,11 +97,11 @@ def test_options_reach_the_policy_inside_a_wrapper():
 
 
 @dataclass(frozen=True)
-class Random(CompressionPolicy):
+class Dice(CompressionPolicy):
     """Any third party's policy."""
 
     seed: int
-    name = "random"
+    name = "dice"
 
     def score(self, view):
         return torch.rand(view.keys.shape[:2], generator=torch.Generator().manual_seed(self.seed))
@@ -111,7 +111,7 @@ class TestEntryPoints:
     @pytest.fixture(autouse=True)
     def _installed(self, monkeypatch):
         points = [
-            EntryPoint("random", f"{__name__}:Random", module.ENTRY_POINT_GROUP),
+            EntryPoint("dice", f"{__name__}:Dice", module.ENTRY_POINT_GROUP),
             EntryPoint("broken", "builtins:int", module.ENTRY_POINT_GROUP),
             EntryPoint("knorm", "builtins:int", module.ENTRY_POINT_GROUP),
         ]
@@ -122,14 +122,14 @@ class TestEntryPoints:
         monkeypatch.setattr(module, "entry_points", entry_points)
 
     def test_are_found_listed_and_given_options(self):
-        assert policy_class("random") is Random
-        assert policy_names()[-2:] == ("broken", "random")
-        assert CompressionConfig("random", options={"seed": 3}).make_policy() == Random(3)
-        assert make_policy("evict-only(random)", {"seed": 3}).default_mode is Mode.PER_LAYER_HEAD
+        assert policy_class("dice") is Dice
+        assert policy_names()[-2:] == ("broken", "dice")
+        assert CompressionConfig("dice", options={"seed": 3}).make_policy() == Dice(3)
+        assert make_policy("evict-only(dice)", {"seed": 3}).default_mode is Mode.PER_LAYER_HEAD
         with pytest.raises(InvalidArgumentError, match="needs the option 'seed'"):
-            make_policy("random")
+            make_policy("dice")
         with pytest.raises(InvalidArgumentError, match="its options are seed"):
-            make_policy("random", {"sed": 3})
+            make_policy("dice", {"sed": 3})
 
     def test_must_be_policies(self):
         with pytest.raises(InvalidArgumentError, match="no dataclass derived from CompressionPolicy"):

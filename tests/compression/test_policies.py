@@ -4,102 +4,94 @@ import dataclasses
 
 import pytest
 import torch
-from compression_oracles import layer_facts, layer_view, layout, model_facts, noise, query_stats, with_kv
+from compression_oracles import layer_facts, layer_view, model_facts, noise, query_stats
 
-from kvreclaim.compression import CompressionConfig, Compressor, Mode, Signal, make_policy, policy_names
+from kvreclaim.compression import (
+    CompressionConfig,
+    CompressionPolicy,
+    Compressor,
+    Signal,
+    make_policy,
+    registry,
+)
 from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
+from kvreclaim.testing import CHECKS, check_policy
 
-POLICIES = policy_names()
-ROPES = {"full": layout(4), "interleaved": layout(4, "interleaved"), "partial": layout(3)}
-every_policy = pytest.mark.parametrize("name", POLICIES)
+OPTIONS = (
+    "knorm(keep=large)",
+    "lagkv(lag=3)",
+    "lagkv(lag=3, cross=true)",
+    "critical(snapkv(window=2))",
+    "segments(query_mixture(value_norm=true), 4)",
+    "protect(paged_eviction, first=2)",
+    "protect(knorm, last=4, spans=((10, 20), (35, 36)))",
+    "pyramidkv(critical(keydiff), beta=3)",
+    "ada_kv(keydiff, alpha=0.5)",
+    "evict-only(segments(protect(snapkv, first=3), share=1))",
+)
+POLICIES = (*registry.policy_names(), *OPTIONS)
 
 
-def a_view(rope=None, **shape):
-    facts = model_facts(rope=rope)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("spec", POLICIES)
+def test_keeps_the_contract(spec, check):
+    check(make_policy(spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sound(CompressionPolicy):
+    """Breaks nothing; each test below breaks one thing."""
+
+    name = "sound"
+
+    def score(self, view):
+        return view.source.key_norms()
+
+
+def broken(change):
+    """A policy whose scores are those of Sound, changed."""
+    return {"score": lambda self, view: change(view, Sound.score(self, view))}
+
+
+BREACHES = {
+    "double": (broken(lambda _, s: s.double()), "gives scores"),
+    "shape": (broken(lambda _, s: s[:, :1]), "gives scores"),
+    "infinite": (broken(lambda _, s: s / 0), "not finite"),
+    "undefined at zero": (broken(lambda _, s: s.log()), "not finite"),
+    "global generator": (broken(lambda _, s: s + torch.rand(s.shape)), "global generator|in two ways"),
+    "writes": (broken(lambda view, s: s + view.source.keys.mul_(2).sum()), "in two ways|changes the view"),
+    "other heads": (broken(lambda _, s: s - s.mean(dim=0)), "depend on other heads"),
+    "window": ({"needs": frozenset({Signal.RECENT_QUERIES})}, "queries in a window of 0"),
+    "signals": ({"needs": frozenset({"keys"})}, "needs frozenset"),
+    "mode": ({"default_mode": "union"}, "default_mode is 'union'"),
+    "slots": (
+        {"cache_relative": True, "needs": frozenset({Signal.POSITIONS})},
+        "takes slots for positions",
+    ),
+    "sparse": ({"sparse_reads": True}, "evicts, and reads sparsely"),
+    "unequal": ({"uneven": True, "whole_blocks": True}, "unequal numbers, which takes moving"),
+    "counts": ({"uneven": True, "counts": lambda *_, **__: torch.full((3, 2), 12.0)}, "12.0 on average"),
+    "bounds": ({"uneven": True, "counts": lambda *_, **__: torch.tensor([[2.0, 18.0]] * 3)}, "outside"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), BREACHES.values(), ids=BREACHES)
+def test_the_contract_catches(body, message, monkeypatch):
+    cls = dataclasses.dataclass(frozen=True)(type("Broken", (Sound,), {**body, "name": "broken"}))
+    monkeypatch.setattr(registry, "_BUILT_IN", {"broken": cls, "sound": Sound})
+    check_policy("sound")
+    check_policy(Sound())
+    with pytest.raises(AssertionError, match=message):
+        check_policy("broken")
+
+
+def a_view(**shape):
+    facts = model_facts()
     return layer_view(facts.layers[0], query_stats(facts).layer(0), **shape)
-
-
-@every_policy
-class TestContract:
-    def test_declares_itself(self, name):
-        policy = make_policy(name)
-        assert policy.name == name
-        assert isinstance(policy.default_mode, Mode)
-        assert all(isinstance(signal, Signal) for signal in policy.needs)
-        assert dataclasses.is_dataclass(policy)
-        assert policy == make_policy(name)
-        assert hash(policy) == hash(make_policy(name))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            policy.anything = 1
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-    def test_scores_are_finite_fp32_per_kv_head_and_token(self, name, rope, dtype):
-        view = a_view(rope)
-        view = with_kv(view, view.keys.to(dtype), view.values.to(dtype))
-        scores = make_policy(name).score(view)
-        assert scores.shape == (2, 9)
-        assert scores.dtype == torch.float32
-        assert scores.isfinite().all()
-
-    @pytest.mark.parametrize("num_tokens", [1, 3])
-    def test_short_sequences_and_no_candidates(self, name, num_tokens):
-        view = dataclasses.replace(a_view(num_tokens=num_tokens), candidates=slice(1, 1))
-        assert make_policy(name).score(view).isfinite().all()
-
-    def test_zero_keys_are_finite(self, name):
-        view = a_view()
-        view = with_kv(view, keys=torch.zeros_like(view.keys))
-        assert make_policy(name).score(view).isfinite().all()
-
-    def test_is_pure_and_deterministic(self, name):
-        view, untouched = a_view(), a_view()
-        policy = make_policy(name)
-        before = torch.get_rng_state()
-        first, second = policy.score(view), policy.score(view)
-        assert torch.equal(first, second)
-        assert torch.equal(before, torch.get_rng_state())
-        assert torch.equal(view.keys, untouched.keys)
-        assert torch.equal(view.values, untouched.values)
-        for field in dataclasses.fields(view.stats):
-            assert torch.equal(getattr(view.stats, field.name), getattr(untouched.stats, field.name))
-
-    def test_a_kv_head_does_not_see_the_others(self, name):
-        view = a_view()
-        facts = dataclasses.replace(view.facts, num_heads=2, num_kv_heads=1)
-        fields = [field.name for field in dataclasses.fields(view.stats)]
-        stats = dataclasses.replace(view.stats, **{f: getattr(view.stats, f)[2:] for f in fields})
-        alone = with_kv(view, view.keys[1:], view.values[1:])
-        alone = dataclasses.replace(alone, facts=facts, stats=stats)
-        policy = make_policy(name)
-        torch.testing.assert_close(policy.score(alone)[0], policy.score(view)[1])
-
-    def test_strided_keys_score_like_packed_ones(self, name):
-        view = a_view()
-        loose = with_kv(view, keys=view.keys.transpose(0, 1).contiguous().transpose(0, 1))
-        policy = make_policy(name)
-        torch.testing.assert_close(policy.score(loose), policy.score(view))
-
-    @pytest.mark.parametrize("mode", [None, *Mode])
-    def test_a_budget_that_holds_everything_is_the_identity(self, name, mode):
-        facts = model_facts()
-        config = CompressionConfig(name, budget=9, sinks=1, recent=2, mode=mode)
-        compressor = Compressor(config, facts, query_stats(facts))
-        kept = compressor.choose(lambda _: DenseSource(noise(0, 2, 9, 8), noise(1, 2, 9, 8)), 9, 4, 9)
-        assert torch.equal(kept, torch.arange(9).expand_as(kept))
-
-    def test_keeps_exactly_the_budget_with_sinks_and_recent_tokens(self, name):
-        facts = model_facts()
-        config = CompressionConfig(name, budget=6, sinks=1, recent=2)
-        compressor = Compressor(config, facts, query_stats(facts))
-        kept = compressor.choose(lambda n: DenseSource(noise(n, 2, 9, 8), noise(n + 9, 2, 9, 8)), 9, 4, 30)
-        assert kept.shape[-1] == (6 if compressor.evicts else 9)
-        assert (kept.diff(dim=-1) > 0).all()
-        assert {0, 7, 8} <= set.intersection(*(set(row.tolist()) for row in kept.flatten(0, 1)))
 
 
 def test_streaming_llm_keeps_the_checked_window():

@@ -16,9 +16,10 @@ FACTS = model_facts()
 
 
 class TestOwnFile:
-    @pytest.mark.parametrize("num_centers", [0, 3])
-    def test_round_trip(self, tmp_path, num_centers):
-        stats = query_stats(FACTS, num_centers)
+    @pytest.mark.parametrize("covariance", [False, True])
+    @pytest.mark.parametrize(("num_centers", "shared"), [(0, False), (3, False), (3, True)])
+    def test_round_trip(self, tmp_path, num_centers, shared, covariance):
+        stats = query_stats(FACTS, num_centers, shared=shared, covariance=covariance)
         stats.save(tmp_path / "stats.safetensors")
         loaded = QueryStats.load(str(tmp_path / "stats.safetensors"))
         assert loaded.metadata == stats.metadata
@@ -44,6 +45,10 @@ class TestOwnFile:
             ({"num_layers": 4}, "q_mean"),
             ({"num_centers": 4}, "centers"),
             ({"num_centers": 0}, "absent"),
+            ({"covariance": False}, "q_cov .* absent"),
+            ({"shared_centers": True}, "centers"),
+            ({"shared_centers": True, "num_kv_heads": None}, "KV heads must divide"),
+            ({"shared_centers": True, "num_kv_heads": 3}, "KV heads must divide"),
             ({"surprise": 1}, "surprise"),
             ({"rope_style": "full"}, "rope_style"),
         ],
@@ -76,8 +81,16 @@ class TestOwnFile:
         with pytest.raises(StatsMismatchError, match=f"{name} .* not finite"):
             QueryStats.load(path)
 
+    def test_a_file_from_before_covariance_and_sharing(self, tmp_path):
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, covariance=False)
+        header = json.loads(stats.metadata.model_dump_json())
+        del header["covariance"], header["shared_centers"]
+        tensors = {name: getattr(stats, name) for name in TENSORS[:5]}
+        save_file(tensors, path, metadata={"kvreclaim": json.dumps(header)})
+        assert same_stats(QueryStats.load(path), stats)
+
     def test_unknown_tensors(self, tmp_path):
-        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, 0)
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, 0, covariance=False)
         tensors = {"q_mean": stats.q_mean, "q_abs_mean": stats.q_abs_mean, "extra": torch.zeros(1)}
         save_file(tensors, path, metadata={"kvreclaim": stats.metadata.model_dump_json()})
         with pytest.raises(StatsMismatchError, match="extra"):
@@ -91,6 +104,21 @@ class TestOwnFile:
     def test_is_saved_as_safetensors_only(self, tmp_path):
         with pytest.raises(InvalidArgumentError, match="safetensors"):
             query_stats(FACTS).save(tmp_path / "stats.pt")
+
+
+class TestLayer:
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_a_kv_head_has_its_group_and_its_centres(self, shared):
+        stats = query_stats(FACTS, shared=shared)
+        layer = stats.layer(1)
+        one = layer.kv_head(1, 2)
+        assert torch.equal(one.q_mean, stats.q_mean[1, 2:])
+        assert torch.equal(one.q_cov, stats.q_cov[1, 2:])
+        assert torch.equal(one.centers, stats.centers[1, 1:] if shared else stats.centers[1, 2:])
+
+    def test_what_is_absent_stays_absent(self):
+        layer = query_stats(FACTS, 0, covariance=False).layer(0)
+        assert layer.kv_head(0, 2).centers is layer.to(torch.device("cpu")).q_cov is None
 
 
 def public_file(num_layers=2, num_heads=3, bands=4, style="half"):

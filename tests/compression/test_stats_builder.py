@@ -6,7 +6,7 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layout, model_facts, noise, same_stats
 
-from kvreclaim.compression import StatsBuilder
+from kvreclaim.compression import Clustering, StatsBuilder, stats_builder
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import to_bands
 
@@ -17,7 +17,7 @@ def test_moments_are_those_of_the_queries():
     rope = layout(3, "interleaved", 2)
     facts = model_facts(2, rope=rope)
     queries = [noise(n, 4, 5000, 8) + n for n in range(2)]
-    builder = StatsBuilder(facts, 4, 0)
+    builder = StatsBuilder(facts, Clustering(4))
     for n in (1, 0):
         builder.add_layer(n, queries[n])
     stats = builder.build()
@@ -32,7 +32,7 @@ def test_moments_are_those_of_the_queries():
 def test_variance_is_shared_by_the_dims_of_a_band():
     rope = layout(3, start=2)
     queries = noise(0, 4, 400, 8) * torch.arange(1.0, 9.0)
-    builder = StatsBuilder(model_facts(1, rope=rope), 1, 0)
+    builder = StatsBuilder(model_facts(1, rope=rope), Clustering(1))
     builder.add_layer(0, queries)
     variance = builder.build().center_var[0, :, 0]
     spread = queries - queries.mean(1, keepdim=True)
@@ -46,7 +46,7 @@ def test_variance_is_shared_by_the_dims_of_a_band():
 def test_layers_with_fewer_bands_are_padded():
     layers = (layer_facts(layout(4)), layer_facts(layout(1)))
     facts = dataclasses.replace(model_facts(2), layers=layers)
-    builder = StatsBuilder(facts, 0)
+    builder = StatsBuilder(facts, Clustering(0))
     for n in range(2):
         builder.add_layer(n, noise(n, 4, 50, 8))
     stats = builder.build()
@@ -60,7 +60,7 @@ def test_layers_with_fewer_bands_are_padded():
 
 
 def test_concentration_is_one_for_a_constant_query():
-    builder = StatsBuilder(model_facts(1), 0)
+    builder = StatsBuilder(model_facts(1), Clustering(0))
     builder.add_layer(0, noise(0, 4, 1, 8).expand(-1, 20, -1))
     stats = builder.build()
     torch.testing.assert_close(stats.concentration([layout(4)]), torch.ones(1, 4, 4))
@@ -69,7 +69,7 @@ def test_concentration_is_one_for_a_constant_query():
 
 def test_the_same_queries_give_the_same_statistics():
     def built(seed):
-        builder = StatsBuilder(model_facts(1), 3, seed)
+        builder = StatsBuilder(model_facts(1), Clustering(3, seed=seed))
         builder.add_layer(0, noise(0, 4, 200, 8))
         return builder.build()
 
@@ -90,11 +90,11 @@ def test_the_same_queries_give_the_same_statistics():
 )
 def test_wrong_queries(layer, queries, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        StatsBuilder(FACTS, 2, 0).add_layer(layer, queries)
+        StatsBuilder(FACTS, Clustering(2)).add_layer(layer, queries)
 
 
 def test_layers_missing_or_twice():
-    builder = StatsBuilder(FACTS, 0)
+    builder = StatsBuilder(FACTS, Clustering(0))
     builder.add_layer(1, noise(0, 4, 9, 8))
     with pytest.raises(InvalidArgumentError, match="added before"):
         builder.add_layer(1, noise(0, 4, 9, 8))
@@ -105,4 +105,63 @@ def test_layers_missing_or_twice():
 def test_a_model_whose_rotation_is_unknown():
     facts = dataclasses.replace(FACTS, rope_problem="NTK is not verified")
     with pytest.raises(InvalidArgumentError, match="NTK is not verified"):
-        StatsBuilder(facts, 2, 0)
+        StatsBuilder(facts, Clustering(2))
+
+
+def test_covariance_is_that_of_the_queries(monkeypatch):
+    monkeypatch.setattr(stats_builder, "CHUNK_TOKENS", 300)
+    queries = noise(0, 4, 1000, 8) @ noise(1, 4, 8, 8) + 5
+    builder = StatsBuilder(model_facts(1), Clustering(0), covariance=True)
+    builder.add_layer(0, queries)
+    stats = builder.build()
+    expected = torch.stack([torch.cov(head.double().T, correction=0) for head in queries])
+    torch.testing.assert_close(stats.q_cov[0].double(), expected, rtol=1e-4, atol=1e-4)
+    assert stats.metadata.covariance
+
+
+@pytest.mark.parametrize(("wish", "limit", "kept"), [(None, 4 * 4 * 64, True), (None, 4 * 4 * 64 - 1, False)])
+def test_covariance_is_kept_where_it_is_small(monkeypatch, wish, limit, kept):
+    monkeypatch.setattr(stats_builder, "MAX_COVARIANCE_BYTES", limit)
+    facts = model_facts(1)
+    assert [StatsBuilder(facts, covariance=x).covariance for x in (wish, True, False)] == [kept, True, False]
+
+
+def test_shared_centres_are_those_of_all_query_heads_of_a_kv_head():
+    queries = noise(0, 4, 60, 8) + 20 * torch.arange(4.0)[:, None, None]
+    builder = StatsBuilder(model_facts(1), Clustering(2, shared=True))
+    builder.add_layer(0, queries)
+    stats = builder.build()
+    assert stats.metadata.shared_centers
+    assert (stats.centers.shape, stats.center_weight.shape) == ((1, 2, 2, 8), (1, 2, 2))
+    for kv_head in range(2):
+        found = stats.centers[0, kv_head]
+        means = queries.mean(1)[2 * kv_head : 2 * kv_head + 2]
+        torch.testing.assert_close(found[found[:, 0].argsort()], means, rtol=1e-4, atol=1e-4)
+
+
+def test_merged_centres_leave_no_empty_places_in_every_head():
+    blobs = 50 * torch.eye(8)[:3].repeat_interleave(30, 0)
+    queries = torch.stack([blobs, blobs, blobs[:30].repeat(3, 1), blobs]) + 0.01 * noise(0, 4, 90, 8)
+    builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
+    builder.add_layer(0, queries)
+    stats = builder.build()
+    assert stats.num_centers == 8  # the third head is one blob: its spread is small, nothing is near
+    builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
+    builder.add_layer(0, queries[[0, 1, 3, 3]])
+    stats = builder.build()
+    assert stats.num_centers == 3
+    torch.testing.assert_close(stats.center_weight, torch.full((1, 4, 3), 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_centers": -1}, "num_centers"),
+        ({"shared": 1}, "shared"),
+        ({"min_weight": 1.5}, "min_weight"),
+        ({"min_distance": -0.1}, "min_distance"),
+    ],
+)
+def test_wrong_clusterings(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Clustering(**options)

@@ -13,7 +13,8 @@ from kvreclaim import LLM, demo_model
 from kvreclaim.demo.main import present, run_demo
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import POLICIES, DemoPlan
-from kvreclaim.eval.chain import ChainTask, Kind, accuracy
+from kvreclaim.eval.chain import ChainTask
+from kvreclaim.eval.example import Kind, accuracy
 
 SMALL = DemoPlan(
     fractions=(0.25,),

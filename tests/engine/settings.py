@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 from kvreclaim import CompressionConfig
+from kvreclaim.compression import CompressionPolicy, Signal, make_policy, policy_names
+
+UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}  # known only of tokens that are computed
+
+
+def _serves(policy: CompressionPolicy) -> bool:
+    """Equal counts, token by token, of a text that is not known beforehand; test_uneven, test_whole_blocks
+    and test_policies_end_to_end have the others."""
+    fixed = policy.uneven or policy.whole_blocks or Signal.FUTURE_QUERIES in policy.needs
+    return policy.evicts and not fixed
+
+
+EVICTING = tuple(name for name in policy_names() if _serves(make_policy(name)))
+MOVING = tuple(name for name in EVICTING if make_policy(name).compacts)
+
+
+def takes_every_hit(policy: str) -> bool:
+    """Whether a prefix hit costs the policy nothing that it would have seen."""
+    return not make_policy(policy).needs & UPFRONT
 
 
 def small(policy: str = "query_mixture", **fields) -> CompressionConfig:

@@ -18,11 +18,18 @@ from kvreclaim.model.attention import AttentionCall
 
 @dataclass
 class History:
-    """One sequence: k, v per layer [K, T, D] by logical position; live [L, K, n] positions attended."""
+    """One sequence: k, v per layer [K, T, D] by logical position; live [L, K, n] positions attended, or
+    heads[layer][head] [n] where heads keep unequal numbers."""
 
     k: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
     live: Tensor | None = None
+    heads: list[list[Tensor]] | None = None
+
+    def attended(self, layer: int) -> list[Tensor]:
+        """[n] positions per head, those of this step not included."""
+        assert self.live is not None
+        return list(self.live[layer]) if self.heads is None else self.heads[layer]
 
 
 class Shadow:
@@ -73,8 +80,33 @@ class Shadow:
             self.num_passes += 1
             return kept
 
+        choose_blocks = Compressor.choose_blocks
+
+        def watched_choose_blocks(compressor, *args, **kwargs):
+            gone = choose_blocks(compressor, *args, **kwargs)
+            history, size = self.histories[current[0].seq_id], llm.engine.config.block_size
+            assert history.live is not None
+            stays = [slot for slot in range(history.live.shape[-1]) if slot // size not in gone]
+            history.live = history.live[..., stays]
+            self.num_passes += 1
+            return gone
+
+        choose_heads = llm.engine.compression.uneven.choose
+
+        def watched_choose_heads(seq, *args):
+            choice = choose_heads(seq, *args)
+            history = self.histories[seq.seq_id]
+            history.heads = [
+                [old[kept] for old, kept in zip(history.attended(layer), rows, strict=True)]
+                for layer, rows in enumerate(choice.kept)
+            ]
+            self.num_passes += 1
+            return choice
+
+        monkeypatch.setattr(llm.engine.compression.uneven, "choose", watched_choose_heads)
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)
         monkeypatch.setattr(Compressor, "choose", watched_choose)
+        monkeypatch.setattr(Compressor, "choose_blocks", watched_choose_blocks)
 
     def _extend_live(self, item: Scheduled) -> None:
         history = self.histories[item.seq.seq_id]
@@ -85,6 +117,10 @@ class Shadow:
             history.live = new
         else:
             history.live = torch.cat([history.live, new], -1)
+        if start == 0:
+            history.heads = None
+        if history.heads is not None:
+            history.heads = [[torch.cat([old, new[0, 0]]) for old in rows] for rows in history.heads]
 
     def _compare(self, call: AttentionCall, out: Tensor) -> None:
         row = 0
@@ -114,17 +150,25 @@ class Shadow:
         if parent is None or seq.num_computed == 0:
             return History()
         assert parent.live is not None
-        return History(dict(parent.k), dict(parent.v), parent.live.clone())
+        heads = None if parent.heads is None else [list(rows) for rows in parent.heads]
+        return History(dict(parent.k), dict(parent.v), parent.live.clone(), heads)
 
     def _attend(self, item: Scheduled, history: History, call: AttentionCall, rows: slice) -> Tensor:
         """[T, H, Dv] fp64: attention over the kept tokens at their original positions."""
+        probs = self._probabilities(item, history, call, rows)
+        out = torch.einsum("kgts,ksd->kgtd", probs, history.v[call.layer])
+        return out.flatten(0, 1).transpose(0, 1)
+
+    def _probabilities(self, item: Scheduled, history: History, call: AttentionCall, rows: slice) -> Tensor:
+        """[K, G, T, positions] fp64."""
         start, layer = item.seq.num_computed, call.layer
         heads = call.k.shape[1]
         total = start + item.num_tokens
         attended = torch.zeros(heads, total, dtype=torch.bool)
         attended[:, start:] = True
         if history.live is not None and start > 0:
-            attended.scatter_(1, history.live[layer], True)
+            for head, positions in enumerate(history.attended(layer)):
+                attended[head, positions] = True
         queries = torch.arange(start, total)
         mask = attended[:, None, :] & (torch.arange(total) <= queries[:, None])
         if call.window is not None:
@@ -138,6 +182,4 @@ class Shadow:
         if call.sinks is not None:
             sinks = call.sinks.double().view(heads, group, 1, 1).expand(-1, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
-        probs = scores.softmax(-1)[..., :total]
-        out = torch.einsum("kgts,ksd->kgtd", probs, history.v[layer])
-        return out.flatten(0, 1).transpose(0, 1)
+        return scores.softmax(-1)[..., :total]

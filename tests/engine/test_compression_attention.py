@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from settings import small
+from settings import EVICTING, small
 from shadow import Shadow
 
 from kvreclaim import SamplingParams
-from kvreclaim.compression import Mode, policy_names
+from kvreclaim.compression import Mode
 
 TOLERANCE = 1e-5
-POLICIES = [name for name in policy_names() if name != "full"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 
 
@@ -25,7 +24,7 @@ def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTING)
 def test_attends_exactly_the_kept_tokens(policy, mode, make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow, outputs = check_shadow(llm, small(policy, mode=mode), monkeypatch)

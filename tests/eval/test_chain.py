@@ -7,8 +7,10 @@ from transformers import AutoTokenizer
 
 import kvreclaim
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval import chain
-from kvreclaim.eval.chain import ChainExample, ChainTask, Kind, Stream
+from kvreclaim.eval import chain, vocabulary
+from kvreclaim.eval import example as scores
+from kvreclaim.eval.chain import ChainTask
+from kvreclaim.eval.example import Example, Kind, Stream
 
 ASSETS = kvreclaim.demo_model()
 
@@ -16,41 +18,41 @@ TASKS = (
     ChainTask(),
     ChainTask(num_prompt_tokens=60, num_trace_tokens=40, num_decoys=0),
     ChainTask(num_prompt_tokens=500, num_trace_tokens=300, filler_words=(1, 3), num_decoys=20),
-    ChainTask(num_prompt_tokens=3000, num_trace_tokens=1000, filler_words=(15, 15), filler_seed=3),
+    ChainTask(num_prompt_tokens=3000, num_trace_tokens=1000, filler_words=(15, 15), filler_seed=3, noise=0.4),
 )
 
 
 def facts_of(prompt: tuple[int, ...]) -> dict[int, int]:
     """Read the facts back from a prompt."""
-    places = [i for i, token in enumerate(prompt) if token == chain.FACT]
+    places = [i for i, token in enumerate(prompt) if token == vocabulary.FACT]
     facts = {prompt[i + 1]: prompt[i + 2] for i in places}
     assert len(facts) == len(places), "a key appears twice"
     assert len(set(facts.values())) == len(places), "a value appears twice"
     return facts
 
 
-def hops_of(example: ChainExample) -> list[tuple[int, ...]]:
+def hops_of(example: Example) -> list[tuple[int, ...]]:
     """Split the trace at its stops."""
     hops: list[tuple[int, ...]] = []
     hop: list[int] = []
     for token in example.trace[:-1]:
         hop.append(token)
-        if token == chain.STOP:
+        if token == vocabulary.STOP:
             hops.append(tuple(hop))
             hop = []
     assert not hop
     return hops
 
 
-def test_vocabulary_has_256_distinct_words():
-    assert len(set(chain.TOKENS)) == len(chain.TOKENS) == 256
-    named = {"<pad>": chain.PAD, "<eos>": chain.EOS, "<unk>": chain.UNK, "END": chain.END}
-    assert named.items() <= chain.TOKEN_IDS.items()
+def test_vocabulary_has_265_distinct_words():
+    assert len(set(vocabulary.TOKENS)) == len(vocabulary.TOKENS) == 265
+    named = {"<pad>": vocabulary.PAD, "<eos>": vocabulary.EOS, "<unk>": vocabulary.UNK, "END": vocabulary.END}
+    assert named.items() <= vocabulary.TOKEN_IDS.items()
 
 
 def test_no_carry_can_be_inferred_from_its_successor():
     for column in zip(*chain.CARRY_TABLE, strict=True):
-        assert len(column) == chain.NUM_CARRIES
+        assert len(column) == vocabulary.NUM_CARRIES
         assert all(column.count(carry) == 4 for carry in column)
 
 
@@ -64,7 +66,7 @@ def test_same_seed_same_example_other_seed_or_stream_another(task):
 
 def test_an_example_is_pinned():
     example = ChainTask(num_prompt_tokens=40, num_trace_tokens=31, num_decoys=1).sample(0)
-    trace = " ".join(chain.TOKENS[i] for i in example.trace)
+    trace = " ".join(vocabulary.TOKENS[i] for i in example.trace)
     out, back = (
         "# START END c2 fir grape moor iris holly cedar .",
         "< END START c15 heath moss stone aster coal bay .",
@@ -78,7 +80,7 @@ def test_lengths_are_as_asked(task, seed):
     example = task.sample(seed)
     assert len(example.prompt) == task.num_prompt_tokens
     assert len(example.kinds) == len(example.trace) <= task.num_trace_tokens
-    num_filler = example.prompt[-5] - chain.FIRST_LENGTH
+    num_filler = example.prompt[-5] - vocabulary.FIRST_LENGTH
     assert task.filler_words[0] <= num_filler <= task.filler_words[1]
     assert task.num_trace_tokens - len(example.trace) < 2 * (chain.HOP_TOKENS + num_filler)
     assert example.document == example.prompt + example.trace
@@ -90,24 +92,24 @@ def test_the_trace_follows_from_the_prompt(task, seed):
     """Walk the facts with a solver that sees nothing but the prompt."""
     example = task.sample(seed)
     go, length, node, carry, word, stop = example.prompt[-chain.HEADER_TOKENS :]
-    assert (go, node, stop) == (chain.GO, chain.START, chain.STOP)
+    assert (go, node, stop) == (vocabulary.GO, vocabulary.START, vocabulary.STOP)
     facts = facts_of(example.prompt)
     hops, heads, undo = hops_of(example), [], []
-    while node != chain.END:
+    while node != vocabulary.END:
         value = facts.pop(node)
-        undo.append((chain.BACKWARD, value, node, carry))
+        undo.append((vocabulary.BACKWARD, value, node, carry))
         carry = chain.next_carry(carry, value)
-        heads.append((chain.FORWARD, node, value, carry))
+        heads.append((vocabulary.FORWARD, node, value, carry))
         node = value
     assert [hop[:4] for hop in hops] == heads + undo[::-1]
     assert len(facts) == task.num_decoys
-    follower = chain._filler_cycle(task.filler_seed)
+    follower = vocabulary.filler_cycle(task.filler_seed)
     for hop in hops:
-        assert len(hop) == chain.HOP_TOKENS + length - chain.FIRST_LENGTH
+        assert len(hop) == chain.HOP_TOKENS + length - vocabulary.FIRST_LENGTH
         for token in hop[4:-1]:
             assert token == follower[word]
             word = token
-    assert example.trace[-1] == chain.EOS
+    assert example.trace[-1] == vocabulary.EOS
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -123,7 +125,7 @@ def test_kinds_mark_what_they_say(task):
             assert facts[trace[i]] == trace[i - 1]
         elif kind is Kind.CARRY:
             forward[trace[i - 1]] = trace[i]
-        elif kind is Kind.RESTORE and trace[i - 1] != chain.START:
+        elif kind is Kind.RESTORE and trace[i - 1] != vocabulary.START:
             assert trace[i] == forward[trace[i - 1]]
         elif kind is Kind.RESTORE:
             assert trace[i] == example.prompt[-3]
@@ -136,7 +138,8 @@ def test_other_filler_seed_changes_the_filler_and_nothing_else():
     plain, other = ChainTask().sample(2), ChainTask(filler_seed=1).sample(2)
 
     def without_filler(tokens: tuple[int, ...]) -> list[int]:
-        return [token for token in tokens if token < chain.FIRST_FILLER]
+        last = vocabulary.FIRST_FILLER + len(vocabulary.FILLER_WORDS)
+        return [token for token in tokens if not vocabulary.FIRST_FILLER <= token < last]
 
     assert plain.document != other.document
     assert without_filler(plain.document) == without_filler(other.document)
@@ -149,6 +152,7 @@ def test_other_filler_seed_changes_the_filler_and_nothing_else():
         ({"filler_words": (5, 4)}, "filler_words"),
         ({"filler_words": (5, 16)}, "filler_words"),
         ({"num_decoys": -1}, "num_decoys"),
+        ({"noise": 1.5}, "noise"),
         ({"num_trace_tokens": 30}, "num_trace_tokens"),
         ({"num_trace_tokens": 4000}, "num_trace_tokens"),
         ({"num_prompt_tokens": 100}, "num_prompt_tokens"),
@@ -163,39 +167,39 @@ def test_gold_scores_one():
     example = ChainTask().sample(3)
     assert chain.lookup_accuracy(example, example.trace) == 1.0
     assert chain.carry_accuracy(example, example.trace) == 1.0
-    assert chain.progress(example, example.trace) == 1.0
-    assert chain.progress(example, [*example.trace, chain.PAD]) == 1.0
-    assert chain.exact_match(example, [*example.trace, chain.PAD])
+    assert scores.progress(example, example.trace) == 1.0
+    assert scores.progress(example, [*example.trace, vocabulary.PAD]) == 1.0
+    assert scores.exact_match(example, [*example.trace, vocabulary.PAD])
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", [k for k in Kind if k not in (Kind.ASKED, Kind.SIBLING, Kind.STACK)])
 def test_one_error_costs_its_own_kind_only(kind):
     example = ChainTask().sample(3)
     place = example.kinds.index(kind)
     predicted = list(example.trace)
-    predicted[place] = chain.UNK
+    predicted[place] = vocabulary.UNK
     num = example.kinds.count(kind)
-    assert chain.accuracy(example, predicted, (kind,)) == pytest.approx(1 - 1 / num)
-    assert chain.accuracy(example, predicted, set(Kind) - {kind}) == 1.0
+    assert scores.accuracy(example, predicted, (kind,)) == pytest.approx(1 - 1 / num)
+    assert scores.accuracy(example, predicted, set(Kind) - {kind}) == 1.0
     assert (chain.lookup_accuracy(example, predicted) < 1) == (kind is Kind.LOOKUP)
     assert (chain.carry_accuracy(example, predicted) < 1) == (kind is Kind.RESTORE)
-    assert chain.progress(example, predicted) == place / len(example.trace)
-    assert not chain.exact_match(example, predicted)
+    assert scores.progress(example, predicted) == place / len(example.trace)
+    assert not scores.exact_match(example, predicted)
 
 
 def test_a_short_generation_is_unfinished_and_not_wrong():
     example = ChainTask().sample(3)
-    assert chain.progress(example, example.trace[:100]) == 100 / len(example.trace)
-    assert not chain.exact_match(example, example.trace[:-1])
+    assert scores.progress(example, example.trace[:100]) == 100 / len(example.trace)
+    assert not scores.exact_match(example, example.trace[:-1])
 
 
 def test_scores_of_nothing_are_refused():
     example = ChainTask().sample(3)
     with pytest.raises(InvalidArgumentError, match="give one for each"):
         chain.lookup_accuracy(example, example.trace[:-1])
-    empty = dataclasses.replace(example, trace=(chain.EOS,), kinds=(Kind.MARK,))
+    empty = dataclasses.replace(example, trace=(vocabulary.EOS,), kinds=(Kind.MARK,), evidence=(-1,))
     with pytest.raises(InvalidArgumentError, match="lookup"):
-        chain.lookup_accuracy(empty, (chain.EOS,))
+        chain.lookup_accuracy(empty, (vocabulary.EOS,))
 
 
 def test_calibration_documents_are_not_evaluated():
@@ -208,11 +212,11 @@ def test_calibration_documents_are_not_evaluated():
 
 def test_shipped_tokenizer_round_trips():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS, local_files_only=True)
-    assert tokenizer.convert_ids_to_tokens(range(256)) == list(chain.TOKENS)
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == list(vocabulary.TOKENS)
     document = ChainTask().sample(0).document
-    text = " ".join(chain.TOKENS[token] for token in document)
+    text = " ".join(vocabulary.TOKENS[token] for token in document)
     assert tokenizer.encode(text) == list(document)
     assert tokenizer.decode(document) == text
-    node = chain.FIRST_NODE
-    assert tokenizer("# k1\n k2 .").input_ids == [chain.FORWARD, node + 1, node + 2, chain.STOP]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (chain.EOS, chain.PAD)
+    node = vocabulary.FIRST_NODE
+    assert tokenizer("# k1\n k2 .").input_ids == [vocabulary.FORWARD, node + 1, node + 2, vocabulary.STOP]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (vocabulary.EOS, vocabulary.PAD)

@@ -28,6 +28,7 @@ def test_every_change_of_the_blocks_has_a_version():
         lambda: table.append([1]),
         lambda: table.replace(2, 9),
         lambda: table.punch([0]),
+        lambda: table.drop([1], 2),
         lambda: table.shrink((2,), 3),
     ):
         change()
@@ -62,6 +63,29 @@ def test_a_refused_punch_changes_nothing(indices):
     with pytest.raises(AssertionError, match="a hole already, or named twice"):
         table.punch(indices)
     assert (table.block_ids, table.version) == ([4, None, 7], version)
+
+
+def test_dropped_entries_close_up():
+    table = table_of([4, 2, 7, 5], 14)
+    assert table.drop([0, 2], 4) == [4, 7]
+    assert table.block_ids == [2, 5]
+    assert (table.logical_len, table.physical_len, table.exact, table.exact_len) == (14, 6, False, 6)
+
+
+@pytest.mark.parametrize(("indices", "exact_len"), [([0], 2), ([1], 4), ([2], 6), ([0, 1, 2], 0)])
+def test_what_is_left_of_the_exact_slots_stays_exact(indices, exact_len):
+    table = table_of([4, 2, 7, 5], 6)
+    table.mark_inexact()
+    table.advance(8)
+    table.drop(indices, 4)
+    assert table.exact_len == exact_len
+
+
+def test_a_drop_that_names_an_entry_twice_changes_nothing():
+    table = table_of([4, 2, 7], 10)
+    with pytest.raises(AssertionError, match="named twice"):
+        table.drop([1, 1], 4)
+    assert (table.block_ids, table.physical_len, table.exact) == ([4, 2, 7], 10, True)
 
 
 def test_a_fork_is_independent():

@@ -16,6 +16,7 @@ WEIGHTS = {
     "fork": 6,
     "shrink": 8,
     "punch": 3,
+    "drop": 3,
     "mark_inexact": 1,
     "preempt": 4,
     "finish": 25,
@@ -47,6 +48,8 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
         return kind if world.shrink(seq_id, rng) is not None else "full"
     elif kind == "punch":
         world.punch(seq_id, rng)
+    elif kind == "drop":
+        world.drop(seq_id, rng)
     elif kind == "mark_inexact":
         world.mark_inexact(seq_id)
     elif kind == "preempt":

@@ -202,3 +202,60 @@ def test_punched_tables_fork_and_shrink():
     assert memory.shrink(Plan(1, 3, (None,))).blocks_freed == -1
     assert memory.shrink(Plan(0, 3, (2,))).blocks_freed == 2
     memory.check()
+
+
+def test_dropped_blocks_go_back_and_later_ones_move_up():
+    memory = private(14)
+    assert memory.drop_blocks(0, [2, 0]) == 2
+    table = memory.table(0)
+    assert (table.block_ids, table.physical_len, table.logical_len) == ([1, 3], 6, 14)
+    assert (table.num_evicted, table.exact) == (8, False)
+    assert list(memory.pool.free_queue)[-2:] == [2, 0]
+    assert memory.stats().blocks_freed_by_compression == 2
+    memory.check()
+    write(memory, 0, range(3))
+    assert (table.block_ids, table.physical_len) == ([1, 3, 4], 9)
+    assert memory.free(0) == 3
+    memory.check()
+
+
+def test_a_dropped_shared_block_stays_with_the_others_and_in_the_index():
+    memory = shared()
+    assert memory.drop_blocks(0, [0]) == 0
+    assert memory.table(1).block_ids == [0, 1, 4]
+    assert memory.match_prefix(range(9)).num_tokens == 8
+    assert memory.indexed(0) == (True, True, False)
+    assert memory.table(0).exact_len == 10
+    memory.check()
+    write(memory, 0, range(6))
+    assert memory.indexed(0) == (True, True, False, False)
+
+
+def test_a_dropped_private_block_that_is_indexed_stays_cached():
+    memory = shared()
+    assert memory.drop_blocks(0, [2]) == 1
+    assert memory.stats().cached == 1
+    assert memory.match_prefix(range(14)).block_ids == (0, 1, 2)
+    memory.check()
+
+
+@pytest.mark.parametrize("index", [-1, 3, 4])
+def test_only_full_blocks_are_dropped(index):
+    memory = private(14)
+    memory.grow(0, 4)
+    with pytest.raises(AssertionError, match="is not one of 3 full blocks"):
+        memory.drop_blocks(0, [0, index])
+    assert memory.table(0).block_ids == [0, 1, 2, 3, 4]
+    assert memory.table(0).exact
+
+
+def test_dropped_tables_fork_and_a_shared_tail_is_copied():
+    memory = private(14)
+    memory.drop_blocks(0, [1])
+    memory.fork(0, 1)
+    assert memory.table(1).block_ids == [0, 2, 3]
+    assert memory.grow(1, 1).copies == ((3, 4),)
+    memory.commit(1, [7])
+    assert memory.drop_blocks(1, [0, 1]) == 0
+    assert memory.table(1).block_ids == [4]
+    memory.check()

@@ -91,6 +91,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def punch(self, number, seed):
         self.world.punch(self.pick(number), random.Random(seed))
 
+    @rule(number=PICK, seed=SEED)
+    def drop(self, number, seed):
+        self.world.drop(self.pick(number), random.Random(seed))
+
     @rule(number=PICK)
     def preempt(self, number):
         self.world.preempt(self.pick(number))

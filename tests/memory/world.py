@@ -208,6 +208,21 @@ class World:
         sequence.exact, sequence.node = False, None
         return freed
 
+    def drop(self, seq_id: int, rng: random.Random) -> int:
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        size = shadow.block_size
+        full = len(sequence.contents) // size
+        chosen = rng.sample(range(full), rng.randint(0, full))
+        freed = self.memory.drop_blocks(seq_id, chosen)
+        dropped = [sequence.blocks[i] for i in sorted(chosen, reverse=True)]
+        assert freed == shadow.release([block for block in dropped if block is not None])
+        shadow.freed += freed
+        for i in sorted(chosen, reverse=True):
+            del sequence.blocks[i]
+            del sequence.contents[i * size : (i + 1) * size]
+        sequence.exact, sequence.node = False, None
+        return freed
+
     def mark_inexact(self, seq_id: int) -> None:
         self.memory.mark_inexact(seq_id)
         sequence = self.shadow.sequences[seq_id]

@@ -14,6 +14,7 @@ from kvreclaim.ops.facts import LayerFacts
 
 FUNCTIONS = (
     "allocate",
+    "column_sums",
     "compact",
     "copy_blocks",
     "gather_tokens",

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kvreclaim/attention.h"
+#include "kvreclaim/column_sums.h"
 #include "kvreclaim/compact.h"
 #include "kvreclaim/linear.h"
 #include "kvreclaim/norm.h"
@@ -19,6 +20,7 @@
 
 #define KVR_KERNELS(X)              \
   X(paged_attention, AttentionArgs) \
+  X(column_sums, ColumnSumsArgs)    \
   X(linear, LinearArgs)             \
   X(rms_norm, RmsNormArgs)          \
   X(write_kv, WriteArgs)            \

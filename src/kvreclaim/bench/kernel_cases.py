@@ -160,6 +160,20 @@ def attention(shape: Shape) -> Case:
     return Case(op, shape, run, 2 * shape.side_bytes, flops=flops if shape.queries > 1 else 0)
 
 
+def column_sums(shape: Shape) -> Case:
+    """The attention mass of the same step, a second pass over the keys."""
+    plain = attention(shape)
+    q = _noise((shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim), shape)
+    batches: dict[int, AttentionBatch] = {}
+
+    def run(filled: Filled, layer: int) -> Tensor:
+        batch = batches.setdefault(id(filled), filled.batch())
+        return filled.backend.column_sums(q, filled.cache, layer, batch, scale=shape.head_dim**-0.5)
+
+    op = plain.op.replace("attention", "column sums")
+    return Case(op, shape, run, shape.side_bytes, flops=plain.flops // 2)
+
+
 def triattention(shape: Shape) -> Case:
     """Both products of TriAttention for one sequence."""
     heads, bands = shape.kv_heads * GROUP, shape.head_dim // 2
@@ -261,12 +275,13 @@ def standard(device: str = "cpu") -> Iterator[Case]:
         for head_dim, kv_heads in ((64, 2), (128, 2)):
             for context, batch in ((1024, 1), (16_384, 8), (65_536, 1)):
                 layers = max(2, min(8, MAX_LAYER_BYTES // (2 * context * batch * kv_heads * head_dim * 2)))
-                yield attention(
-                    Shape(context, batch, head_dim, kv_heads, dtype, layers=layers, device=device)
-                )
+                step = Shape(context, batch, head_dim, kv_heads, dtype, layers=layers, device=device)
+                yield attention(step)
+                if dtype == torch.bfloat16 and batch > 1:
+                    yield column_sums(step)
     for head_dim in (64, 128):
         chunk = Shape(8192, 1, head_dim, 2, torch.bfloat16, layers=2, queries=512, device=device)
-        yield attention(chunk)
+        yield from (attention(chunk), column_sums(chunk))
         for context, turns in ((2176, 16), (32_768, 1)):
             one = Shape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
             yield from (triattention(one), mixture(one), key_norms(one), compact(one, 2048))

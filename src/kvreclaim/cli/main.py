@@ -11,8 +11,10 @@ from rich.console import Console
 
 from kvreclaim import __version__, demo_model
 from kvreclaim.cli.bench import bench_app
+from kvreclaim.cli.calibrate import calibrate
+from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.options import ModelOption, usage_errors
+from kvreclaim.cli.options import usage_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,37 +61,6 @@ def demo(
         hide_progress_bars()
         report = run_demo(demo_model(), DemoPlan(), console, command="kvreclaim demo")
         present(report, console, out, json_file)
-
-
-@app.command()
-def calibrate(
-    text: Annotated[Path, typer.Option(help='UTF-8 text; a line "---" begins a new document.')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")],
-    model: ModelOption = None,
-    centers: Annotated[int, typer.Option(help="Query centres per head; 0 keeps moments only.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text that are read.")] = 32_768,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens per window of the text.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of the clusters' start.")] = 0,
-) -> None:
-    """Measure a model's pre-RoPE queries for triattention and query_mixture."""
-    from kvreclaim.compression import QueryStats
-    from kvreclaim.engine.calibration import calibrate as measure
-    from kvreclaim.engine.calibration import read_documents
-    from kvreclaim.model.loader import hide_progress_bars, load_model
-
-    console = Console()
-    with usage_errors():
-        hide_progress_bars()
-        QueryStats.check_target(output)
-        loaded = load_model(model or demo_model(), dtype=dtype, device=device)
-        documents = read_documents(loaded, text, max_tokens=max_tokens, context=context)
-        stats = measure(loaded, documents, num_centers=centers, seed=seed, show_progress=True)
-        stats.save(output)
-    for layer, value in enumerate(stats.mean_concentration([x.rope for x in loaded.facts.layers]).tolist()):
-        console.print(f"layer {layer:3d}  concentration R {value:.3f}")
-    console.print(f"{stats.metadata.num_tokens} tokens, {centers} centres per head: {output}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.plan import CompactionPlan, TableState, plan_compaction
 from kvreclaim.compression.policies.triattention import raw_scores
 from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, LayerView, Mode, Signal, Wrapper
-from kvreclaim.compression.registry import make_policy, policy_class, policy_names
+from kvreclaim.compression.registry import make_policy, policy_class, policy_names, policy_spec
 from kvreclaim.compression.select import select
 from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
-from kvreclaim.compression.stats_builder import StatsBuilder
+from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 
 __all__ = [
+    "Clustering",
     "CompactionPlan",
     "CompressionConfig",
     "CompressionPolicy",
@@ -29,6 +30,7 @@ __all__ = [
     "plan_compaction",
     "policy_class",
     "policy_names",
+    "policy_spec",
     "raw_scores",
     "select",
 ]

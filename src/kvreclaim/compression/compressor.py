@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.config import CompressionConfig, StatsSource
-from kvreclaim.compression.policy import (
-    NO_SIGNALS,
-    CompressionPolicy,
-    LayerSignals,
-    LayerView,
-    Mode,
-    Signal,
-)
-from kvreclaim.compression.select import select
-from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import NO_SIGNALS, CompressionPolicy, LayerSignals, LayerView, Mode
+from kvreclaim.compression.refusals import STATISTICS, check_policy, required_stats
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, select
+from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import ModelFacts
@@ -26,8 +20,6 @@ from kvreclaim.ops.key_source import KeySource
 
 LayerSource = Callable[[int], KeySource]
 SignalSource = Callable[[int], LayerSignals]
-STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
-FREE, PROMPT, ALWAYS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +31,7 @@ class _Pass:
     candidates: slice
     positions: Tensor | None
     signals: SignalSource
+    first: bool
 
 
 class Compressor:
@@ -65,18 +58,18 @@ class Compressor:
     ) -> None:
         self.config = config
         self.facts = facts
-        self._select_top = select_top
+        self.select_top = select_top
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
+        check_policy(self.policy, facts)
         self._stats: tuple[LayerStats, ...] | None = None
         if self.policy.needs & STATISTICS:
-            _check_rotation(self.policy, facts)
-            found = _required_stats(self.policy, stats if stats is not None else config.stats)
+            found = required_stats(self.policy, stats if stats is not None else config.stats)
             found.check_model(facts)
             self._stats = tuple(found.layer(n).to(facts.device) for n in range(facts.num_layers))
         windows = [layer.sliding_window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
-        alone = self.mode is Mode.PER_LAYER_HEAD
+        alone = self.mode is Mode.PER_LAYER_HEAD and not self.policy.whole_blocks
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
@@ -90,6 +83,41 @@ class Compressor:
     def compacts(self) -> bool:
         """Whether survivors are to be moved together; without it, no block empties but by chance."""
         return self.policy.compacts
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether whole blocks go, and nothing moves."""
+        return self.policy.whole_blocks
+
+    @property
+    def uneven(self) -> bool:
+        """Whether heads keep unequal numbers of tokens: ask choose_uneven, not choose."""
+        return self.policy.uneven
+
+    @property
+    def sparse_reads(self) -> bool:
+        """Whether everything is kept, and each decode step reads the blocks of high block_scores alone."""
+        return self.policy.sparse_reads
+
+    @property
+    def cache_relative(self) -> bool:
+        """Whether a token's position is its slot, so that keys turn when they move."""
+        return self.policy.cache_relative
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether a sequence is compressed once, when its prompt has been computed."""
+        return self.policy.prompt_only
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether what is evicted gives its blocks back."""
+        return self.policy.evicts and (self.policy.compacts or self.policy.whole_blocks)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a sequence never holds much more than its budget, however long it gets."""
+        return self.reclaims and not self.prompt_only
 
     @property
     def budget(self) -> int:
@@ -135,6 +163,7 @@ class Compressor:
         *,
         positions: Tensor | None = None,
         signals: SignalSource = lambda _: NO_SIGNALS,
+        first: bool | None = None,
     ) -> Tensor:
         """The slots that stay.
 
@@ -146,6 +175,7 @@ class Compressor:
             positions:        [L, K, T] logical positions of the slots (or broadcastable), for models with
                               sliding layers; without it a slot counts as out of a window only if it must be
             signals:          layer -> what the policy's needs name besides statistics
+            first:            nothing has been evicted yet; None: if logical_len is T
 
         Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
@@ -154,10 +184,63 @@ class Compressor:
         tiers = self.tiers(num_tokens, num_prompt_slots)
         if num_tokens <= self.budget or not self.evicts:
             return self._everything(num_tokens)
+        first = logical_len == num_tokens if first is None else first
         free = self._candidates(num_tokens, num_prompt_slots)
-        job = _Pass(num_tokens, logical_len, free, positions, signals)
-        scores = torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
-        return select(scores, self.budget, tiers, self.mode, self._select_top)
+        job = _Pass(num_tokens, logical_len, free, positions, signals, first)
+        return select(self._votes(layer_source, job), self.budget, tiers, self.mode, self.select_top)
+
+    @torch.no_grad()
+    def choose_blocks(
+        self,
+        layer_source: LayerSource,
+        num_tokens: int,
+        num_prompt_slots: int,
+        logical_len: int,
+        block_size: int,
+        *,
+        positions: Tensor | None = None,
+        signals: SignalSource = lambda _: NO_SIGNALS,
+    ) -> list[int]:
+        """The full blocks that go under a policy of whole blocks; arguments and errors as for choose.
+
+        Returns: ceil((T - budget) / block_size) ascending indices; blocks with a protected prompt token go
+            after all others, those with a sink or a recent token never.
+        """
+        if num_tokens <= self.budget:
+            return []
+        free = self._candidates(num_tokens, num_prompt_slots)
+        job = _Pass(num_tokens, logical_len, free, positions, signals, logical_len == num_tokens)
+        tiers = self.tiers(num_tokens, num_prompt_slots)
+        return lowest_blocks(self._votes(layer_source, job), self.budget, tiers, block_size)
+
+    def stats_of(self, layer: int) -> LayerStats | None:
+        """The statistics of one layer, if the policy needs any."""
+        return None if self._stats is None else self._stats[layer]
+
+    def score(self, view: LayerView) -> Tensor:
+        """The policy's scores [K, T]. Raises: InvalidArgumentError if they are of a wrong shape or dtype."""
+        scores = self.policy.score(view)
+        if scores.shape != view.source.shape or scores.dtype != torch.float32:
+            raise InvalidArgumentError(
+                f"policy {self.policy.name} scored layer {view.layer} with {scores.dtype} "
+                f"{list(scores.shape)}; it must be float32 {list(view.source.shape)}."
+            )
+        return scores
+
+    @torch.no_grad()
+    def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """The policy's scores of blocks. Raises: InvalidArgumentError if they have a wrong shape or dtype."""
+        scores = self.policy.block_scores(queries, low, high)
+        if scores.shape != low.shape[:-1] or scores.dtype != torch.float32:
+            raise InvalidArgumentError(
+                f"policy {self.policy.name} scored blocks with {scores.dtype} {list(scores.shape)}; "
+                f"it must be float32 {list(low.shape[:-1])}."
+            )
+        return scores
+
+    def _votes(self, layer_source: LayerSource, job: _Pass) -> Tensor:
+        """[voters, K, T] fp32."""
+        return torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
 
     def _everything(self, num_tokens: int) -> Tensor:
         layers = self.facts.num_layers if self.mode is Mode.PER_LAYER_HEAD else 1
@@ -174,61 +257,43 @@ class Compressor:
 
     def _scores(self, layer: int, layer_source: LayerSource, job: _Pass) -> Tensor:
         """[K, T] fp32 of one layer; -inf for tokens that none of its future queries can see."""
-        source = layer_source(layer)
-        facts = self.facts.layers[layer]
-        stats = None if self._stats is None else self._stats[layer]
         view = LayerView(
             layer,
-            source,
+            layer_source(layer),
             job.logical_len,
-            facts,
-            stats,
+            self.facts.layers[layer],
+            self.stats_of(layer),
             job.candidates,
-            signals=job.signals(layer),
-            first=job.logical_len == job.num_tokens,
+            signals=self._signals(layer, job),
+            first=job.first,
+            budget=self.budget,
         )
-        scores = self.policy.score(view)
-        if scores.shape != source.shape or scores.dtype != torch.float32:
-            raise InvalidArgumentError(
-                f"policy {self.policy.name} scored layer {layer} with {scores.dtype} {list(scores.shape)}; "
-                f"it must be float32 {list(source.shape)}."
-            )
+        scores = self.score(view)
         window = self._windows[layer]
         return scores if window is None else scores.masked_fill(self._unseen(layer, window, job), -torch.inf)
+
+    def _signals(self, layer: int, job: _Pass) -> LayerSignals:
+        """What the engine kept, and the positions wherever they are known."""
+        signals = job.signals(layer)
+        positions = self._positions(layer, job)
+        if signals.positions is not None or positions is None:
+            return signals
+        return replace(signals, positions=positions)
+
+    def _positions(self, layer: int, job: _Pass) -> Tensor | None:
+        """[K, T] of one layer."""
+        if job.positions is None:
+            return None
+        heads = self.facts.layers[layer].num_kv_heads
+        table = job.positions.expand(self.facts.num_layers, heads, job.num_tokens)
+        return table[layer].to(self.facts.device)
 
     def _unseen(self, layer: int, window: int, job: _Pass) -> Tensor:
         """Slots whose position is at most L - window: [K, T] or [T] bool. Unknown positions are at most
         L - T + slot, since they ascend up to L - 1; exact as long as nothing has been evicted."""
         oldest = job.logical_len - window
-        if job.positions is not None:
-            heads = self.facts.layers[layer].num_kv_heads
-            table = job.positions.expand(self.facts.num_layers, heads, job.num_tokens)
-            return (table[layer] <= oldest).to(self.facts.device)
+        positions = self._positions(layer, job)
+        if positions is not None:
+            return positions <= oldest
         slots = torch.arange(job.num_tokens, device=self.facts.device)
         return slots + (job.logical_len - job.num_tokens) <= oldest
-
-
-def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    unknown = [n for n, layer in enumerate(facts.layers) if layer.rope is None]
-    if facts.rope_problem is None and not unknown:
-        return
-    reason = facts.rope_problem or f"no rotation is known for layer {unknown[0]}"
-    raise InvalidArgumentError(
-        f"policy {policy.name} needs the rotation of {facts.name!r}, which is not known ({reason}); "
-        "use a policy that needs none, such as knorm or streaming_llm."
-    )
-
-
-def _required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:
-    if given is None:
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs query statistics and none were given; {RECALIBRATE} "
-            "and pass the file as stats."
-        )
-    stats = given if isinstance(given, QueryStats) else QueryStats.load(given)
-    if Signal.QUERY_CENTERS in policy.needs and stats.num_centers == 0:
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with centres, and those of {stats.metadata.model_name!r} "
-            f"({stats.metadata.source}) hold none; {RECALIBRATE} with centres."
-        )
-    return stats

@@ -19,18 +19,21 @@ StatsSource = str | os.PathLike[str] | QueryStats
 class CompressionConfig:
     """How the KV cache of a sequence is compressed.
 
-    policy:         which tokens stay: a registered name, or "evict-only(name)"
+    policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)"
     budget:         tokens kept per layer and KV head by a compression; more than sinks + recent
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
     protect_prompt: prompt tokens go only if there is no other way to keep sinks and recent tokens
-    mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own
+    mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own, the only one where
+                    whole blocks go, heads keep unequal numbers or nothing is evicted but reads are sparse
     stats:          query statistics or their file (.safetensors, public .pt), for policies that need
                     them; policies that need none do not read it
     options:        the policy's own parameters; an unknown one is an error
 
-    With policy "full" nothing is evicted: the other fields are checked but have no effect.
+    With policy "full" nothing is evicted: the other fields are checked but have no effect. Policies that
+    read sparsely evict nothing either: budget, sinks and recent say which tokens are read, the other fields
+    have no effect.
     Comparable and hashable; QueryStats objects compare by identity.
     Raises: InvalidArgumentError.
     """
@@ -66,7 +69,13 @@ class CompressionConfig:
         if not isinstance(self.options, Mapping):
             raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
         object.__setattr__(self, "options", dict(self.options))
-        self.make_policy()
+        policy = self.make_policy()
+        fixed = policy.whole_blocks or policy.uneven or policy.sparse_reads
+        if fixed and self.mode not in (None, policy.default_mode):
+            raise InvalidArgumentError(
+                f"mode is {self.mode!r}, but policy {policy.name} decides itself who shares a kept set; "
+                "leave mode out."
+            )
 
     def make_policy(self) -> CompressionPolicy:
         """The policy with its options."""

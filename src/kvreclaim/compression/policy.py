@@ -79,6 +79,9 @@ class LayerView:
     candidates:  tokens that may be evicted; the rest are protected sinks or recent tokens
     signals:     what the policy's needs name besides statistics
     first:       nothing has been evicted yet: neighbouring slots hold neighbouring tokens
+    budget:      tokens that each head is to keep, protected ones included; the average over the heads
+                 where they keep unequal numbers
+    first_head:  index in the model of the view's first KV head
 
     Where heads keep unequal numbers of tokens a view shows one KV head alone: K = 1, H = G.
     """
@@ -91,6 +94,8 @@ class LayerView:
     candidates: slice
     signals: LayerSignals = NO_SIGNALS
     first: bool = True
+    budget: int = 0
+    first_head: int = 0
 
     @property
     def keys(self) -> Tensor:
@@ -192,9 +197,13 @@ class CompressionPolicy(ABC):
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`; what it does not override is the inner one's."""
+    """A policy around another one, `inner`; what it does not override is the inner one's.
+
+    default_inner: name of the policy that is wrapped where none is named
+    """
 
     inner: CompressionPolicy
+    default_inner: ClassVar[str] = "query_mixture"
 
     @property
     def compacts(self) -> bool:

@@ -1,29 +1,70 @@
-"""From the name of a policy to the policy. Third parties add theirs as entry points of the group
-`kvreclaim.policies` (name = "package.module:Class"); a built-in name cannot be taken over."""
+"""From the name of a policy to the policy, and back. Third parties add theirs as entry points of the
+group `kvreclaim.policies` (name = "package.module:Class"); a built-in name cannot be taken over."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
+from kvreclaim.compression.policies.ada_kv import AdaKV
+from kvreclaim.compression.policies.critical import Critical
 from kvreclaim.compression.policies.evict_only import EvictOnly
+from kvreclaim.compression.policies.expected_attention import ExpectedAttention
 from kvreclaim.compression.policies.full import Full
+from kvreclaim.compression.policies.h2o import H2O
+from kvreclaim.compression.policies.keydiff import KeyDiff
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.lagkv import LagKV
+from kvreclaim.compression.policies.oracle import Oracle
+from kvreclaim.compression.policies.paged_eviction import PagedEviction
+from kvreclaim.compression.policies.protect import Protect
+from kvreclaim.compression.policies.pyramidkv import PyramidKV
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.policies.quest import Quest
+from kvreclaim.compression.policies.r_kv import RKV
+from kvreclaim.compression.policies.random import Random
+from kvreclaim.compression.policies.segments import Segments
+from kvreclaim.compression.policies.snapkv import SnapKV
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
+from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
-from kvreclaim.compression.policy import CompressionPolicy
+from kvreclaim.compression.policy import CompressionPolicy, Wrapper
+from kvreclaim.compression.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.errors import InvalidArgumentError
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
 DEFAULT_POLICY = "query_mixture"
 _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
-    {cls.name: cls for cls in (QueryMixture, TriAttention, Knorm, StreamingLLM, Full, EvictOnly)}
+    {
+        cls.name: cls
+        for cls in (
+            QueryMixture,
+            TriAttention,
+            ExpectedAttention,
+            SnapKV,
+            RKV,
+            H2O,
+            TOVA,
+            KeyDiff,
+            LagKV,
+            Knorm,
+            StreamingLLM,
+            Random,
+            PyramidKV,
+            AdaKV,
+            PagedEviction,
+            Quest,
+            Full,
+            Oracle,
+            EvictOnly,
+            Critical,
+            Segments,
+            Protect,
+        )
+    }
 )
-_SPEC = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\)\s*)?")
 _WRAPPED = "inner"
 
 
@@ -57,37 +98,102 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
     """Build the policy that spec names.
 
     Args:
-        spec:    a name, or a wrapper around one: "evict-only(knorm)"; a bare wrapper wraps query_mixture
+        spec:    "knorm", "knorm(keep=large)", "evict-only(knorm)", "segments(query_mixture, n=4)"; the
+                 grammar is in spec.py. A wrapper's first argument is the policy it wraps, the others
+                 are its options, by name or in their order; without one it wraps its default_inner
         options: fields of the policy (of the innermost one, where there is a wrapper)
 
-    Raises: InvalidArgumentError for an unknown name, option or value.
+    Raises: InvalidArgumentError for an unknown name, option or value, or an option given twice.
     """
-    match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
-    if match is None:
+    return _build(parse_spec(spec), options or {})
+
+
+def policy_spec(policy: CompressionPolicy) -> str:
+    """How the policy is written, with the options that are not at their default:
+    make_policy(policy_spec(policy)) == policy.
+
+    Raises: InvalidArgumentError for an option whose value has no written form.
+    """
+    parts = []
+    for field in _init_fields(type(policy)):
+        value = getattr(policy, field.name)
+        if field.name == _WRAPPED:
+            parts.append(policy_spec(value))
+        elif value != _default(field):
+            parts.append(f"{field.name}={write_value(value)}")
+    return f"{policy.name}({', '.join(parts)})" if parts else policy.name
+
+
+def _build(spec: Spec, options: Mapping[str, object]) -> CompressionPolicy:
+    cls = policy_class(spec.name)
+    given = _named_arguments(cls, spec)
+    if not _wraps(cls):
+        for option in given.keys() & options.keys():
+            raise InvalidArgumentError(f"policy {cls.name} is given the option {option!r} twice; keep one.")
+        return cls(**_known_options(cls, {**given, **options}))
+    default = cls.default_inner if issubclass(cls, Wrapper) else DEFAULT_POLICY
+    inner = given.get(_WRAPPED, default)
+    if isinstance(inner, str):
+        inner = Spec(inner)
+    if not isinstance(inner, Spec):
         raise InvalidArgumentError(
-            f"policy {spec!r} is no name; write one of {', '.join(policy_names())}, or wrapper(name)."
+            f"policy {cls.name} is given {inner!r} to wrap; write a policy first: {cls.name}(knorm, …)."
         )
-    name, inner = match.groups()
-    cls = policy_class(name)
-    if _WRAPPED in _field_names(cls):
-        return cls(**{_WRAPPED: make_policy(DEFAULT_POLICY if inner is None else inner, options)})
-    if inner is not None:
-        raise InvalidArgumentError(f"policy {spec!r}: {name} wraps no other policy; write {name!r} alone.")
-    return cls(**_known_options(cls, options or {}))
+    return cls(**_known_options(cls, {**given, _WRAPPED: _build(inner, options)}))
 
 
-def _field_names(cls: type[CompressionPolicy]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls) if field.init)  # type: ignore[arg-type]
+def _named_arguments(cls: type[CompressionPolicy], spec: Spec) -> dict[str, Value]:
+    """Every argument under the name of its option."""
+    names = [field.name for field in _init_fields(cls)]
+    order = [_WRAPPED, *(name for name in names if name != _WRAPPED)] if _wraps(cls) else []
+    given: dict[str, Value] = {}
+    for place, (option, value) in enumerate(spec.args):
+        if option is None and not order:
+            raise InvalidArgumentError(
+                f"policy {cls.name} wraps no other policy and takes its options by name; "
+                + _takes(names, f"write {cls.name}({names[0]}=…)" if names else "")
+            )
+        if option is None and (place >= len(order) or any(name for name, _ in spec.args[:place])):
+            raise InvalidArgumentError(
+                f"policy {cls.name} is given {value!r} out of place; unnamed arguments come first, and it "
+                f"takes {len(order)}: {', '.join(order)}."
+            )
+        name = order[place] if option is None else option
+        if name in given:
+            raise InvalidArgumentError(f"policy {cls.name} is given the option {name!r} twice; keep one.")
+        if isinstance(value, Spec) and name != _WRAPPED and name in names:
+            raise InvalidArgumentError(
+                f"policy {cls.name}, option {name!r}: {value.name}(…) is a policy; write a plain value."
+            )
+        given[name] = value
+    return given
+
+
+def _takes(names: list[str], remedy: str) -> str:
+    return f"its options are {', '.join(names)}: {remedy}." if names else "it has no options."
+
+
+def _wraps(cls: type[CompressionPolicy]) -> bool:
+    return any(field.name == _WRAPPED for field in _init_fields(cls))
+
+
+def _init_fields(cls: type[CompressionPolicy]) -> list[Field[object]]:
+    return [field for field in fields(cls) if field.init]  # type: ignore[arg-type]
+
+
+def _default(field: Field[object]) -> object:
+    """MISSING where the option must be given."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _known_options(cls: type[CompressionPolicy], options: Mapping[str, object]) -> dict[str, object]:
-    allowed = _field_names(cls)
+    allowed = {field.name: field for field in _init_fields(cls)}
     for option in options:
         if option not in allowed:
-            takes = f"its options are {', '.join(allowed)}" if allowed else "it has no options"
+            listed = [name for name in allowed if name != _WRAPPED]
+            takes = f"its options are {', '.join(listed)}" if listed else "it has no options"
             raise InvalidArgumentError(f"policy {cls.name} has no option {option!r}; {takes}.")
-    for field in fields(cls):  # type: ignore[arg-type]
-        optional = field.default is not MISSING or field.default_factory is not MISSING or not field.init
-        if not optional and field.name not in options:
-            raise InvalidArgumentError(f"policy {cls.name} needs the option {field.name!r}; add it.")
+    for name, field in allowed.items():
+        if _default(field) is MISSING and name not in options:
+            raise InvalidArgumentError(f"policy {cls.name} needs the option {name!r}; add it.")
     return dict(options)

@@ -11,6 +11,8 @@ from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 
+FREE, PROMPT, ALWAYS = 0, 1, 2
+"""Tiers: tokens that may go, prompt tokens under protection, sinks and recent tokens."""
 
 def select(
     scores: Tensor,
@@ -25,7 +27,7 @@ def select(
         scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
         budget: tokens kept, >= 0
         tiers:  [T] int; a token of a higher tier always beats one of a lower tier
-                (0 free, 1 protected prompt, 2 sinks and recent tokens)
+                (FREE, PROMPT, ALWAYS)
         mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
                 over layers, per_layer_head the scores as they are
         select_top: the op that finds the best of each row (Backend.select_top)
@@ -41,14 +43,50 @@ def select(
     forced, rivals = forced.to(rows.device), rivals.to(rows.device)
     places = min(budget, num_tokens) - forced.numel()
     flat = rows.flatten(0, 1)
-    if bool(flat.sum(dim=-1).isnan().any()) and bool(flat.isnan().any()):
-        raise InvalidArgumentError(
-            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
-        )
+    _refuse_nan(flat)
     kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     kept[:, forced] = True
     kept.scatter_(-1, rivals[select_top(flat[:, rivals], places)], True)
     return kept.nonzero()[:, 1].view(*rows.shape[:2], -1)
+
+
+def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -> list[int]:
+    """Which full blocks go so that at most `budget` tokens are left, all layers and heads alike.
+
+    A block's score is the mean of its tokens' over layers, heads and those tokens that are not -inf; its
+    tier is the highest among its tokens. Lower tiers go first, and none of the highest, which must leave
+    enough others.
+
+    Args:
+        scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
+        tiers:  [T] int, as for select
+
+    Returns: ceil((T - budget) / S) indices, ascending. Ties: the lowest index stays. Mutates nothing.
+    Raises: InvalidArgumentError if a score is NaN.
+    Source: arXiv 2509.04377, which drops one block whenever a new one fills.
+    """
+    num_tokens = scores.shape[-1]
+    assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
+    full = num_tokens // block_size
+    wanted = max(0, -(-(num_tokens - budget) // block_size))
+    _refuse_nan(scores.flatten(0, 1))
+    blocks = scores[..., : full * block_size].unflatten(-1, (full, block_size))
+    seen = blocks > -torch.inf
+    total = blocks.masked_fill(~seen, 0.0).sum(dim=(0, 1, 3), dtype=torch.float64)
+    count = seen.sum(dim=(0, 1, 3))
+    means = (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf).tolist()
+    highest = tiers[: full * block_size].view(full, block_size).amax(-1).tolist()
+    order = sorted(range(full), key=lambda block: (highest[block], means[block], -block))
+    droppable = sum(1 for tier in highest if tier < ALWAYS)
+    assert wanted <= droppable, f"{wanted} of {full} blocks must go, {droppable} may"
+    return sorted(order[:wanted])
+
+
+def _refuse_nan(rows: Tensor) -> None:
+    if bool(rows.sum(dim=-1).isnan().any()) and bool(rows.isnan().any()):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )
 
 
 def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:

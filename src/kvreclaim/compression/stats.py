@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,10 +23,15 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
+_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov")
 
 
 class StatsMetadata(BaseModel):
-    """Whose queries they are. None: the source does not say, and it is not checked."""
+    """Whose queries they are. None: the source does not say, and it is not checked.
+
+    shared_centers: the centres are those of a KV head's whole group of query heads
+    covariance:     the covariance of the queries is there
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -40,24 +45,39 @@ class StatsMetadata(BaseModel):
     rope_style: Literal["half", "interleaved"]
     num_tokens: PositiveInt | None = None
     num_centers: NonNegativeInt = 0
+    shared_centers: bool = False
+    covariance: bool = False
     source: str
+
+    @property
+    def center_heads(self) -> int:
+        """Rows of the centres: KV heads where they are shared, else query heads."""
+        return (self.num_kv_heads or 0) if self.shared_centers else self.num_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStats:
-    """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H, C, D],
-    center_weight [H, C]; the last three are None together. F may exceed the layer's own bands."""
+    """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
+    center_weight [H | K, C], None together; q_cov [H, D, D] or None. F may exceed the layer's own bands."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
     centers: Tensor | None = None
     center_var: Tensor | None = None
     center_weight: Tensor | None = None
+    q_cov: Tensor | None = None
 
     def to(self, device: torch.device) -> LayerStats:
         """The same on a device; itself where it is there already."""
-        tensors = (self.q_mean, self.q_abs_mean, self.centers, self.center_var, self.center_weight)
-        return LayerStats(*(None if t is None else t.to(device) for t in tensors))  # type: ignore[arg-type]
+        return self._each(lambda tensor: tensor.to(device))
+
+    def kv_head(self, head: int, num_kv_heads: int) -> LayerStats:
+        """Views of what belongs to one KV head: its group of query heads, its centres."""
+        return self._each(lambda tensor: tensor.unflatten(0, (num_kv_heads, -1))[head])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> LayerStats:
+        tensors = (getattr(self, name) for name in _TENSORS)
+        return LayerStats(*(None if t is None else change(t) for t in tensors))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +86,10 @@ class QueryStats:
 
     q_mean:        [L, H, D], in the arrangement of dims that the model itself uses
     q_abs_mean:    [L, H, F], E|q_f|; F the most bands of any layer, zeros where one has fewer
-    centers:       [L, H, C, D] | None
-    center_var:    [L, H, C, D], variance per real dim; E|q_f - mu_f|^2 / 2 in both dims of a band
-    center_weight: [L, H, C], share of the queries; 0 for a centre that repeats another
+    centers:       [L, H, C, D] | None; [L, K, C, D] where a KV head's query heads share them
+    center_var:    like centers, variance per real dim; E|q_f - mu_f|^2 / 2 in both dims of a band
+    center_weight: [L, H | K, C], share of the queries; 0 for a centre that repeats another
+    q_cov:         [L, H, D, D] | None, covariance about q_mean
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
@@ -79,8 +100,15 @@ class QueryStats:
     centers: Tensor | None = None
     center_var: Tensor | None = None
     center_weight: Tensor | None = None
+    q_cov: Tensor | None = None
 
     def __post_init__(self) -> None:
+        shapes = self._shapes()
+        for name in _TENSORS:
+            _check_tensor(name, getattr(self, name), shapes.get(name))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """What metadata promises; a tensor that is not in it must be absent."""
         meta = self.metadata
         heads = (meta.num_layers, meta.num_heads)
         bands = self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0
@@ -88,24 +116,24 @@ class QueryStats:
             "q_mean": (*heads, meta.head_dim),
             "q_abs_mean": (*heads, min(bands, meta.head_dim // 2)),
         }
-        clusters = (*heads, meta.num_centers)
         if meta.num_centers:
+            _check_sharing(meta)
+            clusters = (meta.num_layers, meta.center_heads, meta.num_centers)
             shapes |= {"centers": (*clusters, meta.head_dim), "center_var": (*clusters, meta.head_dim)}
             shapes["center_weight"] = clusters
-        for name in ("q_mean", "q_abs_mean", *_CENTER_TENSORS):
-            _check_tensor(name, getattr(self, name), shapes.get(name))
+        if meta.covariance:
+            shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
+        return shapes
 
     @property
     def num_centers(self) -> int:
-        """Centres per query head; 0 for statistics without centres."""
+        """Centres per query head, or per KV head where they are shared; 0 for statistics without."""
         return self.metadata.num_centers
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""
-        clusters = (
-            None if t is None else t[layer] for t in (self.centers, self.center_var, self.center_weight)
-        )
-        return LayerStats(self.q_mean[layer], self.q_abs_mean[layer], *clusters)
+        tensors = (getattr(self, name) for name in _TENSORS)
+        return LayerStats(*(None if t is None else t[layer] for t in tensors))  # type: ignore[arg-type]
 
     def concentration(self, layouts: Sequence[RopeLayout | None]) -> Tensor:
         """R = |E q_f| / E|q_f| in [0, 1]: [L, H, F] fp32; 0 for bands a layer lacks or never uses."""
@@ -149,8 +177,7 @@ class QueryStats:
         """Write a .safetensors file, whole or not at all."""
         target = Path(path)
         self.check_target(target)
-        names = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
-        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
         temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             header = {_HEADER: self.metadata.model_dump_json()}
@@ -185,13 +212,21 @@ class QueryStats:
         return _load_public(file) if file.suffix == ".pt" else _load_own(file)
 
 
+def _check_sharing(meta: StatsMetadata) -> None:
+    if meta.shared_centers and (not meta.num_kv_heads or meta.num_heads % meta.num_kv_heads):
+        raise StatsMismatchError(
+            f"centres in the query statistics are shared by the {meta.num_heads} query heads of "
+            f"{meta.num_kv_heads} KV heads; KV heads must divide query heads: {RECALIBRATE}."
+        )
+
+
 def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> None:
     if tensor is None and shape is None:
         return
     if tensor is None:
         raise StatsMismatchError(f"query statistics lack {name} {list(shape or ())}; {RECALIBRATE}.")
     if shape is None or tensor.shape != shape or tensor.dtype != torch.float32:
-        wanted = "absent (num_centers is 0)" if shape is None else f"float32 {list(shape)}"
+        wanted = "absent (metadata says it is)" if shape is None else f"float32 {list(shape)}"
         raise StatsMismatchError(
             f"{name} in the query statistics is {tensor.dtype} {list(tensor.shape)}; it must be {wanted}."
         )
@@ -211,10 +246,9 @@ def _load_own(path: Path) -> QueryStats:
         metadata = StatsMetadata.model_validate(json.loads(header))
     except (SafetensorError, ValidationError, json.JSONDecodeError) as error:
         raise StatsMismatchError(f"{path} is no valid statistics file ({error}); {RECALIBRATE}.") from error
-    known = ("q_mean", "q_abs_mean", *_CENTER_TENSORS)
-    if unknown := sorted(set(tensors) - set(known)):
+    if unknown := sorted(set(tensors) - set(_TENSORS)):
         raise StatsMismatchError(f"{path} holds unknown tensors {', '.join(unknown)}; {RECALIBRATE}.")
-    if missing := [name for name in known[:2] if name not in tensors]:
+    if missing := [name for name in _TENSORS[:2] if name not in tensors]:
         raise StatsMismatchError(f"{path} lacks {', '.join(missing)}; {RECALIBRATE}.")
     return QueryStats(metadata, **tensors)
 

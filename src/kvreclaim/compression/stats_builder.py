@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_int
+from kvreclaim.checks import check_bool, check_int, check_number
 from kvreclaim.compression.kmeans import Clusters, kmeans
+from kvreclaim.compression.merging import merge_clusters, num_distinct
 from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
 
 CHUNK_TOKENS = 2048
+MAX_COVARIANCE_BYTES = 128 << 20
+"""Of the covariance by default: an 8 B model (36 layers, 32 heads of 128) takes 72 MiB, a 70 B one 320."""
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How the queries of a layer are divided into kinds.
+
+    num_centers:  C per query head, or per KV head where they are shared; 0 for none
+    shared:       one set of centres for all query heads of a KV head, from the queries of all of them
+    seed:         of the k-means start
+    min_weight:   clusters with a smaller share of the queries are dropped (merging.merge_clusters)
+    min_distance: clusters closer than this, in spreads of the head, are pooled (likewise)
+
+    Raises: InvalidArgumentError.
+    """
+
+    num_centers: int = 16
+    shared: bool = False
+    seed: int = 0
+    min_weight: float = 0.0
+    min_distance: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("num_centers", self.num_centers, 0)
+        check_bool("shared centres", self.shared)
+        check_int("seed", self.seed, 0)
+        check_number("min_weight", self.min_weight, 0, 1)
+        check_number("min_distance", self.min_distance, 0, math.inf)
+
+    @property
+    def merges(self) -> bool:
+        return self.min_weight > 0 or self.min_distance > 0
+
+    def find(self, points: Tensor, layer: int) -> Clusters:
+        """Clusters of points [H, T, D], or [K, G T, D], of a layer."""
+        clusters = kmeans(points, self.num_centers, self.seed + layer)
+        return merge_clusters(clusters, self.min_weight, self.min_distance) if self.merges else clusters
+
+
+def covariance_bytes(facts: ModelFacts) -> int:
+    """What the covariance of all layers takes, fp32."""
+    return sum(4 * layer.num_heads * layer.head_dim**2 for layer in facts.layers)
 
 
 class StatsBuilder:
     """Collects what QueryStats holds; the queries of one layer only are ever needed at once.
 
     Args:
-        facts:       the model; every layer's rotation must have been verified
-        num_centers: C per query head; 0 computes the moments alone
-        seed:        of the k-means start
+        facts:      the model; every layer's rotation must have been verified
+        clustering: how the centres are found; num_centers 0 computes the moments alone
+        covariance: whether to keep the covariance of the queries; None: where all layers together
+                    take at most MAX_COVARIANCE_BYTES
 
     Raises: InvalidArgumentError.
     """
 
-    def __init__(self, facts: ModelFacts, num_centers: int = 16, seed: int = 0) -> None:
-        check_int("num_centers", num_centers, 0)
-        check_int("seed", seed, 0)
+    def __init__(
+        self, facts: ModelFacts, clustering: Clustering | None = None, covariance: bool | None = None
+    ) -> None:
         self._layouts = [layer.rope for layer in facts.layers if layer.rope is not None]
         if facts.rope_problem is not None or len(self._layouts) < facts.num_layers:
             raise InvalidArgumentError(
@@ -37,8 +85,12 @@ class StatsBuilder:
                 "without query statistics, such as knorm or streaming_llm."
             )
         self.facts = facts
-        self.num_centers = num_centers
-        self.seed = seed
+        self.clustering = Clustering() if clustering is None else clustering
+        if covariance is not None:
+            check_bool("covariance", covariance)
+        self.covariance = (
+            covariance_bytes(facts) <= MAX_COVARIANCE_BYTES if covariance is None else covariance
+        )
         self._layers: dict[int, LayerStats] = {}
         self._num_tokens = 0
 
@@ -56,16 +108,21 @@ class StatsBuilder:
             abs_mean, (0, max(x.num_bands for x in self._layouts) - layout.num_bands)
         )
         self._num_tokens = max(self._num_tokens, queries.shape[1])
-        if self.num_centers == 0:
-            self._layers[layer] = LayerStats(mean, abs_mean)
-            return
-        clusters = kmeans(queries, self.num_centers, self.seed + layer)
-        variances = _per_band(clusters, layout)
-        parts = (clusters.centers, variances, clusters.weights)
-        self._layers[layer] = LayerStats(mean, abs_mean, *(part.cpu() for part in parts))
+        cov = _covariance(queries, mean) if self.covariance else None
+        parts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if self.clustering.num_centers:
+            groups = self.facts.layers[layer].num_kv_heads
+            points = queries.reshape(groups, -1, queries.shape[-1]) if self.clustering.shared else queries
+            clusters = self.clustering.find(points, layer)
+            variances = _per_band(clusters, layout)
+            parts = (clusters.centers.cpu(), variances.cpu(), clusters.weights.cpu())
+        self._layers[layer] = LayerStats(mean, abs_mean, *parts, q_cov=cov)
 
     def build(self) -> QueryStats:
-        """Raises InvalidArgumentError if a layer is missing."""
+        """The statistics, with as many centres as the head with the most distinct ones has.
+
+        Raises: InvalidArgumentError if a layer is missing.
+        """
         first, count = self.facts.layers[0], self.facts.num_layers
         if missing := [n for n in range(count) if n not in self._layers]:
             raise InvalidArgumentError(
@@ -73,6 +130,10 @@ class StatsBuilder:
             )
         layers = [self._layers[n] for n in range(count)]
         style = next((x.style for x in self._layouts if x.num_bands), self._layouts[0].style)
+        weights = _stack([x.center_weight for x in layers])
+        centers = self.clustering.num_centers
+        if weights is not None and self.clustering.merges:
+            centers = num_distinct(weights)
         metadata = StatsMetadata(
             model_name=self.facts.name,
             fingerprint=self.facts.fingerprint,
@@ -82,16 +143,19 @@ class StatsBuilder:
             head_dim=first.head_dim,
             rope_style=style,
             num_tokens=self._num_tokens,
-            num_centers=self.num_centers,
+            num_centers=centers,
+            shared_centers=self.clustering.shared and centers > 0,
+            covariance=self.covariance,
             source="kvreclaim calibrate",
         )
         return QueryStats(
             metadata,
             torch.stack([x.q_mean for x in layers]),
             torch.stack([x.q_abs_mean for x in layers]),
-            _stack([x.centers for x in layers]),
-            _stack([x.center_var for x in layers]),
-            _stack([x.center_weight for x in layers]),
+            _stack([None if x.centers is None else x.centers[:, :centers] for x in layers]),
+            _stack([None if x.center_var is None else x.center_var[:, :centers] for x in layers]),
+            None if weights is None else weights[..., :centers],
+            _stack([x.q_cov for x in layers]),
         )
 
     def _check(self, layer: int, queries: Tensor) -> None:
@@ -122,6 +186,17 @@ def _moments(queries: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
         size += to_bands(part, layout).abs().sum(dim=1, dtype=torch.float64)
     count = queries.shape[1]
     return (mean / count).float().cpu(), (size / count).float().cpu()
+
+
+def _covariance(queries: Tensor, mean: Tensor) -> Tensor:
+    """E[(q - mean)(q - mean)^T]: [H, D, D] fp32 on the CPU; products in fp32, their sum in fp64."""
+    num_heads, count, dim = queries.shape
+    total = torch.zeros(num_heads, dim, dim, dtype=torch.float64, device=queries.device)
+    center = mean[:, None].to(queries.device)
+    for part in queries.split(CHUNK_TOKENS, dim=1):
+        away = part.float() - center
+        total += away.transpose(1, 2) @ away
+    return (total / count).float().cpu()
 
 
 def _per_band(clusters: Clusters, layout: RopeLayout) -> Tensor:

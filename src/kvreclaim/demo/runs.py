@@ -14,14 +14,8 @@ from kvreclaim.demo.report import LoadRun, PolicyRun
 from kvreclaim.engine.llm import LLM
 from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.eval.chain import (
-    ChainExample,
-    ChainTask,
-    Kind,
-    accuracy,
-    exact_match,
-    progress,
-)
+from kvreclaim.eval.chain import ChainTask
+from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
 
 POLICIES: dict[str, tuple[str, dict[str, object]]] = {
     "evict-only": ("evict-only", {}),
@@ -133,9 +127,7 @@ def run_load(plan: DemoPlan, llm: LLM, on_progress: OnProgress) -> list[LoadRun]
     return runs
 
 
-def _score(
-    scorer: LLM, examples: Sequence[ChainExample], config: CompressionConfig | None
-) -> list[ScoreOutput]:
+def _score(scorer: LLM, examples: Sequence[Example], config: CompressionConfig | None) -> list[ScoreOutput]:
     outputs = scorer.score([list(e.prompt) for e in examples], [list(e.trace) for e in examples], config)
     _raise_errors([out.error for out in outputs])
     return outputs
@@ -151,7 +143,7 @@ class _Generation:
     elapsed_s: float
 
     @classmethod
-    def run(cls, llm: LLM, examples: Sequence[ChainExample], config: CompressionConfig | None) -> _Generation:
+    def run(cls, llm: LLM, examples: Sequence[Example], config: CompressionConfig | None) -> _Generation:
         """Greedy, each to its trace's length; the pool starts empty and without cached prefixes."""
         memory = llm.engine.memory
         memory.reset_prefix_cache()
@@ -186,7 +178,7 @@ def _policy_run(
     policy: str,
     fraction: float | None,
     plan: DemoPlan,
-    examples: Sequence[ChainExample],
+    examples: Sequence[Example],
     scored: list[ScoreOutput],
     done: _Generation,
 ) -> PolicyRun:

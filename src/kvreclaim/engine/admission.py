@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.compression import decode_cap, prompt_cap
+from kvreclaim.engine.due import decode_cap, prompt_cap
+from kvreclaim.engine.sparse import least_blocks
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 
@@ -46,8 +47,45 @@ def check_prompt(
         )
 
 
+def _check_compression(compressor: Compressor | None, config: EngineConfig) -> None:
+    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
+    if compressor is None:
+        return
+    settings, size, name = compressor.config, config.block_size, compressor.policy.name
+    problem = None
+    if compressor.uneven and compressor.budget % size:
+        problem = (
+            f"budget is {compressor.budget} tokens, but {name} keeps unequal numbers per head, which are "
+            f"counted in blocks of {size}; pass a multiple, such as {-(-compressor.budget // size) * size}"
+        )
+    elif compressor.uneven and compressor.interval < size:
+        problem = (
+            f"interval is {compressor.interval} tokens, but under {name} heads trade whole blocks of {size}, "
+            f"and would have none to trade after the first pass; raise the interval to at least {size}"
+        )
+    least = _least_budget(compressor, size)
+    if compressor.budget < least:
+        problem = (
+            f"budget is {compressor.budget} tokens, but {name} goes by whole blocks of {size}, and those of "
+            f"{settings.sinks} sinks and {settings.recent} recent tokens may take {least}; raise the budget "
+            f"to {least}, or lower recent or block_size"
+        )
+    if problem is not None:
+        raise InvalidArgumentError(f"{problem}.")
+
+
+def _least_budget(compressor: Compressor, size: int) -> int:
+    """Tokens in the blocks that may not go, or are always read, at the worst place of the newest token."""
+    sinks, recent = compressor.config.sinks, compressor.config.recent
+    if compressor.sparse_reads:
+        return least_blocks(compressor, size) * size
+    return -(-sinks // size) * size + recent + size - 1 if compressor.whole_blocks else 0
+
+
 def check_length(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> None:
-    """Raise RequestTooLongError if the request can never run."""
+    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its way of compressing
+    does not go with the size of the blocks."""
+    _check_compression(compressor, config)
     num_tokens = lengths.known
     assert config.max_model_len is not None, "the engine's limits are set"
     if num_tokens >= config.max_model_len:
@@ -60,7 +98,7 @@ def check_length(lengths: Lengths, compressor: Compressor | None, config: Engine
     if held > capacity:
         remedy = (
             "lower the budget, the interval or max_num_batched_tokens, or raise num_blocks"
-            if compressor is not None and compressor.compacts
+            if compressor is not None and compressor.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
         raise RequestTooLongError(
@@ -78,15 +116,19 @@ def output_limit(
     limit = config.max_model_len
     if params.max_tokens is not None:
         limit = min(limit, lengths.known + params.max_tokens)
-    if slots_needed(Lengths(lengths.prompt, limit), compressor, config) > _capacity(config):
-        limit = _capacity(config)
-    return limit
+    excess = slots_needed(Lengths(lengths.prompt, limit), compressor, config) - _capacity(config)
+    if excess <= 0:
+        return limit
+    return _capacity(config) if compressor is not None and compressor.bounded else limit - excess
 
 
 def slots_needed(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> int:
     """Slots that a sequence holds at most on its way to these lengths."""
-    if compressor is None or not compressor.compacts or not compressor.evicts:
+    if compressor is None or not compressor.reclaims:
         return lengths.known
+    if compressor.prompt_only:
+        dropped = max(0, lengths.prompt - compressor.budget)
+        return max(lengths.prompt, lengths.known - dropped)
     in_prompt = min(lengths.prompt, prompt_cap(compressor, config.max_num_batched_tokens))
     return max(in_prompt, min(lengths.known, decode_cap(compressor)))
 

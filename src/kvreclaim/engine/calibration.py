@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvreclaim.compression import QueryStats, StatsBuilder
+from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import LoadedModel
@@ -52,14 +52,23 @@ def calibrate(
     *,
     num_centers: int = 16,
     seed: int = 0,
+    shared_centers: bool = False,
+    min_weight: float = 0.0,
+    min_distance: float = 0.0,
+    covariance: bool | None = None,
     show_progress: bool = False,
 ) -> QueryStats:
     """Statistics of the pre-RoPE queries of one forward pass over the documents.
 
-    Serves triattention (moments) and query_mixture (centres). Only one layer's queries are held at a
-    time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds for the centres.
+    Serves triattention (moments), query_mixture (centres) and expected_attention (covariance). Only one
+    layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds for the
+    centres.
+
+    num_centers, seed, shared_centers, min_weight, min_distance: see compression.Clustering
+    covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
     """
-    builder = StatsBuilder(loaded.facts, num_centers=num_centers, seed=seed)
+    clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance)
+    builder = StatsBuilder(loaded.facts, clustering, covariance)
     bar = tqdm(total=loaded.facts.num_layers, desc="calibrate", unit="layer", disable=not show_progress)
 
     def on_queries(layer: int, queries: Tensor) -> None:

@@ -1,144 +1,138 @@
-"""When a sequence is compressed, and applying the choice: blocks first (integers), then bytes.
-
-The points at which a sequence is compressed depend on its own lengths alone, not on what else is in the
-batch, unless a pass has to be postponed: then it lacks blocks because others hold shared ones in a full
-pool. A preempted request that is computed again therefore makes the same choices again.
-"""
+"""Compressing one sequence: the choice, then blocks (integers), then bytes."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression import CompactionPlan, Compressor, TableState, plan_compaction
+from kvreclaim.compression.compressor import LayerSource, SignalSource
+from kvreclaim.engine.signals import Signals, wants_positions
+from kvreclaim.engine.uneven import UnevenPass
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.turning import turn_moved_keys
 
 if TYPE_CHECKING:
     from kvreclaim.engine.outputs import EngineTotals
     from kvreclaim.engine.request import Sequence
 
 
-@dataclass(slots=True, eq=False)
-class CompressionState:
-    """What compression knows of one sequence between two passes.
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A pass that happened: tokens and leading prompt slots left, and when the choice was made (seconds)."""
 
-    num_evicted:    tokens that each head no longer attends to (equal in every head)
-    prompt_slots:   leading live slots that held prompt tokens after the last pass
-    last_computed:  logical length at the last pass
-    evicted:        [L, K, slots] bool, only where nothing moves (evict-only)
-    slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
-    inherited_evicted: num_evicted at the fork, which the parent has counted already
-    """
-
-    num_evicted: int = 0
-    prompt_slots: int = 0
-    last_computed: int = 0
-    evicted: Tensor | None = None
-    slot_positions: Tensor | None = None
-    blocks_freed: int = 0
-    blocks_perfect: int = 0
-    compactions: int = 0
-    postponed: int = 0
-    inherited_evicted: int = 0
-
-    def fork(self) -> CompressionState:
-        """The child's state: same tokens gone, its own counts from zero. Tensors are replaced, never
-        written in place, so they are shared."""
-        return replace(
-            self,
-            blocks_freed=0,
-            blocks_perfect=0,
-            compactions=0,
-            postponed=0,
-            inherited_evicted=self.num_evicted,
-        )
+    num_kept: int
+    prompt_slots: int
+    scored_at: float
 
 
-def prompt_cap(compressor: Compressor, max_chunk: int) -> int:
-    """Live tokens at which a sequence is compressed between two chunks of its prompt."""
-    return compressor.budget + max(compressor.interval, max_chunk)
+class _Context(TypedDict):
+    """Keyword arguments of Compressor.choose."""
 
-
-def decode_cap(compressor: Compressor) -> int:
-    """Live tokens at which a sequence is compressed once its prompt is computed."""
-    return compressor.budget + compressor.interval
-
-
-def first_compaction(compressor: Compressor, num_prompt: int, max_chunk: int) -> int:
-    """Logical length at which a sequence is compressed for the first time."""
-    return min(prompt_cap(compressor, max_chunk), max(num_prompt, decode_cap(compressor)))
-
-
-def tokens_until_compaction(seq: Sequence, max_chunk: int) -> int:
-    """Most tokens that may be computed in one go before the next pass is considered."""
-    compressor = seq.request.compressor
-    if compressor is None or not compressor.evicts:
-        return max_chunk
-    if seq.num_computed < seq.num_prompt:
-        room = prompt_cap(compressor, max_chunk) - seq.num_live
-        return min(seq.num_prompt - seq.num_computed, max(1, room))
-    return max(1, decode_cap(compressor) - seq.num_live)
-
-
-def is_due(seq: Sequence, max_chunk: int) -> bool:
-    """Whether the sequence is compressed at its present length."""
-    compressor = seq.request.compressor
-    if compressor is None or not compressor.evicts:
-        return False
-    if seq.num_computed < seq.num_prompt:
-        return seq.num_live >= prompt_cap(compressor, max_chunk)
-    return seq.num_live >= decode_cap(compressor)
+    positions: Tensor | None
+    signals: SignalSource
 
 
 class CompressionPass:
     """Compresses one sequence: signals -> score -> select -> plan -> shrink -> move bytes."""
 
-    def __init__(self, memory: MemoryManager, cache: KVCache, backend: Backend, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        memory: MemoryManager,
+        cache: KVCache,
+        backend: Backend,
+        facts: ModelFacts,
+        signals: Signals,
+    ) -> None:
         self.memory = memory
+        self.signals = signals
         self.backend = backend
         self.cache = cache
+        self.uneven = UnevenPass(memory, cache, backend, signals)
+        self.rotations = [layer.rope for layer in facts.layers if layer.rope is not None]
         self.tracks_positions = any(layer.sliding_window is not None for layer in facts.layers)
 
     def run(self, seq: Sequence, totals: EngineTotals) -> None:
         """Bring the sequence back to its budget, or postpone it whole when blocks are missing."""
         compressor, state = seq.request.compressor, seq.state
         assert compressor is not None, f"sequence {seq.seq_id} has no compression"
-        plan = self._plan(seq, compressor.budget) if compressor.compacts else None
-        if compressor.compacts and plan is None:
-            state.postponed += 1
-            totals.compactions_postponed += 1
-            return
-        started = time.perf_counter()
         num_live = seq.num_live
         prompt_slots = state.prompt_slots + max(
             0, min(seq.num_prompt, seq.num_computed) - min(seq.num_prompt, state.last_computed)
         )
+        started = time.perf_counter()
+        done = self._apply(seq, compressor, prompt_slots)
+        if done is None:
+            state.postponed += 1
+            totals.compactions_postponed += 1
+            return
+        totals.score_s += done.scored_at - started
+        totals.compact_s += time.perf_counter() - done.scored_at
+        state.prompt_slots = done.prompt_slots
+        state.last_computed = seq.num_computed
+        state.num_evicted += num_live - done.num_kept
+        state.blocks_perfect += self._blocks(num_live) - self._blocks(done.num_kept)
+        state.compactions += 1
+        totals.tokens_evicted += num_live - done.num_kept
+        totals.compactions += 1
+
+    def _apply(self, seq: Sequence, compressor: Compressor, prompt_slots: int) -> _Done | None:
+        """Choose and carry it out; None if blocks are missing and nothing has changed."""
+        if compressor.whole_blocks:
+            return self._drop_blocks(seq, compressor, prompt_slots)
+        plan = self._plan(seq, compressor.budget) if compressor.compacts else None
+        if compressor.compacts and plan is None:
+            return None
+        if plan is not None and compressor.uneven:
+            return self._compact_heads(seq, compressor, plan, prompt_slots)
         live = self._live_slots(seq)
-        kept = self._choose(seq, compressor, live, prompt_slots)
-        scored = time.perf_counter()
+        num_live = seq.num_live
+        kept = compressor.choose(
+            *self._question(seq, prompt_slots, live),
+            **self._context(seq, live),
+            first=seq.state.num_evicted == 0,
+        )
+        scored_at = time.perf_counter()
         if plan is not None:
             self._compact(seq, plan, kept)
         else:
             self._mask(seq, kept, live)
-        totals.score_s += scored - started
-        totals.compact_s += time.perf_counter() - scored
-        num_kept = kept.shape[-1]
-        state.prompt_slots = compressor.kept_prompt_slots(num_live, prompt_slots)
-        state.last_computed = seq.num_computed
-        state.num_evicted += num_live - num_kept
-        state.blocks_perfect += self._blocks(num_live) - self._blocks(num_kept)
-        state.compactions += 1
-        totals.tokens_evicted += num_live - num_kept
-        totals.compactions += 1
+        return _Done(kept.shape[-1], compressor.kept_prompt_slots(num_live, prompt_slots), scored_at)
+
+    def _drop_blocks(self, seq: Sequence, compressor: Compressor, prompt_slots: int) -> _Done:
+        """Whole blocks go, the same in all layers and heads; what stays is not moved."""
+        size = self.cache.block_size
+        question = self._question(seq, prompt_slots, None)
+        gone = compressor.choose_blocks(*question, size, **self._context(seq, None))
+        scored_at = time.perf_counter()
+        num_live = seq.num_live
+        stays = torch.ones(num_live, dtype=torch.bool)
+        for index in gone:
+            stays[index * size : (index + 1) * size] = False
+        kept = stays.nonzero()[None, None, :, 0].to(self.cache.device)
+        positions = self._tracked_positions(seq)
+        seq.state.blocks_freed += self.memory.drop_blocks(seq.seq_id, gone)
+        self._moved(seq, kept, positions)
+        return _Done(kept.shape[-1], int(stays[:prompt_slots].sum()), scored_at)
+
+    def _compact_heads(
+        self, seq: Sequence, compressor: Compressor, plan: CompactionPlan, new_prompt: int
+    ) -> _Done:
+        """Heads keep unequal numbers of tokens, compressor.budget on average."""
+        choice = self.uneven.choose(seq, compressor, new_prompt)
+        scored_at = time.perf_counter()
+        seq.state.blocks_freed += self.uneven.compact(seq, plan, choice.kept, new_prompt)
+        seq.state.rounded += choice.moved
+        return _Done(plan.num_tokens, 0, scored_at)
 
     def _plan(self, seq: Sequence, num_kept: int) -> CompactionPlan | None:
         memory = self.memory
@@ -169,11 +163,13 @@ class CompressionPass:
             grown[..., : seq.state.evicted.shape[-1]] = seq.state.evicted
         return grown
 
-    def _choose(
-        self, seq: Sequence, compressor: Compressor, live: Tensor | None, prompt_slots: int
-    ) -> Tensor:
-        """[L | 1, K | 1, budget] int64 indices into the live tokens."""
+    def _question(
+        self, seq: Sequence, prompt_slots: int, live: Tensor | None
+    ) -> tuple[LayerSource, int, int, int]:
+        """What Compressor.choose is asked about: the live tokens, their number, how many are of the prompt,
+        and the position of the next query."""
         table = self.memory.table(seq.seq_id)
+        next_position = table.physical_len if slots_are_positions(seq) else seq.num_computed
         block_ids = self._index(seq)
 
         def layer_source(layer: int) -> KeySource:
@@ -184,12 +180,14 @@ class CompressionPass:
             k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
             return DenseSource(k, v)
 
-        positions = self._positions(seq) if self.tracks_positions else None
+        return layer_source, seq.num_live, prompt_slots, next_position
+
+    def _context(self, seq: Sequence, live: Tensor | None) -> _Context:
+        """Positions, if a sliding window asks for them, and signals."""
+        positions = self._positions(seq) if self._needs_positions(seq) else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
-        return compressor.choose(
-            layer_source, seq.num_live, prompt_slots, seq.num_computed, positions=positions
-        )
+        return {"positions": positions, "signals": lambda layer: self.signals.of(seq, layer, live)}
 
     def _index(self, seq: Sequence) -> Tensor:
         return torch.from_numpy(block_row(seq, self.memory)).to(self.cache.device, torch.int64)
@@ -204,16 +202,32 @@ class CompressionPass:
             positions[..., : seq.state.slot_positions.shape[-1]] = seq.state.slot_positions
         return positions
 
+    def _tracked_positions(self, seq: Sequence) -> Tensor | None:
+        """The positions before a pass, where something will ask for those after it."""
+        return self._positions(seq) if self._needs_positions(seq) or wants_positions(seq) else None
+
+    def _needs_positions(self, seq: Sequence) -> bool:
+        """Whether a sliding window goes by positions that slots do not tell."""
+        return self.tracks_positions and not slots_are_positions(seq)
+
     def _compact(self, seq: Sequence, plan: CompactionPlan, kept: Tensor) -> None:
         """Take the planned blocks, slide the survivors into them, give the rest back."""
         source = self._index(seq)
-        positions = self._positions(seq) if self.tracks_positions else None
+        positions = self._tracked_positions(seq)
         shrunk = self.memory.shrink(plan)
-        self.backend.compact(self.cache, kept, source, torch.tensor(shrunk.block_ids, device=source.device))
+        target = torch.tensor(shrunk.block_ids, device=source.device)
+        self.backend.compact(self.cache, kept, source, target)
+        if slots_are_positions(seq):
+            turn_moved_keys(self.backend, self.cache, kept, target, self.rotations)
+        self._moved(seq, kept, positions)
+        seq.state.blocks_freed += shrunk.blocks_freed
+
+    def _moved(self, seq: Sequence, kept: Tensor, positions: Tensor | None) -> None:
+        """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
         if positions is not None:
             every_head = kept.expand(*positions.shape[:2], -1)
             seq.state.slot_positions = positions.take_along_dim(every_head, -1)
-        seq.state.blocks_freed += shrunk.blocks_freed
+        self.signals.compacted(seq, kept)
 
     def _mask(self, seq: Sequence, kept: Tensor, live: Tensor | None) -> None:
         """Evict without moving: only a block that no head needs any more goes back."""
@@ -231,6 +245,12 @@ class CompressionPass:
         holes = [index for index in empty if table.block_ids[index] is not None]
         if holes:
             seq.state.blocks_freed += self.memory.punch(seq.seq_id, holes)
+
+
+def slots_are_positions(seq: Sequence) -> bool:
+    """Whether a token's position is its slot, not its place in the text."""
+    compressor = seq.request.compressor
+    return compressor is not None and compressor.cache_relative
 
 
 def block_row(seq: Sequence, memory: MemoryManager) -> np.ndarray:

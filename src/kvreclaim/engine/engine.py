@@ -12,14 +12,16 @@ import torch
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.admission import Lengths, check_length, check_prompt, output_limit
-from kvreclaim.engine.compression import CompressionPass, is_due
+from kvreclaim.engine.compression import CompressionPass
 from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.engine.due import is_due
 from kvreclaim.engine.graphs import decode_graphs
 from kvreclaim.engine.outputs import EngineTotals, FinishReason, StepStats
 from kvreclaim.engine.request import Request, Scores, Sequence
 from kvreclaim.engine.runner import ModelRunner
 from kvreclaim.engine.sampler import draw
 from kvreclaim.engine.scheduler import Scheduled, Scheduler
+from kvreclaim.engine.signals import Signals
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
@@ -66,10 +68,11 @@ class Engine:
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
         self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
-        self.scheduler = Scheduler(config, self.memory)
-        self.runner = ModelRunner(loaded, self.memory, self.cache, backend)
+        self.signals = Signals(loaded, self.memory, self.cache, backend)
+        self.scheduler = Scheduler(config, self.memory, self.signals.drop)
+        self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
-        self.compression = CompressionPass(self.memory, self.cache, backend, facts)
+        self.compression = CompressionPass(self.memory, self.cache, backend, facts, self.signals)
         self.totals = EngineTotals()
         self.requests: dict[str, Request] = {}
         self._seq_ids = itertools.count()
@@ -95,12 +98,10 @@ class Engine:
         lengths = Lengths(len(prompt_token_ids), len(tokens))
         check_prompt(tokens, params, self.config, self.loaded)
         check_length(lengths, compressor, self.config)
+        self.signals.check(compressor, scored=continuation is not None)
         max_len = output_limit(lengths, params, compressor, self.config)
-        seed = (
-            params.seed
-            if params.seed is not None
-            else UNSEEDED + self.config.seed * 1_000_003 + self._num_added
-        )
+        own_seed = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
+        seed = own_seed if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
@@ -160,7 +161,7 @@ class Engine:
         seq, start = item.seq, item.seq.num_computed
         self.memory.commit(seq.seq_id, seq.token_ids[start : start + item.num_tokens])
         seq.num_computed += item.num_tokens
-        seq.peak_blocks = max(seq.peak_blocks, len(self.memory.table(seq.seq_id).blocks()))
+        seq.note_blocks(len(self.memory.table(seq.seq_id).blocks()))
         in_prompt = max(0, min(seq.num_computed, seq.num_prompt) - start)
         self.totals.prompt_tokens += in_prompt
 
@@ -255,6 +256,7 @@ class Engine:
             child.num_computed = parent.num_computed
             child.state = parent.state.fork()
             self.memory.fork(parent.seq_id, child.seq_id)
+            self.signals.fork(parent.seq_id, child.seq_id)
             self.scheduler.running.append(child)
             children.append(child)
         return children

@@ -212,7 +212,7 @@ class DecodeGraphs:
             size = next(size for size in self.sizes if size >= len(sequences))
             reason = self._prepare(size)
         if reason is not None:
-            self._refuse(reason)
+            self.refuse(reason)
             return None
         self._buffers.fill(size, tokens, positions, sequences, self.cache.block_size)
         return self._replays[size]()[: len(sequences)]
@@ -223,7 +223,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             reason = self._problem or self._prepare(size)
             if reason is not None:
-                self._refuse(reason)
+                self.refuse(reason)
                 return
 
     def _obstacle(self, sequences: tuple[SequenceSlots, ...]) -> str | None:
@@ -270,7 +270,8 @@ class DecodeGraphs:
         )
         return output.logits[0]
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Count a step that runs without a graph, and say why the first time."""
         self.refusals[reason] += 1
         if self.refusals[reason] == 1:
             level = logging.WARNING if reason == self._problem else logging.INFO

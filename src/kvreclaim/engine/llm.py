@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim.compression import CompressionConfig, Compressor
@@ -25,6 +26,7 @@ STATS_FILE = "kvreclaim_stats.safetensors"
 
 Prompt = str | list[int]
 OnStep = Callable[[StepStats], None]
+Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
 
 
@@ -73,7 +75,7 @@ class LLM:
             enforce_eager=enforce_eager,
         )
         self.loaded = load_model(model, dtype=dtype, device=device, kernels=kernels)
-        self._stats_file = Path(model) / STATS_FILE
+        self.stats_file = Path(model) / STATS_FILE
         self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
         self._compressors: dict[CompressionConfig, Compressor] = {}
         self._ids = itertools.count()
@@ -162,11 +164,15 @@ class LLM:
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         use_tqdm: bool = False,
+        observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
         """What the model would have said at each place of a given continuation (teacher forcing).
 
         The cache is compressed at exactly the points at which generating the continuation would have
         compressed it; between two of them the tokens are computed in one go.
+
+        observers: one per prompt or None, told the whole log-probability rows as they come (see Scores);
+                   nothing of them is kept here
         """
         if len(prompts) != len(continuations):
             raise InvalidArgumentError(
@@ -176,7 +182,11 @@ class LLM:
             raise InvalidArgumentError("a continuation is empty; pass at least one token to score.")
         configs = _one_each(compression, len(prompts), "compression")
         params = [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts)
+        watching: list[Observer | None] = _one_each(observers, len(prompts), "observers")
         requests = self._add_all(list(prompts), params, configs, list(continuations))
+        for request, observer in zip(requests, watching, strict=True):
+            if request.scores is not None:
+                request.scores.observer = observer
         self._run(requests, use_tqdm, None)
         return [request.score_output() for request in requests]
 
@@ -227,8 +237,8 @@ class LLM:
         _check_type(config, CompressionConfig, "compression")
         if config not in self._compressors:
             bound = config
-            if config.stats is None and self._stats_file.is_file():
-                bound = replace(config, stats=self._stats_file)
+            if config.stats is None and self.stats_file.is_file():
+                bound = replace(config, stats=self.stats_file)
             self._compressors[config] = Compressor(
                 bound, self.loaded.facts, select_top=self.engine.backend.select_top
             )

@@ -39,7 +39,11 @@ class RequestMetrics:
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
                     below 0 while others hold the shared blocks that it left
     blocks_perfect: blocks that perfect packing would have returned for the same evictions
+    tokens_lost_to_rounding: tokens, summed over passes and heads, that unequal counts gave to a head and
+                    rounding to whole blocks took, for others to keep as many more; no block is lost
     peak_blocks:    most blocks that one of its outputs' tables held between two steps
+    answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
+                    been compressed; 0 where no such token was computed
     """
 
     num_prompt_tokens: int = 0
@@ -48,9 +52,11 @@ class RequestMetrics:
     tokens_evicted: int = 0
     blocks_freed: int = 0
     blocks_perfect: int = 0
+    tokens_lost_to_rounding: int = 0
     compactions: int = 0
     compactions_postponed: int = 0
     peak_blocks: int = 0
+    answer_blocks: int = 0
     preemptions: int = 0
     ttft_s: float | None = None
     e2e_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.compression import CompressionState
+from kvreclaim.engine.compression_state import CompressionState
 from kvreclaim.engine.detokenizer import Detokenizer
 from kvreclaim.engine.outputs import (
     CompletionOutput,
@@ -30,6 +31,7 @@ class Sequence:
     token_ids:    prompt, then what was generated (or is given, for a request that is scored)
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
     row_cache:    (version, block ids) of the block table as the kernels want it
+    cell_cache:   (version, cells of each head), where heads have their own tables
     """
 
     seq_id: int
@@ -44,8 +46,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     peak_blocks: int = 0
+    answer_blocks: int = 0
     waits_for_fork: bool = False
     row_cache: tuple[int, np.ndarray] | None = None
+    cell_cache: tuple[int, np.ndarray] | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -69,11 +73,18 @@ class Sequence:
         """Tokens that a head attends to."""
         return self.num_computed - self.state.num_evicted
 
+    def note_blocks(self, num_held: int) -> None:
+        """Its table holds so many blocks after computing up to num_computed."""
+        self.peak_blocks = max(self.peak_blocks, num_held)
+        if self.num_computed > self.num_prompt:
+            self.answer_blocks = max(self.answer_blocks, num_held)
+
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
         self.num_computed = 0
         self.state = CompressionState()
         self.row_cache = None
+        self.cell_cache = None
 
     def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
         """What the sampler has to know to draw the next token."""
@@ -99,17 +110,25 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Filled in while a scored request is computed; index i belongs to continuation token i."""
+    """Filled in while a scored request is computed; index i belongs to continuation token i.
+
+    observer: told (first, log-probabilities [n, V] fp32) of continuation tokens first .. first + n - 1 as
+              they are computed, in order; a preempted request tells them again
+    """
 
     predicted: list[int]
     logprobs: list[float]
+    observer: Callable[[int, torch.Tensor], None] | None = None
 
     def record(self, first: int, given: list[int], logits: torch.Tensor) -> None:
         """Continuation tokens first, first + 1, ... were given; logits [len(given), V] predicted them."""
         index = torch.tensor(given, device=logits.device)[:, None]
-        found = torch.log_softmax(logits, -1).gather(-1, index)[:, 0]
+        every = torch.log_softmax(logits, -1)
+        found = every.gather(-1, index)[:, 0]
         self.predicted[first : first + len(given)] = logits.argmax(-1).tolist()
         self.logprobs[first : first + len(given)] = found.tolist()
+        if self.observer is not None:
+            self.observer(first, every)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +167,11 @@ class Request:
         m.tokens_evicted = sum(s.num_evicted - s.inherited_evicted for s in states)
         m.blocks_freed = sum(s.blocks_freed for s in states)
         m.blocks_perfect = sum(s.blocks_perfect for s in states)
+        m.tokens_lost_to_rounding = sum(s.rounded for s in states)
         m.compactions = sum(s.compactions for s in states)
         m.compactions_postponed = sum(s.postponed for s in states)
         m.peak_blocks = max((seq.peak_blocks for seq in self.sequences), default=0)
+        m.answer_blocks = max((seq.answer_blocks for seq in self.sequences), default=0)
         return replace(m)
 
     def output(self) -> RequestOutput:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.admission import Lengths, slots_needed
-from kvreclaim.engine.compression import decode_cap, first_compaction, tokens_until_compaction
+from kvreclaim.engine.due import decode_cap, first_compaction, tokens_until_compaction
 from kvreclaim.engine.request import Sequence
+from kvreclaim.engine.signals import first_hit_limit
 from kvreclaim.memory.manager import Growth, MemoryManager
 
 
@@ -25,11 +27,16 @@ class Scheduler:
     """First come, first served; decodes before prefill chunks; the last to come is preempted first.
 
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others.
+
+    on_free: told the id of a sequence that has just lost its blocks
     """
 
-    def __init__(self, config: EngineConfig, memory: MemoryManager) -> None:
+    def __init__(
+        self, config: EngineConfig, memory: MemoryManager, on_free: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.config = config
         self.memory = memory
+        self._on_free = on_free
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -40,8 +47,7 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is and return its blocks."""
         if seq in self.running:
-            self.running.remove(seq)
-            self.memory.free(seq.seq_id)
+            self._free(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
 
@@ -106,7 +112,7 @@ class Scheduler:
         growth = 0
         for seq in self.running:
             compressor = seq.request.compressor
-            if compressor is not None and compressor.compacts and compressor.evicts:
+            if compressor is not None and compressor.bounded:
                 peak = min(seq.request.max_len, decode_cap(compressor))
                 held = len(self.memory.table(seq.seq_id).block_ids)
                 growth += max(0, -(-peak // size) - held) * size
@@ -119,13 +125,17 @@ class Scheduler:
         compressor = seq.request.compressor
         if compressor is None or not compressor.evicts:
             return hit, known
-        chunk = self.config.max_num_batched_tokens
-        hit = min(hit, first_compaction(compressor, seq.num_prompt, chunk) - 1)
+        first = first_compaction(compressor, seq.num_prompt, self.config.max_num_batched_tokens)
+        hit = hit if first is None else min(hit, first_hit_limit(compressor, first))
         return hit, slots_needed(Lengths(seq.num_prompt, known), compressor, self.config)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _free(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.memory.free(seq.seq_id)
+        self._on_free(seq.seq_id)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._free(seq)
         seq.reset()
         seq.request.metrics.preemptions += 1
         self.num_preemptions += 1

@@ -94,3 +94,17 @@ class BlockTable:
             self.block_ids[index] = None
         self.version += 1
         return blocks
+
+    def drop(self, indices: Sequence[int], block_size: int) -> list[int]:
+        """Remove these full entries, ascending; later ones move up. Returns: the blocks that were there."""
+        gone = set(indices)
+        assert len(gone) == len(indices), f"entries {indices}: named twice"
+        exact_len = self.exact_len
+        self.mark_inexact()
+        lost = (min(max(exact_len - index * block_size, 0), block_size) for index in indices)
+        self._exact_len = exact_len - sum(lost)
+        blocks = [self.block_ids[index] for index in indices]
+        self.block_ids = [block for index, block in enumerate(self.block_ids) if index not in gone]
+        self.physical_len -= len(gone) * block_size
+        self.version += 1
+        return [block for block in blocks if block is not None]

@@ -211,11 +211,17 @@ class MemoryManager:
 
         Returns: blocks that went back to the pool.
         """
-        table = self.table(seq_id)
-        full = table.physical_len // self.block_size
-        for index in indices:
-            assert 0 <= index < full, f"sequence {seq_id}: entry {index} is not one of {full} full blocks"
+        table = self._table_with_full(seq_id, indices)
         freed = self.pool.release(table.punch(sorted(indices, reverse=True)))
+        self._freed_by_compression += freed
+        return freed
+
+    def drop_blocks(self, seq_id: int, indices: Sequence[int]) -> int:
+        """Like punch, but without holes: later entries move up, and the physical length falls. No byte
+        moves: of a shared block only the reference goes.
+        """
+        table = self._table_with_full(seq_id, indices)
+        freed = self.pool.release(reversed(table.drop(sorted(indices), self.block_size)))
         self._freed_by_compression += freed
         return freed
 
@@ -255,6 +261,14 @@ class MemoryManager:
             raise InvalidArgumentError(
                 f"sequence {seq_id} exists already; an id names one live sequence; free it or use another"
             )
+
+    def _table_with_full(self, seq_id: int, indices: Sequence[int]) -> BlockTable:
+        """The table; its entries at these indices must be full blocks."""
+        table = self.table(seq_id)
+        full = table.physical_len // self.block_size
+        wrong = [index for index in indices if not 0 <= index < full]
+        assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
+        return table
 
     def _tail_is_shared(self, table: BlockTable) -> bool:
         """Whether the next slot lies in a begun block that others hold too."""

@@ -31,12 +31,10 @@ class _Capture:
     lengths: list[int]
     positions: Tensor
     on_queries: OnQueries
+    rotated: bool
 
     def attend(self, call: AttentionCall) -> Tensor:
-        rope = self.facts.layers[call.layer].rope
-        assert rope is not None, f"layer {call.layer}: {self.facts.rope_problem}"
-        queries = rotate(call.q.transpose(0, 1).float(), self.positions, rope, inverse=True)
-        self.on_queries(call.layer, queries)
+        self.on_queries(call.layer, self._shown(call))
         parts = zip(
             call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
         )
@@ -45,15 +43,26 @@ class _Capture:
         )
         return torch.cat([attend(q, k, v) for q, k, v in parts])
 
+    def _shown(self, call: AttentionCall) -> Tensor:
+        queries = call.q.transpose(0, 1)
+        if self.rotated:
+            return queries
+        rope = self.facts.layers[call.layer].rope
+        assert rope is not None, f"layer {call.layer}: {self.facts.rope_problem}"
+        return rotate(queries.float(), self.positions, rope, inverse=True)
+
 
 @torch.inference_mode()
-def capture_queries(loaded: LoadedModel, documents: list[list[int]], on_queries: OnQueries) -> None:
+def capture_queries(
+    loaded: LoadedModel, documents: list[list[int]], on_queries: OnQueries, *, rotated: bool = False
+) -> None:
     """Run the model once over all documents and hand each layer's queries to the callback.
 
     Args:
         documents:  token ids; each starts at position 0 and sees itself only
         on_queries: (layer, queries [H, T, D] fp32 before rotation, T = tokens of all documents);
                     called in the order of the layers; queries are not kept
+        rotated:    hand them over as attention sees them instead, in the model's dtype
 
     Memory: activations of T tokens and the queries of one layer.
     Raises: InvalidArgumentError if there is no document, or one of them is empty.
@@ -71,5 +80,5 @@ def capture_queries(loaded: LoadedModel, documents: list[list[int]], on_queries:
         position_ids=positions[None],
         use_cache=False,
         logits_to_keep=1,
-        kv_batch=_Capture(loaded.facts, lengths, positions, on_queries),
+        kv_batch=_Capture(loaded.facts, lengths, positions, on_queries, rotated),
     )

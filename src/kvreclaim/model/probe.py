@@ -93,6 +93,8 @@ def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
         scale=call.scale,
         sliding_window=call.window,
         rope=rope,
+        softcap=call.softcap,
+        sinks=call.sinks,
     )
 
 

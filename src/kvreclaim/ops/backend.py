@@ -51,6 +51,19 @@ class Backend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor: ...
 
+    def column_sums(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]: ...
 
     def compact(self, cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None: ...

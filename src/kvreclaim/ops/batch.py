@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ class AttentionBatch:
     slot_mapping: [T] int64, block * block_size + offset, where each new token's K/V goes.
     """
 
-    sequences: tuple[SequenceSlots, ...]
+    sequences: Sequence[SequenceSlots]
     slot_mapping: Tensor
     block_size: int
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -82,6 +82,21 @@ class AttentionBatch:
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]
+
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """[N] int64, on the host."""
+        return np.array([seq.query_len for seq in self.sequences], dtype=np.int64)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[N] int64 physical lengths, on the host."""
+        return np.array([seq.seq_len for seq in self.sequences], dtype=np.int64)
+
+    @cached_property
+    def has_masks(self) -> bool:
+        """Whether some sequence has slots that are evicted or at positions of their own."""
+        return any(seq.evicted is not None or seq.slot_positions is not None for seq in self.sequences)
 
     @cached_property
     def arrays(self) -> BatchArrays:
@@ -119,6 +134,7 @@ class AttentionBatch:
             AttentionGroup(
                 tuple(self.sequences[i] for i in group),
                 tuple(int(starts[i]) for i in group),
+                tuple(group),
                 self.block_size,
                 self.slot_mapping.device,
             )
@@ -132,10 +148,11 @@ def _bucket(length: int, log_step: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
-    """n sequences padded to Q queries and C = blocks * block_size columns."""
+    """n sequences padded to Q queries and C = blocks * block_size columns; members: which of the batch."""
 
     sequences: tuple[SequenceSlots, ...]
     starts: tuple[int, ...]
+    members: tuple[int, ...]
     block_size: int
     device: torch.device
     _gather: dict[int, Tensor] = field(default_factory=dict)
@@ -157,6 +174,12 @@ class AttentionGroup:
         lens = torch.tensor([seq.query_len for seq in self.sequences])
         rows = torch.tensor(self.starts)[:, None] + torch.minimum(q, lens[:, None] - 1)
         return rows.to(self.device)
+
+    @cached_property
+    def is_query(self) -> Tensor:
+        """[n, Q] bool: False where `rows` only pads."""
+        lens = torch.tensor([seq.query_len for seq in self.sequences])
+        return (torch.arange(self.num_queries) < lens[:, None]).to(self.device)
 
     def gather_index(self, num_kv_heads: int) -> Tensor:
         """[n * K * blocks] int64 into the cache seen as [B * K, S * D]."""

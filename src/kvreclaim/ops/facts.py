@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvreclaim.ops.rope import RopeLayout
 
@@ -12,7 +13,10 @@ from kvreclaim.ops.rope import RopeLayout
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerFacts:
     """One attention layer. rope is None where no rotation could be verified (the reason is in
-    ModelFacts.rope_problem); a layer that truly has no rotation has a layout with F = 0."""
+    ModelFacts.rope_problem); a layer that truly has no rotation has a layout with F = 0.
+
+    softcap: scores become softcap * tanh(score / softcap); sinks [H]: logits that join the softmax
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -21,6 +25,8 @@ class LayerFacts:
     scale: float
     sliding_window: int | None = None
     rope: RopeLayout | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def group_size(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, AttentionGroup
+from kvreclaim.ops.dense import attend_rows, probabilities
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -68,7 +69,7 @@ def paged_attention(
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
-            part = _attend_rows(
+            part = attend_rows(
                 q[rows].float(),
                 k,
                 v,
@@ -78,6 +79,40 @@ def paged_attention(
                 sinks=sinks,
             )
             out[rows.reshape(-1)] = part.reshape(-1, *part.shape[2:]).to(q.dtype)
+    return out
+
+
+def column_sums(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """How much attention each slot receives from the new tokens: the probabilities that paged_attention
+    weighs the values with (the parameters are the same), summed over the queries and query heads of each
+    KV head.
+
+    Returns: [N, K, C] fp32 for the N sequences of the batch, C = the greatest seq_len; zero beyond a
+    sequence's own slots. Mutates nothing. A query adds its number of heads per KV head, less what a sink
+    takes; one without any visible key adds nothing.
+    """
+    columns = max((seq.seq_len for seq in batch.sequences), default=0)
+    out = torch.zeros((len(batch.sequences), cache.num_kv_heads, columns), device=q.device)
+    for group in batch.groups:
+        k = _gather_group(cache.k[layer], group)
+        mask = group.mask(layer, window) & group.is_query[:, None, :, None]
+        step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
+        for start in range(0, group.num_queries, step):
+            rows = group.rows[:, start : start + step]
+            part = mask[:, :, start : start + step]
+            probs = probabilities(q[rows].float(), k, part, scale=scale, softcap=softcap, sinks=sinks)
+            width = min(columns, k.shape[2])
+            out[list(group.members), :, :width] += probs.sum(2)[..., :width]
     return out
 
 
@@ -104,7 +139,7 @@ def causal_attention(
         if window is not None:
             mask &= rows[:, None] - columns < window
         parts.append(
-            _attend_rows(
+            attend_rows(
                 q[rows][None].float(),
                 keys,
                 values,
@@ -122,61 +157,6 @@ def _gather_group(cache: Tensor, group: AttentionGroup) -> Tensor:
     num_blocks, heads, size, dim = cache.shape
     flat = cache.view(num_blocks * heads, size * dim).index_select(0, group.gather_index(heads))
     return flat.view(len(group.sequences), heads, -1, dim).float()
-
-
-def _attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """q [n, Q, H, D], k and v [n, K, C, D], mask [n, 1 | K, Q, C] -> [n, Q, H, Dv].
-
-    The query heads of a KV head are folded into the query dim, so that they share each key.
-    """
-    n, num_queries, num_heads, dim = q.shape
-    heads = k.shape[1]
-    group = num_heads // heads
-    q = q.view(n, num_queries, heads, group, dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(n, heads, group * num_queries, dim)
-    mask = mask if num_queries == 1 or group == 1 else mask.repeat(1, 1, group, 1)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
-    else:
-        sink_rows = None
-        if sinks is not None:
-            sink_rows = sinks.float().view(heads, group, 1).expand(-1, -1, num_queries)
-            sink_rows = sink_rows.reshape(1, heads, group * num_queries, 1).expand(n, -1, -1, -1)
-        out = _explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sink_rows)
-    out = out.view(n, heads, group, num_queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(n, num_queries, num_heads, -1)
-
-
-def _explicit_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The same with the scores written out, for what SDPA does not take; sinks [n, K, rows, 1]."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)
-    else:
-        probs = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
-    return torch.matmul(probs, v)
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:

@@ -143,3 +143,44 @@ def mixture_attention(keys: Tensor, centers: Tensor, variances: Tensor, scale: f
         logits += (var.flatten(1, 2) @ squares_t).view(*var.shape[:3], 1, tokens)
         best = torch.maximum(best, logits.softmax(dim=-1).mean(dim=3).amax(dim=(1, 2)))
     return best
+
+
+def summed_mixture(
+    keys: Tensor, centers: Tensor, variances: Tensor, weights: Tensor, scale: float, over: slice
+) -> Tensor:
+    """As mixture_scores, with a head's centres summed by their weights [H, C] instead of the maximum:
+    [K, T] fp32."""
+    scores = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+    part = as_real(keys[:, over])
+    if part.shape[1] == 0:
+        return scores
+    total = part.new_zeros(centers.shape[0], part.shape[1])
+    for mu, var, weight in zip(centers.unbind(1), variances.unbind(1), weights.unbind(1), strict=True):
+        logits = grouped_products(mu * scale, part)
+        logits += grouped_products(var[:, None] * (scale * scale / 2), part.square())
+        total += weight[:, None].to(total) * logits.softmax(dim=-1).mean(dim=1)
+    scores[:, over] = group_max(total, keys.shape[0]).float()
+    return scores
+
+
+def collapsed_mixture(keys: Tensor, centers: Tensor, variances: Tensor, scale: float, over: slice) -> Tensor:
+    """mixture_attention's cheap relative: one product per centre, z-scores in place of the softmax.
+
+        l_c(j) = s mu_c.K_j + s^2/2 sum_d v_{c,d} K_{j,d}^2
+        S(j) = max over query heads and c of zscore_j l_c(j), less the least of the head's
+
+    Args:
+        keys:      [K, T, D] any float dtype
+        centers:   [H, C, D], each turned by the mean of its offsets' turns
+        variances: [H, C, D]
+
+    Returns: [K, T] fp32, >= 0; keys outside of `over` score 0.
+    """
+    scores = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+    part = as_real(keys[:, over])
+    if part.shape[1]:
+        logits = grouped_products(centers * scale, part)
+        logits += grouped_products(variances * (scale * scale / 2), part.square())
+        best = group_max(z_scores(logits.flatten(0, 1), slice(None)), keys.shape[0])
+        scores[:, over] = best - best.amin(dim=-1, keepdim=True)
+    return scores

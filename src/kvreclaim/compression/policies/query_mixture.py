@@ -7,32 +7,42 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_choice, check_offsets
+from kvreclaim.checks import check_bool, check_choice, check_number, check_offsets
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
-from kvreclaim.ops.scoring import offset_phases, turned_queries
+from kvreclaim.ops.scoring import collapsed_mixture, offset_phases, summed_mixture, turned_queries
+
+FORMS = ("expected", "collapsed", "sum")
 
 
 @dataclass(frozen=True)
 class QueryMixture(CompressionPolicy):
     """Ranks a key by the attention it expects from the kind of query that wants it most.
 
-        l_{c,d}(j) = s Re sum_f mu_{c,f} e^{i w_f (L + d)} conj(K_{j,f}) + s^2/2 sum_f v_{c,f} |K_{j,f}|^2
+        l_{c,d}(j) = s/t Re sum_f mu_{c,f} e^{i w_f (L + d)} conj(K_{j,f}) + s^2/2 sum_f v_{c,f} |K_{j,f}|^2
         S(j) = max_c mean_d softmax_j l_{c,d}(j)
 
-    with centre mu_c and variance v_c per real dim of each cluster of queries before rotation and the
-    softmax scale s; then the maximum over the query heads of a KV head. Dims without position are
-    plain products. The maximum over centres, not their weighted sum: rare kinds of queries are the
-    ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
+    with centre mu_c and variance v_c per real dim of each cluster of queries before rotation, the
+    softmax scale s and a temperature t; then the maximum over the query heads of a KV head. Dims without
+    position are plain products. The maximum over centres, not their weighted sum: rare kinds of queries
+    are the ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
+    docs/query-mixtures.md derives it and says what it was measured to do.
 
-    offsets:    future distances d, tokens; these five lose nothing against 2^0 ... 2^16, one loses
-    value_norm: multiply by ||v||; helps on some checkpoints and hurts on others, so off
-    normalise:  softmax over "all" live tokens or over the "candidates" alone, whose others score 0
-    Cost: C x offsets products of [G, D] by [D, T] per KV head; state: the statistics with centres.
+    offsets:     future distances d, tokens; these five lose nothing against 2^0 ... 2^16, one loses
+    value_norm:  multiply by ||v||; helps on some checkpoints and hurts on others, so off
+    normalise:   softmax over "all" live tokens or over the "candidates" alone, whose others score 0
+    form:        "expected" as above; "collapsed": the logits averaged over the offsets first, which makes one
+                 product per centre, then z-scores over the candidates instead of the softmax, moved to start
+                 at 0; "sum": centres summed by their weight instead of the maximum (an ablation)
+    temperature: t > 0; above 1 the places that a centre wants are taken less literally
+    Cost: C x offsets products of [G, D] by [D, T] per KV head; state: the statistics with centres. Centres
+    that the group's query heads share cost 1 / G of that. The other forms run on a copy of the keys.
     """
 
     offsets: tuple[int, ...] = (1, 16, 256, 4096, 65536)
     value_norm: bool = False
     normalise: Literal["candidates", "all"] = "all"
+    form: Literal["expected", "collapsed", "sum"] = "expected"
+    temperature: float = 1.0
     name = "query_mixture"
     needs = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS})
     default_mode = Mode.PER_LAYER_HEAD
@@ -41,14 +51,27 @@ class QueryMixture(CompressionPolicy):
         object.__setattr__(self, "offsets", check_offsets("query_mixture option 'offsets'", self.offsets))
         check_bool("query_mixture option 'value_norm'", self.value_norm)
         check_choice("query_mixture option 'normalise'", self.normalise, ("candidates", "all"))
+        check_choice("query_mixture option 'form'", self.form, FORMS)
+        check_number("query_mixture option 'temperature'", self.temperature, 1e-3, 1e6)
 
     def score(self, view: LayerView) -> Tensor:
+        scores = self._mixture(view)
+        return scores * view.source.value_norms() if self.value_norm else scores
+
+    def _mixture(self, view: LayerView) -> Tensor:
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.stats.centers is not None, f"layer {view.layer}: no centres"
         assert view.stats.center_var is not None, f"layer {view.layer}: no centre variances"
+        assert view.stats.center_weight is not None, f"layer {view.layer}: no centre weights"
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
         turns = offset_phases(view.logical_len, self.offsets, view.facts.rope)
-        centers = turned_queries(view.stats.centers, turns, view.facts.rope)
+        if self.form == "collapsed":
+            turns = turns.mean(dim=0, keepdim=True)
+        centers = turned_queries(view.stats.centers, turns, view.facts.rope) / self.temperature
         over = slice(None) if self.normalise == "all" else view.candidates
-        scores = view.source.mixture_scores(centers, view.stats.center_var, view.facts.scale, over)
-        return scores * view.source.value_norms() if self.value_norm else scores
+        variances, scale = view.stats.center_var, view.facts.scale
+        if self.form == "expected":
+            return view.source.mixture_scores(centers, variances, scale, over)
+        if self.form == "sum":
+            return summed_mixture(view.keys, centers, variances, view.stats.center_weight, scale, over)
+        return collapsed_mixture(view.keys, centers[:, :, 0], variances, scale, over)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvreclaim.checks import check_choice
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
 
 
@@ -14,13 +16,28 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
 class StreamingLLM(CompressionPolicy):
     """Keeps the first `sinks` and the last `budget - sinks` tokens: score = index of the token.
 
-    Paper: arXiv 2309.17453, with original positions (keys are never re-rotated). The sinks are
-    protected by CompressionConfig.sinks (4, as published), not by the score.
-    Cost: O(T), no state. All modes give the same set; union stores it once.
+    The sinks are protected by CompressionConfig.sinks (4, as published), not by the score.
+
+    Paper: arXiv 2309.17453.
+
+    positions: "original", the default: keys stay rotated to where their tokens stood in the text.
+               "cache", as published: the key in slot i is rotated to i, and the next token stands at
+               the number of tokens kept. Keys turn by the difference whenever they move, in fp32, and
+               are rounded to the cache's dtype at each pass.
+    Cost: O(T), no state; with "cache" each pass also reads, turns and writes what it keeps. All modes give
+    the same set; union stores it once.
     """
 
+    positions: Literal["original", "cache"] = "original"
     name = "streaming_llm"
     default_mode = Mode.UNION
+
+    def __post_init__(self) -> None:
+        check_choice("streaming_llm option 'positions'", self.positions, ("original", "cache"))
+
+    @property
+    def cache_relative(self) -> bool:
+        return self.positions == "cache"
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape

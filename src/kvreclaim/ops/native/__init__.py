@@ -9,6 +9,7 @@ from kvreclaim.ops.native.attention import (
     unsupported_reason,
     write_kv,
 )
+from kvreclaim.ops.native.column_sums import column_sums
 from kvreclaim.ops.native.compaction import compact
 from kvreclaim.ops.native.extension import describe, force_isa, supported_isas, unavailable_reason
 from kvreclaim.ops.native.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
@@ -19,6 +20,7 @@ NAME = "native"
 __all__ = [
     "NAME",
     "allocate",
+    "column_sums",
     "compact",
     "copy_blocks",
     "describe",

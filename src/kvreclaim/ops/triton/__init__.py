@@ -1,12 +1,13 @@
 """The ops as Triton kernels for GPUs, and for Triton's interpreter on a CPU.
 
 Importing it never fails: without triton it has only unavailable_reason(), unsupported_reason() and
-describe(). ops/reference.py says what each function does; select_top is its sort, which a GPU does well.
+describe(). ops/reference.py says what each function does; select_top is its sort, which a GPU does well,
+and column_sums its PyTorch, a second pass over the keys for policies that ask for attention mass.
 """
 
 import importlib.util
 
-from kvreclaim.ops.reference import select_top
+from kvreclaim.ops.reference import column_sums, select_top
 from kvreclaim.ops.triton.support import describe, unavailable_reason, unsupported_reason
 
 if importlib.util.find_spec("triton") is not None:
@@ -21,6 +22,7 @@ NAME = "triton"
 __all__ = [
     "NAME",
     "allocate",
+    "column_sums",
     "compact",
     "copy_blocks",
     "decode_attention",

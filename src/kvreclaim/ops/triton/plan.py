@@ -75,14 +75,14 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
     """The sequences of the batch with one query; None if there are none. Made once per step."""
 
     def make(batch: AttentionBatch) -> DecodeTables | None:
-        rows = [i for i, seq in enumerate(batch.sequences) if seq.query_len == 1]
-        if not rows:
+        rows = np.flatnonzero(batch.query_lens == 1).astype(np.int32)
+        if not len(rows):
             return None
         arrays = batch.arrays
         device = batch.slot_mapping.device
-        longest = max(batch.sequences[i].seq_len for i in rows)
+        longest = int(batch.lengths[rows].max())
         return DecodeTables(
-            seq_ids=to_device(np.asarray(rows, dtype=np.int32), device),
+            seq_ids=to_device(rows, device),
             query_starts=arrays.query_starts,
             block_table=arrays.block_table,
             seq_lens=arrays.seq_lens,
@@ -98,10 +98,8 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
     than one; None if there are none. Long sequences first, so that no long program starts last."""
 
     def make(batch: AttentionBatch) -> Tensor | None:
-        several = [i for i, seq in enumerate(batch.sequences) if seq.query_len > 1]
-        tiles = [
-            (i, first) for i in several for first in reversed(range(0, batch.sequences[i].query_len, size))
-        ]
+        several = np.flatnonzero(batch.query_lens > 1).tolist()
+        tiles = [(i, first) for i in several for first in reversed(range(0, int(batch.query_lens[i]), size))]
         if not tiles:
             return None
         return to_device(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
@@ -115,9 +113,9 @@ def batch_masks(batch: AttentionBatch) -> Masks | None:
 
 
 def _masks(batch: AttentionBatch) -> Masks | None:
-    rows = batch.sequences
-    if all(seq.evicted is None and seq.slot_positions is None for seq in rows):
+    if not batch.has_masks:
         return None
+    rows = batch.sequences
     held: list[Tensor] = []
 
     def entry(x: Tensor | None, dtype: torch.dtype) -> tuple[int, int, int, int]:

@@ -1,0 +1,145 @@
+// A cache with a few sequences in it, for tests of what reads them through attention's arguments.
+#pragma once
+
+#include "harness.h"
+
+namespace kvreclaim::tests {
+
+struct Case {
+  Type type;
+  int64_t heads, group, block_size, k_dim, v_dim;
+  std::vector<std::pair<int64_t, int64_t>> lengths;  // (queries, slots)
+  float softcap = 0;
+  int64_t window = 0;
+  bool sinks = false, masks = false;
+};
+
+struct Sequence {
+  std::vector<int32_t> blocks;
+  std::vector<uint8_t> evicted;
+  std::vector<int32_t> positions;
+  SequenceView view;
+};
+
+// One past the last slot a query sees is its own slot + 1; the rest is as AttentionArgs says.
+inline bool sees(const AttentionArgs& a, const Sequence& seq, int64_t head, int64_t query, int64_t slot) {
+  if (slot > query) return false;
+  const SequenceView& view = seq.view;
+  if (view.evicted.data && slot < view.evicted.slots &&
+      view.evicted.data[a.layer * view.evicted.stride_layer + head * view.evicted.stride_head + slot])
+    return false;
+  int64_t position = slot + view.shift;
+  if (view.positions.data && slot < view.positions.slots)
+    position = view.positions.data[a.layer * view.positions.stride_layer + head * view.positions.stride_head + slot];
+  return a.window == 0 || query + view.shift - position < a.window;
+}
+
+inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& random) {
+  const CacheView& c = cache.view;
+  const int64_t tokens = seq.view.seq_len;
+  Numbers k(c.type, tokens * c.heads * c.k_dim), v(c.type, tokens * c.heads * c.v_dim);
+  k.randomise(random), v.randomise(random);
+  std::vector<int64_t> slots(tokens), ids(seq.blocks.begin(), seq.blocks.end());
+  for (int64_t t = 0; t < tokens; ++t)
+    slots[t] = seq.blocks[t / c.block_size] * c.block_size + t % c.block_size;
+  kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
+  Numbers k_back(c.type, k.count()), v_back(c.type, v.count());
+  kernels().gather_tokens({c, layer, ids.data(), tokens, k_back.data(), v_back.data()});
+  for (int64_t h = 0; h < c.heads; ++h)
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t d = 0; d < c.k_dim; ++d) {
+        const float want = k.get((t * c.heads + h) * c.k_dim + d);
+        KVR_CHECK(k_back.get((h * tokens + t) * c.k_dim + d) == want, "key %ld", (long)t);
+        const int64_t block = seq.blocks[t / c.block_size];
+        KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, t % c.block_size, d)) == want, "key %ld", (long)t);
+      }
+      for (int64_t d = 0; d < c.v_dim; ++d)
+        KVR_CHECK(v_back.get((h * tokens + t) * c.v_dim + d) == v.get((t * c.heads + h) * c.v_dim + d), "value %ld",
+                  (long)t);
+    }
+}
+
+inline void add_masks(Sequence& seq, int64_t heads, Random& random) {
+  const int64_t slots = seq.view.seq_len - 1;
+  if (slots <= 0) return;
+  for (int64_t i = 0; i < 2 * heads * slots; ++i) {
+    seq.evicted.push_back(random.below(3) == 0);
+    seq.positions.push_back((int32_t)(2 * (i % slots) + random.below(2)));
+  }
+  seq.view.shift = seq.view.seq_len;
+  seq.view.evicted = {seq.evicted.data(), heads * slots, slots, slots};
+  seq.view.positions = {seq.positions.data(), heads * slots, slots, slots};
+}
+
+// The softmax's definition: e^score of every slot that a query head sees, else 0.
+inline std::vector<double> weights_of(const AttentionArgs& a, const TestCache& cache, const Sequence& seq,
+                                      const Numbers& q, int64_t row, int64_t head, int64_t query) {
+  const CacheView& c = cache.view;
+  const int64_t kv_head = head / (a.num_heads / c.heads);
+  std::vector<double> weights(query + 1, 0.0);
+  for (int64_t slot = 0; slot <= query; ++slot) {
+    if (!sees(a, seq, kv_head, query, slot)) continue;
+    const int64_t block = seq.blocks[slot / c.block_size], s = slot % c.block_size;
+    double score = 0;
+    for (int64_t d = 0; d < c.k_dim; ++d)
+      score += (double)q.get((row * a.num_heads + head) * c.k_dim + d) *
+               cache.k.get(cache.k_index(a.layer, block, kv_head, s, d));
+    score *= a.scale;
+    if (a.softcap != 0) score = a.softcap * std::tanh(score / a.softcap);
+    weights[slot] = std::exp(score);
+  }
+  return weights;
+}
+
+// A case laid out in memory; not copied, since args points into it.
+struct Layout {
+  static constexpr int64_t kLayer = 1;
+  TestCache cache;
+  std::vector<Sequence> sequences;
+  std::vector<SequenceView> views;
+  int64_t rows = 0;
+  Numbers q, out;
+  std::vector<float> sinks;
+  AttentionArgs args;
+
+  explicit Layout(const Case& test) : Layout(test, Random(test.k_dim + test.group)) {}
+  Layout(const Layout&) = delete;
+
+ private:
+  static int64_t count_blocks(const Case& test) {
+    int64_t blocks = 1;
+    for (auto [queries, slots] : test.lengths) blocks += (slots + test.block_size - 1) / test.block_size;
+    return blocks;
+  }
+  static int64_t count_rows(const Case& test) {
+    int64_t rows = 0;
+    for (auto [queries, slots] : test.lengths) rows += queries;
+    return rows;
+  }
+
+  Layout(const Case& test, Random random)
+      : cache(test.type, 2, count_blocks(test), test.heads, test.block_size, test.k_dim, test.v_dim),
+        sequences(test.lengths.size()),
+        q(test.type, count_rows(test) * test.heads * test.group * test.k_dim),
+        out(test.type, count_rows(test) * test.heads * test.group * test.v_dim),
+        sinks(test.heads * test.group, 0.5f) {
+    int32_t next = (int32_t)cache.view.blocks;  // from the last block down
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      auto [queries, slots] = test.lengths[i];
+      Sequence& seq = sequences[i];
+      for (int64_t b = 0; b * test.block_size < slots; ++b) seq.blocks.push_back(--next);
+      seq.view = {seq.blocks.data(), rows, queries, slots, 3, {nullptr, 0, 0, 0}, {nullptr, 0, 0, 0}};
+      rows += queries;
+      fill(cache, kLayer, seq, random);
+      if (test.masks) add_masks(seq, test.heads, random);
+      views.push_back(seq.view);
+    }
+    const int64_t heads = test.heads * test.group;
+    q.randomise(random);
+    args = {cache.view, kLayer, rows_of(q, heads, test.k_dim), rows_of(out, heads, test.v_dim), rows, heads,
+            views.data(), (int64_t)views.size(), 0.3f, test.softcap, test.window,
+            test.sinks ? sinks.data() : nullptr};
+  }
+};
+
+}  // namespace kvreclaim::tests

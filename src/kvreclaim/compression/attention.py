@@ -1,0 +1,69 @@
+"""Attention probabilities over the live keys of one layer, for policies that read queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.policy import LayerView
+from kvreclaim.ops.dense import probabilities
+
+GROUP = ("mean", "max")
+
+
+def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Tensor:
+    """What each of some queries pays each live key: rows of softmax(scale * q.K) in fp32.
+
+    Args:
+        keys:    [K, T, D] of the view, any float dtype
+        queries: [H, R, D] rotated, at the consecutive positions first, first + 1, ...
+
+    Returns: [H, R, T]; soft-capping, attention sinks and a sliding window as the layer has them. A query
+        does not see keys behind it; a row without any visible key is zero. Positions of keys are those of
+        the signals, else slots count back from the end, which is exact for the tokens since the last
+        compression and for all of them before the first.
+    """
+    num_heads, num_rows, _ = queries.shape
+    facts = view.facts
+    at = torch.arange(first, first + num_rows, device=keys.device)[:, None]
+    ahead = at - _positions(view, keys.device)[:, None, :]
+    mask = ahead >= 0
+    if facts.sliding_window is not None:
+        mask &= ahead < facts.sliding_window
+    rows = probabilities(
+        queries.to(keys.device).float().transpose(0, 1)[None],
+        keys.float()[None],
+        mask[None],
+        scale=facts.scale,
+        softcap=facts.softcap,
+        sinks=facts.sinks,
+    )
+    return rows.view(num_heads, num_rows, keys.shape[1])
+
+
+def window_attention(view: LayerView) -> Tensor:
+    """[H, w, T] fp32: attention of the last w queries (Signal.RECENT_QUERIES), oldest first."""
+    queries = view.signals.queries
+    assert queries is not None, f"layer {view.layer}: no recent queries"
+    return attention(view, view.keys, queries, view.logical_len - queries.shape[1])
+
+
+def over_group(scores: Tensor, num_kv_heads: int, how: str) -> Tensor:
+    """[H, ...] -> [K, ...]: the mean or the maximum over the query heads of each KV head."""
+    grouped = scores.unflatten(0, (num_kv_heads, -1))
+    return grouped.mean(dim=1) if how == "mean" else grouped.amax(dim=1)
+
+
+def with_window(scores: Tensor, num_window: int, bound: float) -> Tensor:
+    """Scores [K, n], all <= bound, and behind them the window's tokens: above all others, the newest
+    highest. [K, n + num_window]."""
+    steps = torch.arange(1, num_window + 1, dtype=torch.float32, device=scores.device)
+    return torch.cat([scores, (bound + steps).expand(len(scores), -1)], dim=1)
+
+
+def _positions(view: LayerView, device: torch.device) -> Tensor:
+    """[K | 1, T] int64 logical positions of the keys."""
+    if view.signals.positions is not None:
+        return view.signals.positions.to(device, torch.int64)
+    num_tokens = view.source.shape[1]
+    return torch.arange(view.logical_len - num_tokens, view.logical_len, device=device)[None]

@@ -1,0 +1,81 @@
+"""Ada-KV: heads compete for their layer's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.checks import check_number
+from kvreclaim.compression.policies.critical import Critical
+from kvreclaim.compression.policies.protect import Protect
+from kvreclaim.compression.policies.segments import Segments
+from kvreclaim.compression.policy import CompressionPolicy, Mode, Wrapper
+from kvreclaim.compression.wrapping import Trait, fill, refuse
+from kvreclaim.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class AdaKV(Wrapper):
+    """Another policy's scores, with counts that go to the heads whose scores are high.
+
+    Each layer has K n places for K heads, n = budget - protected tokens. Every head first gets its own
+    top floor(alpha n); the places left go to the highest scores of the layer, whatever their head.
+
+    Paper: arXiv 2407.11550.
+
+    inner: gives the scores, which must mean the same in all heads of a layer; snapkv, as published,
+           where none is named. A policy that lifts scores within a head (segments, protect, critical) is
+           refused
+    alpha: share of the budget that is safe in every head; .2 as published
+    Cost: that of inner and one sort per layer; memory: a block table per (layer, KV head).
+    """
+
+    alpha: float = 0.2
+    name = "ada_kv"
+    default_inner = "snapkv"
+    uneven = True
+    default_mode = Mode.PER_LAYER_HEAD
+
+    def __post_init__(self) -> None:
+        check_number("ada_kv option 'alpha'", self.alpha, 0, 1)
+        remedy = "wrap a policy that ranks tokens, such as ada_kv(snapkv)"
+        refuse(self.name, self.inner, tuple(Trait), remedy)
+        if _lifts(self.inner):
+            raise InvalidArgumentError(
+                f"ada_kv({self.inner.name}) is refused: {self.inner.name} lifts scores within a head, and "
+                f"ada_kv compares them between heads; {remedy}."
+            )
+
+    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
+        free = budget - protected
+        limit = torch.tensor([[len(head) for head in layer] for layer in scores], dtype=torch.float64)
+        room = limit.sum(dim=1)
+        places = fill(torch.full_like(room, free * limit.shape[1]), room, float(free * limit.numel()))
+        safe = int(self.alpha * free)
+        rows = [_layer_counts(layer, safe, int(p)) for layer, p in zip(scores, places.round(), strict=True)]
+        return protected + torch.stack(rows)
+
+
+def _layer_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
+    """[K] float64: how many of a layer's best `places` tokens belong to each head, after the safe ones."""
+    ranked = [_with_safe(head.detach().cpu(), safe) for head in heads]
+    owner = torch.cat([torch.full((len(head),), k) for k, head in enumerate(ranked)])
+    best = torch.cat(ranked).argsort(descending=True, stable=True)[:places]
+    return torch.bincount(owner[best], minlength=len(heads)).to(torch.float64)
+
+
+def _with_safe(scores: Tensor, safe: int) -> Tensor:
+    """The scores of one head, its best `safe` ones above everything."""
+    order = scores.argsort(descending=True, stable=True)[:safe]
+    return scores.clone().index_fill_(0, order, torch.inf)
+
+
+def _lifts(policy: CompressionPolicy) -> bool:
+    while isinstance(policy, Wrapper):
+        if isinstance(policy, Critical | Segments | Protect):
+            return True
+        policy = policy.inner
+    return False

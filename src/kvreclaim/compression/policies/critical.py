@@ -1,0 +1,82 @@
+"""Critical KV: weigh each token by what its value does to the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.checks import check_number
+from kvreclaim.compression.policy import LayerView, Signal, Wrapper
+from kvreclaim.compression.wrapping import Trait, refuse
+from kvreclaim.ops.scoring import MAX_LOGITS
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Critical(Wrapper):
+    """Ranks the tokens of another policy again by the output that they can change.
+
+        first half of the budget: the top tokens by the inner score A
+        the rest:                 the top ones by (A - min(0, min A)) * mean_h ||W_o,h v||_1
+
+    over the tokens that may go, per layer and KV head, the mean over the query heads of the KV head. An
+    inner score that can be negative (a z-score, a negated norm) is shifted up to a least value of 0;
+    attention is left as it is. Scores: 2 down to more than 1 by rank for the first half; the products of
+    the rest relative to their greatest one, 0 to 1.
+
+    Paper: arXiv 2502.03805. Best around a policy that does not weigh with ||v|| itself.
+
+    inner:       the policy that is ranked again; where another wrapper gives heads unequal numbers of
+                 tokens, as in pyramidkv(critical(snapkv)), the halves are those of the average budget
+    first_stage: share of the budget that goes by the inner score alone; .5 as published
+    Cost: that of inner and a product of [T, Dv] by [Dv, M] per query head, M the model's hidden size;
+    state: that of inner.
+    """
+
+    first_stage: float = 0.5
+    name = "critical"
+
+    def __post_init__(self) -> None:
+        check_number("critical option 'first_stage'", self.first_stage, 0, 1)
+        unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
+        remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
+        refuse(self.name, self.inner, unfit, remedy)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return self.inner.needs | {Signal.OUTPUT_PROJECTION}
+
+    def score(self, view: LayerView) -> Tensor:
+        inner = self.inner.score(view)
+        scores = torch.zeros_like(inner)
+        part = inner[:, view.candidates]
+        num_candidates = part.shape[1]
+        if num_candidates == 0:
+            return scores
+        places = max(0, min(view.budget - inner.shape[1] + num_candidates, num_candidates))
+        first = part.sort(dim=1, descending=True, stable=True).indices[:, : int(places * self.first_stage)]
+        worth = (part - part.amin(dim=1, keepdim=True).clamp_max(0)) * self._output_norms(view)
+        worth /= worth.scatter(1, first, 0.0).amax(dim=1, keepdim=True).clamp_min(TINY)
+        ranks = torch.linspace(2, 1, first.shape[1] + 1, device=part.device)[:-1].expand_as(first)
+        scores[:, view.candidates] = worth.clamp_max(1.0).scatter(1, first, ranks)
+        return scores
+
+    @staticmethod
+    def _output_norms(view: LayerView) -> Tensor:
+        """mean_h ||W_o,h v||_1 of the candidates: [K, n] fp32."""
+        projection = view.signals.output_projection
+        assert projection is not None, f"layer {view.layer}: no output projection"
+        values = view.values[:, view.candidates]
+        by_head = projection.unflatten(0, (len(values), -1))
+        step = max(1, MAX_LOGITS // by_head.shape[-1])
+        return torch.stack([_mean_norms(*pair, step) for pair in zip(values, by_head, strict=True)])
+
+
+def _mean_norms(values: Tensor, heads: Tensor, step: int) -> Tensor:
+    """values [n, Dv], heads [G, Dv, M] -> [n] fp32, `step` tokens of one query head at a time."""
+    chunks = values.float().split(step)
+    norms = [torch.cat([(chunk @ head.float()).abs().sum(dim=-1) for chunk in chunks]) for head in heads]
+    return torch.stack(norms).mean(dim=0)

@@ -1,0 +1,36 @@
+"""KeyDiff: keys that are unlike the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class KeyDiff(CompressionPolicy):
+    """Ranks tokens by how far their key points away from the mean direction of all live keys:
+
+        score_j = -cos(k_j, mean_i k_i / |k_i|)
+
+    with keys as they lie in the cache (rotated), per KV head. No queries are needed: keys that stand
+    apart are the ones that attract attention of their own.
+
+    Paper: arXiv 2504.15364.
+
+    Cost: O(T D) per KV head and a copy of the keys; no state.
+    """
+
+    name = "keydiff"
+    default_mode = Mode.PER_LAYER_HEAD
+
+    def score(self, view: LayerView) -> Tensor:
+        keys = view.keys.float()
+        inverse = view.source.key_norms().clamp(min=_SMALLEST).reciprocal()
+        anchor = F.normalize(inverse[:, None] @ keys, dim=-1)
+        return -(keys @ anchor.mT)[..., 0] * inverse

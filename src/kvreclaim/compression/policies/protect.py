@@ -1,0 +1,79 @@
+"""Tokens that never go before others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvreclaim.checks import check_int, is_int
+from kvreclaim.compression.policy import LayerView, Signal, Wrapper
+from kvreclaim.compression.wrapping import Trait, lift, refuse
+from kvreclaim.errors import InvalidArgumentError
+
+_LARGEST_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Protect(Wrapper):
+    """Another policy's ranking, with the tokens at certain logical positions before all others.
+
+    A token at position p of L is protected if p < first, p >= L - last, or a <= p < b for a span
+    (a, b). Protected tokens go only when no other one is left to go, the worst of them first.
+
+    Three things differ from CompressionConfig. Its `sinks` and `recent` count live slots and hold
+    absolutely: they must fit into the budget. Its `protect_prompt` covers the prompt, whole, and ranks
+    below them. Here positions are those of the text, any stretch of it can be named, and too many
+    protected tokens are no error: they compete with each other.
+
+    inner: ranks the tokens; with a policy that evicts whole blocks, a block that holds a protected
+           token goes after all that hold none
+    first: leading tokens of the text
+    last:  tokens of the text before the next one
+    spans: pairs (a, b), b excluded; with nothing named the ranking is that of inner
+    Cost: that of inner and O(T) per span; state: logical positions of the slots.
+    """
+
+    first: int = 0
+    last: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    name = "protect"
+
+    def __post_init__(self) -> None:
+        check_int("protect option 'first'", self.first, 0, " tokens")
+        check_int("protect option 'last'", self.last, 0, " tokens")
+        object.__setattr__(self, "spans", _checked_spans(self.spans))
+        refuse(
+            self.name,
+            self.inner,
+            (Trait.KEEPS_ALL, Trait.UNEVEN, Trait.CACHE_RELATIVE),
+            "wrap a policy that ranks tokens and keeps equally many in every head, as protect(snapkv)",
+        )
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return self.inner.needs | {Signal.POSITIONS}
+
+    def score(self, view: LayerView) -> Tensor:
+        positions = view.signals.positions
+        assert positions is not None, f"layer {view.layer}: no positions"
+        chosen = (positions < self.first) | (positions >= view.logical_len - self.last)
+        for start, end in self.spans:
+            chosen = chosen | ((positions >= start) & (positions < end))
+        # a block's score is a mean over its tokens: one protected token must outweigh all the others
+        return lift(self.inner.score(view), chosen, _LARGEST_BLOCK if self.whole_blocks else 1.0)
+
+
+def _checked_spans(spans: object) -> tuple[tuple[int, int], ...]:
+    entries = spans if isinstance(spans, Sequence) and not isinstance(spans, str) else [spans]
+    checked = []
+    for entry in entries:
+        pair = tuple(entry) if isinstance(entry, Sequence) and all(map(is_int, entry)) else ()
+        if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+            raise InvalidArgumentError(
+                f"an entry of protect option 'spans' is {entry!r}; it must be a pair (a, b) of positions, "
+                "0 <= a < b, as in spans=((100, 200))."
+            )
+        checked.append((pair[0], pair[1]))
+    return tuple(checked)

@@ -1,0 +1,104 @@
+"""R-KV: important, and not said again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvreclaim.checks import check_choice, check_int, check_number
+from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
+from kvreclaim.compression.policies.snapkv import check_kernel, pool
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.ops.scoring import MAX_LOGITS
+
+
+@dataclass(frozen=True)
+class RKV(CompressionPolicy):
+    """Keeps tokens that are attended to and whose keys are not repeated by newer ones.
+
+        Z = weight I - (1 - weight) R
+        I = max-pool_kernel(mean over the last w queries of softmax_j(s q.K)), tokens before the window
+        R = softmax_j(mean over the other keys i of cos(K_i, K_j)), where a pair counts for nothing if
+            j is the most recent of the keys with cos(K_i, K_j) > threshold
+
+    so that of keys that say the same the most recent one is exempt. The window's own tokens rank above
+    all others. Keys are compared as they lie in the cache, rotated.
+
+    Paper: arXiv 2505.24133 (weight is its lambda).
+
+    weight:     of importance against redundancy; .1 as published
+    window:     observation window, tokens; 8 as published
+    kernel:     of the max-pooling over importance, odd; 7 as published
+    threshold:  cosine above which keys are similar; .5 as published
+    group:      over the query heads of a KV head, "max" as published or "mean"
+    similarity: "full" compares all keys with each other, O(T^2 D) per KV head; "block" compares inside
+                runs of `block` neighbouring tokens, O(T block D)
+    block:      tokens of such a run; read only by similarity "block"
+    Cost: as said, a band of MAX_LOGITS similarities in memory at a time; state: w queries per layer.
+    """
+
+    weight: float = 0.1
+    window: int = 8
+    kernel: int = 7
+    threshold: float = 0.5
+    group: Literal["mean", "max"] = "max"
+    similarity: Literal["full", "block"] = "full"
+    block: int = 16
+    name = "r_kv"
+    needs = frozenset({Signal.RECENT_QUERIES})
+    default_mode = Mode.PER_LAYER_HEAD
+
+    def __post_init__(self) -> None:
+        check_number("r_kv option 'weight'", self.weight, 0, 1)
+        check_int("r_kv option 'window'", self.window, 1)
+        check_kernel("r_kv option 'kernel'", self.kernel)
+        check_number("r_kv option 'threshold'", self.threshold, 0, 1)
+        check_choice("r_kv option 'group'", self.group, GROUP)
+        check_choice("r_kv option 'similarity'", self.similarity, ("full", "block"))
+        check_int("r_kv option 'block'", self.block, 2)
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def score(self, view: LayerView) -> Tensor:
+        rows = over_group(window_attention(view), view.source.shape[0], self.group)
+        size = min(rows.shape[1], rows.shape[2])
+        before = rows.shape[2] - size
+        importance = pool(rows[..., :before].mean(dim=1), self.kernel, "max")
+        redundancy = self._similarity(view.keys.float()).softmax(dim=-1)[:, :before]
+        return with_window(self.weight * importance - (1 - self.weight) * redundancy, size, bound=1.0)
+
+    def _similarity(self, keys: Tensor) -> Tensor:
+        """[K, T]: mean cosine similarity of each key to the other keys, or to those of its block."""
+        heads, tokens, _ = keys.shape
+        directions = F.normalize(keys, dim=-1)
+        if self.similarity == "full":
+            return summed_similarity(directions, self.threshold) / tokens
+        runs = F.pad(directions, (0, 0, 0, -tokens % self.block)).unflatten(1, (-1, self.block))
+        sums = summed_similarity(runs.flatten(0, 1), self.threshold).view(heads, -1)[:, :tokens]
+        start = torch.arange(tokens, device=keys.device) // self.block * self.block
+        return sums / (tokens - start).clamp_max(self.block)
+
+
+def summed_similarity(directions: Tensor, threshold: float) -> Tensor:
+    """Of each key the sum of its similarities to the others, exempting the most recent of similar keys.
+
+    directions: [N, T, D], unit vectors or zero. Returns [N, T]. For each key i, the last key j != i with
+    a cosine above the threshold is not charged with it. At most MAX_LOGITS cosines exist at a time.
+    """
+    batch, tokens, _ = directions.shape
+    sums = directions.new_zeros(batch, tokens)
+    columns = torch.arange(tokens, dtype=torch.int32, device=directions.device)
+    for rows in columns.long().split(max(1, MAX_LOGITS // (batch * tokens))):
+        cosine = directions[:, rows] @ directions.transpose(1, 2)
+        cosine[:, rows - rows[0], rows] = 0.0
+        last = torch.where(cosine > threshold, columns, -1).amax(dim=-1, keepdim=True)
+        place = last.clamp_min(0).long()
+        cosine.scatter_(-1, place, cosine.gather(-1, place).masked_fill(last >= 0, 0.0))
+        sums += cosine.sum(dim=1)
+    return sums

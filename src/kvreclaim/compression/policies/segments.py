@@ -1,0 +1,85 @@
+"""A quota for every segment of the trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.checks import check_int, check_number
+from kvreclaim.compression.policy import LayerView, Signal, Wrapper
+from kvreclaim.compression.wrapping import Trait, lift_step, refuse
+
+
+@dataclass(frozen=True)
+class Segments(Wrapper):
+    """Another policy's ranking, with some places of every region of the trace set aside for it.
+
+    The logical positions [0, L) are cut into n equal segments. Of the free places (budget - protected
+    tokens) a share is handed out in turns: each segment's best token, then each one's second best, and
+    so on, until the share is spent; a segment with no token left is passed over. The other places go
+    to the best tokens left, wherever they are. So no region of the trace dies out as long as it holds
+    a token that may go, and a token keeps its place by its rank among its neighbours.
+
+    The quota holds in each head that has a set of its own (per_layer_head); in the modes that share a
+    set it is the heads' vote.
+
+    inner: ranks the tokens
+    n:     segments; 8 keeps a needle among an eighth of its rivals
+    share: of the free places that is handed out in turns, 0 to 1; .5 leaves half to the best overall
+    Cost: that of inner and three sorts of [K, T]; state: logical positions of the slots.
+    """
+
+    n: int = 8
+    share: float = 0.5
+    name = "segments"
+
+    def __post_init__(self) -> None:
+        check_int("segments option 'n'", self.n, 1, " segments")
+        check_number("segments option 'share'", self.share, 0, 1)
+        refuse(
+            self.name,
+            self.inner,
+            (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN, Trait.CACHE_RELATIVE),
+            "wrap a policy that ranks tokens and keeps equally many in every head, as segments(snapkv)",
+        )
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return self.inner.needs | {Signal.POSITIONS}
+
+    def score(self, view: LayerView) -> Tensor:
+        scores = self.inner.score(view)
+        assert view.signals.positions is not None, f"layer {view.layer}: no positions"
+        rivals = scores[:, view.candidates]
+        protected = scores.shape[1] - rivals.shape[1]
+        quota = min(int(self.share * (view.budget - protected)), rivals.shape[1])
+        if quota <= 0:
+            return scores
+        positions = view.signals.positions[:, view.candidates].long()
+        turns = in_turns(rivals, positions * self.n // view.logical_len)[:, :quota]
+        steps = torch.linspace(2.0, 1.0, quota, device=scores.device)
+        lifted = scores.amax(dim=1, keepdim=True) + lift_step(scores) * steps
+        out = scores.clone()
+        out[:, view.candidates] = rivals.scatter(-1, turns, lifted)
+        return out
+
+
+def in_turns(scores: Tensor, segment: Tensor) -> Tensor:
+    """The order in which tokens are taken: each segment's best, best score first, then each one's second.
+
+    Args:
+        scores:  [K, T] float
+        segment: [K, T] int64 segment of each token
+
+    Returns: [K, T] int64, a permutation of the tokens per row. Ties: the lowest token first.
+    """
+    by_score = scores.argsort(dim=-1, descending=True, stable=True)
+    group = segment.gather(-1, by_score)
+    by_group = group.argsort(dim=-1, stable=True)
+    sorted_group = group.gather(-1, by_group)
+    first = torch.searchsorted(sorted_group, sorted_group)
+    turn = torch.arange(scores.shape[-1], device=scores.device) - first
+    turn_by_score = torch.empty_like(turn).scatter_(-1, by_group, turn)
+    return by_score.gather(-1, turn_by_score.argsort(dim=-1, stable=True))

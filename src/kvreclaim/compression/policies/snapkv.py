@@ -1,0 +1,84 @@
+"""SnapKV: what the last queries attend to, pooled over neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvreclaim.checks import check_choice, check_int, require
+from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+
+
+@dataclass(frozen=True)
+class SnapKV(CompressionPolicy):
+    """Keeps the tokens that an observation window of the last queries attends to, and the window.
+
+        A(j) = sum over the last w queries of softmax_j(s q.K), for tokens j before the window
+        S(j) = pool_kernel(A)(j), then the mean over the query heads of the KV head
+
+    The softmax runs over all live keys, causal inside the window. Pooling keeps the neighbours of an
+    attended token; it is done at the first compression alone, as later neighbours were not adjacent
+    in the text. The window's own tokens rank above all others.
+
+    Paper: arXiv 2404.14469, which compresses the prompt once and keeps all that is generated.
+
+    window:  observation window, tokens; 32 as published
+    kernel:  of the pooling, odd; 5, of the published 5 and 7; 1 for none
+    pooling: "average" (same padding with zeros, divisor = kernel) or "max"
+    when:    "prefill": at the end of the prompt, as published; "always", the default, repeats it at
+             every interval with the queries of the latest tokens, since a budget is to bound the
+             cache of long answers too (the decode variant)
+    group:   over the query heads of a KV head, "mean" or "max"; the paper has no such groups
+    Cost: one product of [w, D] by [D, T] per query head; state: w queries per layer.
+    """
+
+    window: int = 32
+    kernel: int = 5
+    pooling: Literal["average", "max"] = "average"
+    when: Literal["prefill", "always"] = "always"
+    group: Literal["mean", "max"] = "mean"
+    name = "snapkv"
+    needs = frozenset({Signal.RECENT_QUERIES})
+    default_mode = Mode.PER_LAYER_HEAD
+
+    def __post_init__(self) -> None:
+        check_int("snapkv option 'window'", self.window, 1)
+        check_kernel("snapkv option 'kernel'", self.kernel)
+        check_choice("snapkv option 'pooling'", self.pooling, ("average", "max"))
+        check_choice("snapkv option 'when'", self.when, ("prefill", "always"))
+        check_choice("snapkv option 'group'", self.group, GROUP)
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.when == "prefill"
+
+    def score(self, view: LayerView) -> Tensor:
+        rows = window_attention(view)
+        size = min(rows.shape[1], rows.shape[2])
+        scores = rows[..., : rows.shape[2] - size].sum(dim=1)
+        if view.first:
+            scores = pool(scores, self.kernel, self.pooling)
+        scores = over_group(scores, view.source.shape[0], self.group)
+        return with_window(scores, size, bound=self.window)
+
+
+def check_kernel(name: str, value: object) -> None:
+    """Raises InvalidArgumentError unless value is an odd integer >= 1."""
+    check_int(name, value, 1)
+    require(isinstance(value, int) and value % 2 == 1, f"{name} is {value!r}; it must be odd.")
+
+
+def pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
+    """Scores [R, n] pooled over kernel neighbours, same length; the average counts zeros beyond the ends."""
+    if scores.shape[-1] == 0 or kernel == 1:
+        return scores
+    operation = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    return operation(scores, kernel, stride=1, padding=kernel // 2)

@@ -1,0 +1,37 @@
+"""TOVA: the attention of the last query, one choice for the whole layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvreclaim.compression.attention import window_attention
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+
+
+@dataclass(frozen=True)
+class TOVA(CompressionPolicy):
+    """Keeps the tokens that the last query attends to most, the same ones for all heads of a layer.
+
+        S(j) = mean over all query heads of the layer of softmax_j(s q.K), q the last query
+
+    All KV heads get this one score, so that each layer keeps one set in the default mode.
+
+    Paper: arXiv 2401.06104, which drops one token per step; here all that exceed the budget go at each
+    compression. Published without sinks or recent tokens: CompressionConfig.sinks = recent = 0.
+
+    Cost: one product of [H, D] by [D, T]; state: one query per layer.
+    """
+
+    name = "tova"
+    needs = frozenset({Signal.RECENT_QUERIES})
+    default_mode = Mode.PER_LAYER_HEAD
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def score(self, view: LayerView) -> Tensor:
+        weights = window_attention(view)[:, -1]
+        return weights.mean(dim=0).repeat(view.source.shape[0], 1)

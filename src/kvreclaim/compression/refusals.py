@@ -1,0 +1,84 @@
+"""Policies that a model or its statistics cannot serve, each refused with its reason and what to do."""
+
+from __future__ import annotations
+
+from kvreclaim.compression.config import StatsSource
+from kvreclaim.compression.policy import CompressionPolicy, Signal
+from kvreclaim.compression.stats import RECALIBRATE, QueryStats
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.facts import ModelFacts
+
+STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
+PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "positions"}
+
+
+def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
+    """Raise InvalidArgumentError if the policy's way of compressing does not go with the model, or with
+    itself."""
+    if policy.uneven or policy.sparse_reads:
+        _refuse_windows(policy, facts)
+    if policy.uneven:
+        _check_uneven(policy)
+    if policy.cache_relative and not (policy.evicts and policy.compacts and not policy.whole_blocks):
+        raise InvalidArgumentError(
+            f"policy {policy.name} takes a token's slot for its position, but moves nothing; let it compact."
+        )
+    if policy.cache_relative or policy.needs & STATISTICS:
+        _check_rotation(policy, facts)
+
+
+def _refuse_windows(policy: CompressionPolicy, facts: ModelFacts) -> None:
+    sliding = [n for n, layer in enumerate(facts.layers) if layer.sliding_window is not None]
+    if not sliding:
+        return
+    what = "keeps unequal numbers of tokens per head" if policy.uneven else "reads some blocks per head"
+    raise InvalidArgumentError(
+        f"policy {policy.name} {what}, which is not served for sliding windows, and layer {sliding[0]} of "
+        f"{facts.name!r} has one; use a policy with equal counts, such as query_mixture or snapkv."
+    )
+
+
+def _check_uneven(policy: CompressionPolicy) -> None:
+    wanted = [text for signal, text in PER_SLOT.items() if signal in policy.needs]
+    if wanted:
+        raise InvalidArgumentError(
+            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no {wanted[0]} are "
+            "kept; rank tokens by recent queries, statistics or keys instead."
+        )
+    if policy.whole_blocks or policy.sparse_reads or policy.cache_relative or not policy.compacts:
+        raise InvalidArgumentError(
+            f"policy {policy.name} keeps unequal numbers of tokens per head, which goes with compaction at "
+            "original positions alone; drop whole_blocks, sparse_reads and cache_relative."
+        )
+
+
+def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
+    unknown = [n for n, layer in enumerate(facts.layers) if layer.rope is None]
+    if facts.rope_problem is None and not unknown:
+        return
+    reason = facts.rope_problem or f"no rotation is known for layer {unknown[0]}"
+    raise InvalidArgumentError(
+        f"policy {policy.name} needs the rotation of {facts.name!r}, which is not known ({reason}); "
+        "use a policy that needs none, such as knorm or streaming_llm."
+    )
+
+
+def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:
+    if given is None:
+        raise InvalidArgumentError(
+            f"policy {policy.name} needs query statistics and none were given; {RECALIBRATE} "
+            "and pass the file as stats."
+        )
+    stats = given if isinstance(given, QueryStats) else QueryStats.load(given)
+    if Signal.QUERY_CENTERS in policy.needs and stats.num_centers == 0:
+        raise InvalidArgumentError(
+            f"policy {policy.name} needs statistics with centres, and those of {stats.metadata.model_name!r} "
+            f"({stats.metadata.source}) hold none; {RECALIBRATE} with centres."
+        )
+    if Signal.QUERY_COVARIANCE in policy.needs and stats.q_cov is None:
+        raise InvalidArgumentError(
+            f"policy {policy.name} needs statistics with the covariance of the queries, and those of "
+            f"{stats.metadata.model_name!r} ({stats.metadata.source}) hold none; {RECALIBRATE} with "
+            "--covariance."
+        )
+    return stats

@@ -1,0 +1,278 @@
+"""What policies ask for besides keys and values, kept for the sequences whose policies ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor, LayerSignals, Signal
+from kvreclaim.engine.signal_stores import MassStore, QueryStore
+from kvreclaim.engine.sparse import DigestStore
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.capture import capture_queries
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.model.projection import output_projections
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.scheduler import Scheduled
+
+WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
+"""Signals that every step has to add to."""
+
+QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observer:
+    """Sees the attention calls of one step, after their keys have been written."""
+
+    writes: tuple[Callable[[AttentionCall], None], ...]
+
+    def see(self, call: AttentionCall) -> None:
+        for write in self.writes:
+            write(call)
+
+
+class Signals:
+    """The signals of all sequences. A sequence that is preempted or ends is dropped; computed again, it
+    gathers the same ones again.
+
+    Memory per sequence: query_window * L * H * D elements for recent queries; L * K * slots fp32 for
+    attention mass, slots that of the longest sequence that asks, rounded up by doubling; L * H * T * D
+    elements for the future queries of a scored request of T tokens; 2 * L * K * D elements per block for the
+    digests of a policy that reads sparsely, slots and blocks alike.
+    """
+
+    def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache, backend: Backend) -> None:
+        self.loaded = loaded
+        self.memory = memory
+        self.cache = cache
+        self.backend = backend
+        self._queries: dict[int, QueryStore] = {}
+        self._mass = MassStore(loaded.facts)
+        self.digests = DigestStore(loaded.facts)
+        self._future: dict[int, list[Tensor]] = {}
+        self._projections: tuple[Tensor, ...] | None = None
+
+    def check(self, compressor: Compressor | None, *, scored: bool) -> None:
+        """Raise InvalidArgumentError if a request's policy needs what this model or request cannot give."""
+        needs = needs_of(compressor)
+        if not needs or compressor is None:
+            return
+        name = compressor.policy.name
+        if Signal.FUTURE_QUERIES in needs and not scored:
+            raise InvalidArgumentError(
+                f"policy {name} needs the whole text, the tokens to come included; use LLM.score, which is "
+                "given it, or another policy."
+            )
+        if Signal.RECENT_QUERIES in needs and compressor.policy.query_window < 1:
+            raise InvalidArgumentError(
+                f"policy {name} needs recent queries, but its query_window is "
+                f"{compressor.policy.query_window}; it must be at least 1."
+            )
+        if needs & QUERIES and compressor.policy.cache_relative:
+            raise InvalidArgumentError(
+                f"policy {name} needs queries at their positions, but turns keys to positions relative to "
+                "the cache, where the two no longer fit; keep the original positions."
+            )
+        if Signal.OUTPUT_PROJECTION in needs:
+            self._output_projection(0)
+
+    def watches(self, step: list[Scheduled]) -> bool:
+        """Whether some sequence of the step has to be observed."""
+        return any(is_watched(item.seq) for item in step)
+
+    @torch.inference_mode()
+    def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer | None:
+        """Where the step's queries and attention go; None if nobody asks. Takes rows for new sequences."""
+        starts = np.cumsum([0, *(item.num_tokens for item in step)]).tolist()
+        asking = [i for i, item in enumerate(step) if is_watched(item.seq)]
+        writes: list[Callable[[AttentionCall], None]] = []
+        by_window: dict[int, list[int]] = {}
+        for i in asking:
+            if Signal.RECENT_QUERIES in needs_of(step[i].seq.request.compressor):
+                by_window.setdefault(_window(step[i].seq), []).append(i)
+        for window, members in by_window.items():
+            writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
+        mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
+        if mass:
+            writes.append(self._mass_write([(step[i], starts[i]) for i in mass], mass, batch))
+        return Observer(tuple(writes)) if writes else None
+
+    def of(self, seq: Sequence, layer: int, live: Tensor | None = None) -> LayerSignals:
+        """What the sequence's policy needs of one layer, for the slots written so far.
+
+        live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
+        """
+        needs = needs_of(seq.request.compressor)
+        if not needs:
+            return LayerSignals()
+        mass = positions = None
+        if Signal.ATTENTION_MASS in needs:
+            mass = self._mass.row(seq.seq_id)[layer, :, : self.memory.table(seq.seq_id).physical_len]
+        if Signal.POSITIONS in needs:
+            positions = self.positions(seq, layer)
+        if live is not None:
+            mass, positions = (
+                None if x is None else x.take_along_dim(live[layer], -1) for x in (mass, positions)
+            )
+        queries = projection = future = None
+        if Signal.RECENT_QUERIES in needs:
+            queries = self._queries[_window(seq)].last(seq.seq_id, layer, seq.num_computed)
+        if Signal.OUTPUT_PROJECTION in needs:
+            projection = self._output_projection(layer)
+        if Signal.FUTURE_QUERIES in needs:
+            future = self._future_queries(seq)[layer][:, seq.num_computed :]
+        return LayerSignals(queries, mass, positions, projection, future)
+
+    def positions(self, seq: Sequence, layer: int) -> Tensor:
+        """[K, slots] int32 logical position of every slot written so far."""
+        table = self.memory.table(seq.seq_id)
+        slots = torch.arange(table.physical_len, dtype=torch.int32, device=self.cache.device)
+        positions = (slots + table.num_evicted).expand(self.cache.num_kv_heads, -1).clone()
+        if seq.state.slot_positions is not None:
+            known = seq.state.slot_positions[layer]
+            positions[:, : known.shape[-1]] = known
+        return positions
+
+    @torch.inference_mode()
+    def compacted(self, seq: Sequence, kept: Tensor) -> None:
+        """The slots kept [L | 1, K | 1, M] have moved to slots 0 .. M - 1, and what follows is empty."""
+        if seq.request.compressor is not None and seq.request.compressor.prompt_only:
+            self.drop(seq.seq_id)
+        elif seq.seq_id in self._mass:
+            self._mass.move(seq.seq_id, kept)
+
+    @torch.inference_mode()
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """The child begins with a copy of what is kept for its parent."""
+        for store in (*self._queries.values(), self._mass):
+            store.copy(parent_id, child_id)
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence that was preempted or has ended."""
+        for store in (*self._queries.values(), self._mass):
+            store.drop(seq_id)
+        self.digests.drop(seq_id)
+        self._future.pop(seq_id, None)
+
+    def _query_write(
+        self, window: int, items: list[tuple[Scheduled, int]]
+    ) -> Callable[[AttentionCall], None]:
+        """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
+        store = self._queries.setdefault(window, QueryStore(window, self.loaded.facts))
+        rows: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        counts: list[int] = []
+        for item, first_row in items:
+            first, end = item.seq.num_computed, item.seq.num_computed + item.num_tokens
+            store.begin(item.seq.seq_id, first)
+            positions = np.arange(max(first, end - window), end)
+            rows.append(positions - first + first_row)
+            places.append(positions % window)
+            counts.append(len(positions))
+        device = self.cache.device
+        source = torch.from_numpy(np.concatenate(rows)).to(device)
+        place = torch.from_numpy(np.concatenate(places)).to(device)
+        target = store.index(np.repeat([item.seq.seq_id for item, _ in items], counts).tolist())
+
+        def write(call: AttentionCall) -> None:
+            store.tensor[:, call.layer].index_put_((target, place), call.q[source].to(store.tensor.dtype))
+
+        return write
+
+    def _mass_write(
+        self, items: list[tuple[Scheduled, int]], members: list[int], batch: AttentionBatch
+    ) -> Callable[[AttentionCall], None]:
+        """Adds the attention that the chunks' queries give; members: the items' places in the batch."""
+        store, device = self._mass, self.cache.device
+        for item, _ in items:
+            store.take(item.seq.seq_id)
+        rows = store.index([item.seq.seq_id for item, _ in items])
+        source = None
+        if len(members) < len(batch.sequences):
+            asked = [np.arange(first, first + item.num_tokens) for item, first in items]
+            source = torch.from_numpy(np.concatenate(asked)).to(device)
+            slots = tuple(batch.sequences[i] for i in members)
+            batch = AttentionBatch.build(slots, batch.block_size, device)
+        store.reserve(max(seq.seq_len for seq in batch.sequences))
+
+        def write(call: AttentionCall) -> None:
+            sums = self.backend.column_sums(
+                call.q if source is None else call.q[source],
+                self.cache,
+                call.layer,
+                batch,
+                scale=call.scale,
+                softcap=call.softcap,
+                window=call.window,
+                sinks=call.sinks,
+            )
+            store.add(rows, call.layer, sums)
+
+        return write
+
+    def _output_projection(self, layer: int) -> Tensor:
+        if self._projections is None:
+            self._projections = output_projections(self.loaded.model, self.loaded.facts)
+        return self._projections[layer]
+
+    def _future_queries(self, seq: Sequence) -> list[Tensor]:
+        """Per layer [H, T - 1, D]: the queries of the whole text under full attention, in the model's
+        dtype. The last token is never computed, so it asks nothing."""
+        if seq.seq_id not in self._future:
+            facts = self.loaded.facts
+            found: list[Tensor] = []
+            capture_queries(
+                self.loaded,
+                [seq.token_ids[:-1]],
+                lambda _, queries: found.append(queries.to(facts.dtype)),
+                rotated=True,
+            )
+            self._future[seq.seq_id] = found
+        return self._future[seq.seq_id]
+
+
+def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
+    """What a policy that ever evicts asks for."""
+    return compressor.policy.needs if compressor is not None and compressor.evicts else frozenset()
+
+
+def wants_positions(seq: Sequence) -> bool:
+    """Whether the positions of its slots have to be known for its policy."""
+    return Signal.POSITIONS in needs_of(seq.request.compressor)
+
+
+def is_watched(seq: Sequence) -> bool:
+    """Whether every step has to add to the sequence's signals: not if no pass is to come."""
+    compressor = seq.request.compressor
+    if compressor is None or not needs_of(compressor) & WATCHED:
+        return False
+    over = seq.num_prompt <= compressor.budget or seq.state.last_computed > 0
+    return not (compressor.policy.prompt_only and over)
+
+
+def first_hit_limit(compressor: Compressor, first_compaction: int) -> int:
+    """Most tokens that a prefix hit may cover so that the first pass finds the signals it would without:
+    the queries of its window have to be computed, and attention mass is summed from the first token on."""
+    needs = needs_of(compressor)
+    if Signal.ATTENTION_MASS in needs:
+        return 0
+    window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
+    return max(0, first_compaction - max(1, window))
+
+
+def _window(seq: Sequence) -> int:
+    assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
+    return seq.request.compressor.policy.query_window

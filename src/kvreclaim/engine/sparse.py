@@ -1,0 +1,177 @@
+"""Reading some blocks only: digests of full blocks, and at each decode step the blocks that each head reads.
+
+Nothing is evicted or written, so prefixes stay shared. A prompt is attended whole; every token after it,
+once the sequence is longer than the budget, reads budget / S blocks per (layer, KV head): those of the sinks,
+those of the recent tokens, and those with the highest block scores among the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.signal_stores import RowStore
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import BatchArrays
+from kvreclaim.ops.cells import CellBatch, cell_batch
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.scheduler import Scheduled
+
+MAX_ELEMENTS = 1 << 24
+"""Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""
+FORCED = torch.finfo(torch.float32).max
+
+
+def reads_sparsely(seq: Sequence) -> bool:
+    """Whether the sequence's next tokens read some blocks only."""
+    compressor = seq.request.compressor
+    if compressor is None or not compressor.sparse_reads:
+        return False
+    return seq.num_computed >= max(seq.num_prompt, compressor.budget)
+
+
+def least_blocks(compressor: Compressor, block_size: int) -> int:
+    """Blocks that are read whatever their scores: of sinks (the first at least), of recent tokens, the one
+    that is being filled."""
+    config = compressor.config
+    return 1 + max(1, -(-config.sinks // block_size)) + -(-max(0, config.recent - 1) // block_size)
+
+
+class DigestStore(RowStore):
+    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], dtype of the
+    cache. Blocks double when they run out. What it holds follows from the cache, so a fork begins anew."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        layer = facts.layers[0]
+        shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
+        super().__init__(shape, facts.dtype, facts.device)
+        self._known: dict[int, int] = {}
+
+    def claim(self, seq_id: int, num_blocks: int) -> range:
+        """Make room for the sequence's first num_blocks blocks. Returns: those that have no digest yet; the
+        caller writes them, layer by layer."""
+        self.take(seq_id)
+        if num_blocks > self.tensor.shape[-2]:
+            self._resize(-2, max(num_blocks, 2 * self.tensor.shape[-2]))
+        missing = range(self._known.get(seq_id, 0), num_blocks)
+        self._known[seq_id] = num_blocks
+        return missing
+
+    def drop(self, seq_id: int) -> None:
+        super().drop(seq_id)
+        self._known.pop(seq_id, None)
+
+
+class SparseReads:
+    """The sequences of a step that share a compressor and read sparsely: tables for HeadPart, layer by layer.
+
+    Every row is a sequence of its own: it reads its own blocks, up to its own position.
+    R: rows of all sequences; W: blocks of the longest; N: full blocks before the newest of any row.
+    """
+
+    def __init__(
+        self,
+        items: list[Scheduled],
+        memory: MemoryManager,
+        cache: KVCache,
+        ops: Backend,
+        store: DigestStore,
+    ) -> None:
+        compressor = items[0].seq.request.compressor
+        assert compressor is not None, f"sequence {items[0].seq.seq_id} has no compression"
+        self.cache, self.ops, self.store, self.compressor = cache, ops, store, compressor
+        size, device = cache.block_size, cache.device
+        self.query_lens = [item.num_tokens for item in items]
+        starts = [item.seq.num_computed for item in items]
+        ends = [start + length for start, length in zip(starts, self.query_lens, strict=True)]
+        self._seq_ids = [item.seq.seq_id for item in items]
+        self._missing = [store.claim(i, end // size) for i, end in zip(self._seq_ids, ends, strict=True)]
+        self._tables = [memory.table(i).blocks() for i in self._seq_ids]
+        self._rows = store.index(self._seq_ids)
+        positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+        self.positions = torch.from_numpy(positions).to(device)
+        self._places = compressor.budget // size - 1
+        lengths = self._places * size + positions % size + 1
+        self._lengths = np.repeat(lengths, cache.num_kv_heads)
+        self._sent_lengths = torch.from_numpy(self._lengths.astype(np.int32)).to(device)
+        width = max(len(table) for table in self._tables)
+        padded = np.array([table + [0] * (width - len(table)) for table in self._tables])
+        self._row_table = torch.from_numpy(np.repeat(padded, self.query_lens, axis=0)).to(device)
+        self._num_blocks = int(positions.max()) // size
+        self._bias = self._block_bias()
+
+    def _block_bias(self) -> Tensor:
+        """[R, N] fp32 added to block scores: blocks that must be read, blocks that are not there yet."""
+        config, size = self.compressor.config, self.cache.block_size
+        blocks = torch.arange(self._num_blocks, device=self.cache.device)
+        newest = self.positions[:, None] // size
+        recent = (self.positions[:, None] + 1 - config.recent) // size
+        forced = (blocks < max(1, -(-config.sinks // size))) | (blocks >= recent)
+        bias = torch.zeros(forced.shape, device=self.cache.device)
+        bias[forced] = FORCED
+        bias[blocks >= newest] = -torch.inf
+        return bias
+
+    def batch(self, layer: int, q: Tensor) -> CellBatch:
+        """The blocks that each (row, KV head) reads. q: [R, H, D], the rows' queries in this layer, whose
+        keys are in the cache."""
+        self._digest(layer)
+        scores = self._scores(layer, q)
+        bias = self._bias[:, None]
+        scores = torch.where(bias == 0, scores, bias)
+        size, heads = self.cache.block_size, self.cache.num_kv_heads
+        chosen = self.ops.select_top(scores.flatten(0, 1), self._places).view(-1, heads, self._places)
+        newest = (self.positions // size)[:, None, None].expand(-1, heads, 1)
+        indices = torch.cat([chosen, newest], -1)
+        blocks = self._row_table[:, None].expand(-1, heads, -1).gather(-1, indices)
+        head = torch.arange(heads, device=blocks.device)[:, None]
+        cells = ((layer * self.cache.num_blocks + blocks) * heads + head).flatten(0, 1).int()
+        return self._cell_batch(cells)
+
+    def _cell_batch(self, cells: Tensor) -> CellBatch:
+        rows, size = len(cells), self.cache.block_size
+        given = BatchArrays(
+            block_table=cells,
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=cells.device),
+            seq_lens=self._sent_lengths,
+            shifts=torch.zeros(rows, dtype=torch.int32, device=cells.device),
+            max_query_len=1,
+            max_seq_len=cells.shape[1] * size,
+        )
+        return cell_batch(cells, self._lengths, np.ones(rows, dtype=np.int64), given, size)
+
+    def _digest(self, layer: int) -> None:
+        """Write the digests of blocks that have filled up since the last step."""
+        size = self.cache.block_size
+        for seq_id, missing, table in zip(self._seq_ids, self._missing, self._tables, strict=True):
+            if not missing:
+                continue
+            ids = torch.tensor(table[missing.start : missing.stop], device=self.cache.device)
+            tokens = PagedTokens(self.cache, layer, ids, len(missing) * size)
+            keys = self.ops.gather_tokens(tokens)[0].unflatten(1, (len(missing), size))
+            target = self.store.row(seq_id)[layer, :, :, missing.start : missing.stop]
+            target[0], target[1] = keys.amin(2), keys.amax(2)
+
+    def _scores(self, layer: int, q: Tensor) -> Tensor:
+        """[R, K, N] fp32 block scores."""
+        digests = self.store.tensor[:, layer, :, :, : self._num_blocks]
+        if len(q) == len(self._seq_ids):
+            low, high = digests[self._rows].unbind(1)
+            return self.compressor.block_scores(q, low, high)
+        parts = []
+        step = max(1, MAX_ELEMENTS // digests[:1].numel())
+        for row, queries in zip(self._rows.tolist(), q.split(self.query_lens), strict=True):
+            low, high = digests[row].unbind(0)
+            for piece in queries.split(step):
+                shape = (len(piece), *low.shape)
+                parts.append(self.compressor.block_scores(piece, low.expand(shape), high.expand(shape)))
+        return torch.cat(parts)

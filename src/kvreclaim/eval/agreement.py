@@ -1,0 +1,92 @@
+"""How far the next-token distributions are from the full cache's, on any text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.eval.task import Answer, Item, Metric, Outcome
+from kvreclaim.eval.windows import RandomWindows, TextWindows
+
+ROW_BYTES = 64 * 2**20
+"""Most bytes of the full cache's log-probabilities that one example may hold; longer examples are judged
+at evenly spaced places."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """KL divergence D(full || compressed) in nats and top-1 agreement of the next-token distributions over
+    the second half of every window, teacher-forced; both caches are run here and now.
+
+    value: share of the places whose most likely token is the same; extra: kl, mean over an example's places
+    """
+
+    windows: TextWindows | RandomWindows
+    name: str = field(default="agreement", init=False)
+    metric: Metric = field(default=Metric.AGREEMENT, init=False)
+    compares: bool = field(default=True, init=False)
+
+    @property
+    def seeded(self) -> bool:
+        return self.windows.seeded
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return self.windows.identity
+
+    def num_examples(self, wanted: int) -> int:
+        return self.windows.num_examples(wanted)
+
+    def item(self, seed: int, index: int) -> Item:
+        return self.windows.item(seed, index)
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        sums = answer.compared
+        return Outcome(sums["agree"], sums["places"], extra={"kl": sums["kl"] / sums["places"]})
+
+
+class FullRows:
+    """The full cache's log-probability rows of one example, at every stride-th place, [places, V] fp32.
+
+    Told rows as Scores.observer tells them. Oracle of what is kept: LLM.score's own logprobs.
+    """
+
+    def __init__(self, num_places: int, vocab_size: int) -> None:
+        self.stride = -(-num_places * vocab_size * 4 // ROW_BYTES)
+        self.rows: dict[int, Tensor] = {}
+
+    def __call__(self, first: int, rows: Tensor) -> None:
+        for place in places(first, len(rows), self.stride):
+            self.rows[place] = rows[place - first].clone()
+
+
+class Divergence:
+    """Sums of KL(full || told rows) and of agreement with the full cache's rows."""
+
+    def __init__(self, full: FullRows) -> None:
+        self.full = full
+        self.by_place: dict[int, tuple[float, bool]] = {}
+
+    def __call__(self, first: int, rows: Tensor) -> None:
+        chosen = places(first, len(rows), self.full.stride)
+        if not chosen:
+            return
+        ours = rows[[place - first for place in chosen]].double()
+        theirs = torch.stack([self.full.rows[place] for place in chosen]).double()
+        kl = torch.where(theirs > -torch.inf, theirs.exp() * (theirs - ours), 0.0).sum(-1).clamp_min(0.0)
+        same = ours.argmax(-1) == theirs.argmax(-1)
+        self.by_place |= dict(zip(chosen, zip(kl.tolist(), same.tolist(), strict=True), strict=True))
+
+    def sums(self) -> dict[str, float]:
+        """kl in nats, agree and places, summed over the places judged."""
+        kls, same = zip(*self.by_place.values(), strict=True)
+        return {"kl": sum(kls), "agree": float(sum(same)), "places": float(len(same))}
+
+
+def places(first: int, count: int, stride: int) -> range:
+    """Multiples of stride among first .. first + count - 1."""
+    return range(-(-first // stride) * stride, first + count, stride)

@@ -1,0 +1,159 @@
+"""The report's charts, as SVG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from kvreclaim.eval.report import EvalReport, EvalRow
+from kvreclaim.eval.task import Metric
+
+MEBI = 2**20
+PANEL_INCHES = (4.6, 3.4)
+MARKERS = "osD^vP*Xhp"
+Style = dict[str, Any]
+
+
+def quality_chart(report: EvalReport) -> str | None:
+    """Value against the K/V bytes that a sequence really held behind its prompt, with intervals."""
+
+    def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
+        points = sorted((r for r in rows if r.value is not None and r.kv_bytes is not None), key=_kv_bytes)
+        if not points:
+            return
+        x = [_kv_bytes(r) / MEBI for r in points]
+        y = [r.value or 0.0 for r in points]
+        low = [max(0.0, v - (r.ci95[0] if r.ci95 else v)) for v, r in zip(y, points, strict=True)]
+        high = [max(0.0, (r.ci95[1] if r.ci95 else v) - v) for v, r in zip(y, points, strict=True)]
+        axis.errorbar(x, y, yerr=[low, high], capsize=2, markersize=5, linewidth=1.2, **style)
+
+    def finish(axis: Axes, rows: list[EvalRow]) -> None:
+        metric = rows[0].metric
+        axis.set_xlabel("K/V held by a sequence, MiB")
+        axis.set_ylabel(metric.value)
+        axis.set_xlim(left=0)
+        if metric is not Metric.PERPLEXITY:
+            axis.set_ylim(-0.03, 1.03)
+
+    return _by_task(report, draw, finish)
+
+
+def freed_chart(report: EvalReport) -> str | None:
+    """Blocks freed against the share that was to be kept."""
+    return _lines(report, lambda row: row.blocks_freed, "blocks freed, all examples")
+
+
+def speed_chart(report: EvalReport) -> str | None:
+    """Tokens/s against the share that was to be kept."""
+    of = {row.task: row.speed_of for row in reversed(report.rows) if row.speed_of is not None}
+    return _lines(report, lambda row: row.tokens_per_s if row.speed_of == of[row.task] else None, "tokens/s")
+
+
+def loss_chart(report: EvalReport, task: str) -> str | None:
+    """Where the evidence of wrong answers lay: a panel for each share kept, a line for each policy, a cell
+    for each tenth of the sequence with the share of its verdicts that were wrong; blank: nothing asked."""
+    rows = [row for row in report.rows if row.task == task and row.status == "ok" and any(row.asked_at)]
+    fractions = sorted({row.fraction for row in rows if row.fraction < 1}, reverse=True) or [1.0]
+    if not rows:
+        return None
+    most = max(len([row for row in rows if row.fraction in (fraction, 1.0)]) for fraction in fractions)
+    figure, axes = _figure(len(fractions), (PANEL_INCHES[0], 1.2 + 0.26 * most))
+    for axis, fraction in zip(axes, fractions, strict=False):
+        some = [row for row in rows if row.fraction in (fraction, 1.0)]
+        lost, asked = np.array([r.lost_at for r in some]), np.array([r.asked_at for r in some])
+        shares = np.divide(lost, asked, out=np.full(lost.shape, np.nan), where=asked > 0)
+        axis.grid(visible=False)
+        edges = (0.0, 1.0, len(some) - 0.5, -0.5)
+        image = axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", extent=edges)
+        axis.set_yticks(range(len(some)), [row.policy for row in some], fontsize=8)
+        axis.set_xlabel("where the evidence stands in the sequence")
+        axis.set_title(f"{task}, {fraction:.0%} kept", fontsize=10)
+    figure.colorbar(image, ax=list(axes), label="share lost")
+    return _svg(figure)
+
+
+def _lines(report: EvalReport, value: Callable[[EvalRow], float | None], what: str) -> str | None:
+    def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
+        points = sorted((row.fraction, y) for row in rows if (y := value(row)) is not None)
+        if points:
+            axis.plot(*zip(*points, strict=True), markersize=5, linewidth=1.2, **style)
+
+    def finish(axis: Axes, rows: list[EvalRow]) -> None:
+        axis.set_xlabel("share of the full cache's bytes")
+        axis.set_ylabel(what if what != "tokens/s" else f"tokens/s of {rows[0].speed_of}")
+
+    return _by_task(report, draw, finish)
+
+
+def _by_task(
+    report: EvalReport,
+    draw: Callable[[Axes, list[EvalRow], Style], None],
+    finish: Callable[[Axes, list[EvalRow]], None],
+) -> str | None:
+    """A panel for each task with a line for each policy and KV format."""
+    rows = [row for row in report.rows if row.status == "ok"]
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    if not tasks:
+        return None
+    styles = _styles(report)
+    figure, axes = _figure(len(tasks))
+    for axis, task in zip(axes, tasks, strict=False):
+        here = [row for row in rows if row.task == task]
+        for policy, dtype in dict.fromkeys((row.policy, row.kv_cache_dtype) for row in here):
+            line = [row for row in here if (row.policy, row.kv_cache_dtype) == (policy, dtype)]
+            draw(axis, line, {**styles[policy], "label": line[0].name})
+        axis.set_title(task, fontsize=10)
+        finish(axis, here)
+    return _with_legend(figure, axes)
+
+
+def _styles(report: EvalReport) -> dict[str, Style]:
+    """Colour and marker of every policy, the same in all charts."""
+    colours = colormaps["tab20"]
+    order = [*range(0, 20, 2), *range(1, 20, 2)]
+    return {
+        policy: {"color": colours(order[i % 20]), "marker": MARKERS[i % len(MARKERS)]}
+        for i, policy in enumerate(report.policies)
+    }
+
+
+def _figure(panels: int, inches: tuple[float, float] = PANEL_INCHES) -> tuple[Figure, Sequence[Axes]]:
+    columns = min(3, panels)
+    lines = -(-panels // columns)
+    figure = Figure(figsize=(inches[0] * columns, inches[1] * lines + 0.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.set_axis_off()
+    for axis in axes[:panels]:
+        axis.grid(alpha=0.3)
+    return figure, axes[:panels]
+
+
+def _with_legend(figure: Figure, axes: Sequence[Axes]) -> str:
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        found, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    columns = 2 * min(3, len(axes))
+    shown = {"loc": "outside lower center", "ncols": columns, "fontsize": 8, "frameon": False}
+    figure.legend(list(handles.values()), list(handles), **shown)  # type: ignore[call-overload]
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": "kvreclaim"}):  # the same figures give the same file
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def _kv_bytes(row: EvalRow) -> float:
+    return row.kv_bytes or 0.0

@@ -1,0 +1,99 @@
+"""The Python face of the evaluation: evaluate(llm, policies, budgets, tasks, ...) -> report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvreclaim
+from kvreclaim.engine.llm import LLM
+from kvreclaim.eval.grid import Grid, OnProgress
+from kvreclaim.eval.journal import Journal
+from kvreclaim.eval.plan import EvalPlan
+from kvreclaim.eval.report import EvalReport, Header
+from kvreclaim.eval.rows import KVSize, make_rows
+from kvreclaim.eval.task import Task
+from kvreclaim.eval.tasks import TaskOptions, make_tasks
+from kvreclaim.ops.kv_cache import bytes_per_block
+
+OnStart = Callable[[int], OnProgress]
+
+
+def evaluate(
+    llm: LLM,
+    policies: Sequence[str],
+    budgets: Sequence[float],
+    tasks: Sequence[str | Task],
+    *,
+    options: TaskOptions | None = None,
+    out: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> EvalReport:
+    """Compare policies at equal bytes.
+
+    Args:
+        llm:      its pool must hold one sequence's full cache; more are run at once as it holds more
+        policies: specs as in CompressionConfig.policy
+        budgets:  shares of the full cache's bytes, in (0, 1]
+        tasks:    names (tasks.make_tasks), or tasks of your own
+        options:  sizes and files of the named tasks
+        out:      directory of the journal; a call with the same arguments goes on where it stopped
+        settings: fields of EvalPlan: seeds, num_examples, interval, sinks, recent, stats, free_running, ...
+
+    Raises: InvalidArgumentError before anything has run.
+    """
+    plan = EvalPlan(policies=policies, budgets=budgets, **settings)
+    named = make_tasks([task for task in tasks if isinstance(task, str)], llm, options or TaskOptions())
+    by_name = iter(named)
+    every = [next(by_name) if isinstance(task, str) else task for task in tasks]
+    return run_plan(llm, plan, every, out=None if out is None else Path(out))
+
+
+def run_plan(
+    llm: LLM,
+    plan: EvalPlan,
+    tasks: Sequence[Task],
+    *,
+    out: Path | None = None,
+    command: str = "kvreclaim.eval.evaluate",
+    on_start: OnStart | None = None,
+) -> EvalReport:
+    """Run what is not in the journal yet, and report all of it.
+
+    on_start: told the number of examples of the whole grid, returns what is told of each batch
+    """
+    with Journal(out) as journal:
+        grid = Grid(llm, plan, tasks, journal)
+        if on_start is not None:
+            grid.on_progress = on_start(grid.num_examples)
+        grid.run()
+        facts = llm.loaded.facts
+        token_bytes = bytes_per_block(facts.layers, 1, facts.dtype)
+        size = KVSize(llm.engine.cache.bytes_per_block, token_bytes)
+        rows = make_rows(plan, tasks, grid.cells(), grid.problems, size)
+    return EvalReport(header=_header(llm, plan, tasks, command, token_bytes), rows=rows)
+
+
+def _header(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], command: str, token_bytes: int) -> Header:
+    facts = llm.loaded.facts
+    return Header(
+        command=command,
+        version=kvreclaim.__version__,
+        model=facts.name,
+        fingerprint=facts.fingerprint,
+        dtype=str(facts.dtype).removeprefix("torch."),
+        device=facts.device.type,
+        kernels=llm.engine.kernels,
+        block_size=llm.engine.config.block_size,
+        kv_bytes_per_token=token_bytes,
+        interval=plan.interval,
+        sinks=plan.sinks,
+        recent=plan.recent,
+        protect_prompt=plan.protect_prompt,
+        mode=plan.mode,
+        seeds=list(plan.seeds),
+        num_examples=plan.num_examples,
+        tasks={task.name: dict(task.identity) for task in tasks},
+    )

@@ -1,0 +1,233 @@
+"""One document of a demo task, how it is put together, and how predictions of it are scored.
+
+A document is a prompt (filler with facts scattered in it, then a header that names every random dial)
+and its trace, the one right continuation. For each token of the trace the example tells what it takes to
+predict it and where in the document it must be read from.
+"""
+
+import enum
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval.vocabulary import (
+    FACT,
+    FIRST_NODE,
+    NUM_LENGTHS,
+    NUM_NODES,
+    STOP,
+    draw_word,
+    filler_run,
+)
+
+NOISE_RUN = (4, 24)  # nodes or words in a row where filler is mixed
+NOWHERE = -1
+
+
+class Kind(enum.Enum):
+    """What it takes to predict a token of the trace."""
+
+    MARK = "mark"  # which step comes next: `#`, `<`, …, `<eos>`
+    KEY = "key"  # the node where the last step ended, copied
+    ASKED = "asked"  # what is asked next: only the header's list has it
+    LOOKUP = "lookup"  # what a fact says about the token before: only the prompt has it
+    SIBLING = "sibling"  # the child that a fact lists after the one just left: only the prompt has it
+    CARRY = "carry"  # the carry of a forward hop: the last carry and the node before it
+    RETURN = "return"  # the predecessor or parent of a node: prompt or earlier trace
+    RESTORE = "restore"  # a carry that only the far-back trace has
+    STACK = "stack"  # the final answer of a walk: the parent of the node before, from the far-back trace
+    FIRST = "first"  # a step's first filler word: goes on after the last step's last one
+    FILLER = "filler"  # follows from the word before it
+    STOP = "stop"  # `.`: counts filler words
+
+
+class Stream(enum.Enum):
+    """Families of seeds: no two of them ever draw the same random numbers."""
+
+    EVALUATION = "evaluation"
+    CALIBRATION = "calibration"
+    TRAINING = "training"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with the only right continuation.
+
+    kinds:    aligned with `trace`
+    evidence: aligned with `trace`: position in the document of the token that the trace's token must be
+              read from; -1 where it follows from its neighbours or is computed
+    """
+
+    prompt: tuple[int, ...]
+    trace: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    evidence: tuple[int, ...]
+
+    @property
+    def document(self) -> tuple[int, ...]:
+        """Prompt and trace as one token list."""
+        return self.prompt + self.trace
+
+
+class Part(enum.Enum):
+    """Where a token of evidence stands."""
+
+    FACT = "fact"
+    HEADER = "header"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token of evidence: of fact `index` the token `offset`, or token `index` of header or trace."""
+
+    part: Part
+    index: int
+    offset: int = 0
+
+
+def in_fact(index: int, offset: int) -> Place:
+    """Token `offset` (0 is `@`) of fact `index`."""
+    return Place(Part.FACT, index, offset)
+
+
+def in_header(index: int) -> Place:
+    """Token `index` of the header."""
+    return Place(Part.HEADER, index)
+
+
+@dataclass
+class TraceWriter:
+    """Collects a trace with kinds and evidence; each step ends in filler words and a stop.
+
+    word: the last filler word written, at first the one that the header names
+    """
+
+    word: int
+    num_filler: int
+    follower: dict[int, int]
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    places: list[Place | None] = field(default_factory=list)
+
+    def add(self, token: int, kind: Kind, place: Place | None = None) -> Place:
+        """Write one token and return its own place."""
+        self.tokens.append(token)
+        self.kinds.append(kind)
+        self.places.append(place)
+        return Place(Part.TRACE, len(self.tokens) - 1)
+
+    def close_step(self) -> None:
+        """Write the step's filler words and its stop."""
+        words = filler_run(self.word, self.num_filler, self.follower)
+        for i, word in enumerate(words):
+            self.add(word, Kind.FILLER if i else Kind.FIRST)
+        self.word = words[-1]
+        self.add(STOP, Kind.STOP)
+
+    def finish(self, body: "Body", header: Sequence[int]) -> Example:
+        """Return the example that this trace makes with its prompt."""
+        num_body = len(body.tokens)
+        starts = {Part.HEADER: num_body, Part.TRACE: num_body + len(header)}
+
+        def position(place: Place | None) -> int:
+            if place is None:
+                return NOWHERE
+            if place.part is Part.FACT:
+                return body.starts[place.index] + place.offset
+            return starts[place.part] + place.index
+
+        evidence = tuple(position(place) for place in self.places)
+        return Example((*body.tokens, *header), tuple(self.tokens), tuple(self.kinds), evidence)
+
+
+@dataclass(frozen=True)
+class Body:
+    """The prompt before its header; `starts[i]` is the position of the `@` of fact i."""
+
+    tokens: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def scatter(
+    rng: random.Random,
+    facts: Sequence[Sequence[int]],
+    num_tokens: int,
+    follower: dict[int, int],
+    noise: float = 0.0,
+) -> Body:
+    """Spread the facts, each `@` and its tokens, in random order over `num_tokens` tokens of filler.
+
+    noise: share of the filler that is runs of random nodes, so that facts are not a class of tokens of
+           their own; the rest are runs of words with random starts
+    """
+    order = rng.sample(range(len(facts)), len(facts))
+    num_filler = num_tokens - sum(len(fact) + 1 for fact in facts)
+    cuts = [0, *sorted(rng.randint(0, num_filler) for _ in facts), num_filler]
+    tokens: list[int] = []
+    starts = [0] * len(facts)
+    for i, (begin, end) in enumerate(pairwise(cuts)):
+        tokens += _filler(rng, end - begin, follower, noise)
+        if i < len(facts):
+            starts[order[i]] = len(tokens)
+            tokens += [FACT, *facts[order[i]]]
+    return Body(tuple(tokens), tuple(starts))
+
+
+def _filler(rng: random.Random, num_tokens: int, follower: dict[int, int], noise: float) -> list[int]:
+    """Return filler between two facts: one run of words, or words and nodes in turns."""
+    if not noise:
+        return filler_run(draw_word(rng), num_tokens, follower)
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        length = min(rng.randint(*NOISE_RUN), num_tokens - len(tokens))
+        if rng.random() < noise:
+            tokens += [FIRST_NODE + rng.randrange(NUM_NODES) for _ in range(length)]
+        else:
+            tokens += filler_run(draw_word(rng), length, follower)
+    return tokens
+
+
+def check_dials(filler_words: tuple[int, int], noise: float) -> None:
+    """Refuse filler lengths that the vocabulary can't name and shares that are none."""
+    least, most = filler_words
+    if not 1 <= least <= most < NUM_LENGTHS:
+        raise InvalidArgumentError(
+            f"filler_words is {filler_words}; it must be (least, most) within 1..{NUM_LENGTHS - 1}"
+        )
+    if not 0 <= noise <= 1:
+        raise InvalidArgumentError(f"noise is {noise}; it is a share of the filler and must be within 0..1")
+
+
+def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[Kind]) -> float:
+    """Return the share of the trace's tokens of these kinds that are right.
+
+    predicted: teacher-forced argmax, aligned with the trace: `predicted[i]` is the guess for `trace[i]`,
+               made after the prompt and the gold `trace[:i]`
+    """
+    if len(predicted) != len(example.trace):
+        raise InvalidArgumentError(
+            f"got {len(predicted)} predictions for {len(example.trace)} tokens of trace; give one for each"
+        )
+    triples = zip(example.trace, predicted, example.kinds, strict=True)
+    right = [gold == guess for gold, guess, kind in triples if kind in kinds]
+    if not right:
+        raise InvalidArgumentError(f"no token of the trace is of the kinds {sorted(k.value for k in kinds)}")
+    return sum(right) / len(right)
+
+
+def progress(example: Example, generated: Sequence[int]) -> float:
+    """Return the fraction of the trace that was generated before the first error; the rest is ignored."""
+    num_right = 0
+    for gold, token in zip(example.trace, generated, strict=False):
+        if gold != token:
+            break
+        num_right += 1
+    return num_right / len(example.trace)
+
+
+def exact_match(example: Example, generated: Sequence[int]) -> bool:
+    """Whether the whole trace was generated, `<eos>` included; what follows `<eos>` is ignored."""
+    return tuple(generated[: len(example.trace)]) == example.trace

@@ -1,0 +1,104 @@
+"""Run the grid, batch by batch, keeping what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreclaim.engine.llm import LLM
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.eval.fingerprint import cell_identity, run_identity
+from kvreclaim.eval.journal import Journal, cell_key
+from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.results import Result
+from kvreclaim.eval.rows import Cells, Problem
+from kvreclaim.eval.runner import BatchRunner, CellError
+from kvreclaim.eval.task import Item, Task
+
+OnProgress = Callable[[str, int], None]
+
+
+@dataclass(eq=False)
+class Grid:
+    """A plan on a model, half done or done.
+
+    on_progress: told (what is being done, examples that are now done)
+    """
+
+    llm: LLM
+    plan: EvalPlan
+    tasks: Sequence[Task]
+    journal: Journal
+    on_progress: OnProgress = lambda label, advance: None
+    problems: dict[tuple[Setting, str], Problem] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        if not names or len(set(names)) < len(names):
+            raise InvalidArgumentError(f"tasks are {', '.join(names) or 'none'}; name each task once.")
+        self.runner = BatchRunner(self.llm, self.plan)
+        self.identity = run_identity(self.llm, self.plan, self.runner.stats)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples to be done, over all cells."""
+        settings = len(self.plan.settings())
+        return sum(
+            settings * task.num_examples(self.plan.num_examples) * len(self._seeds(task))
+            for task in self.tasks
+        )
+
+    def run(self) -> None:
+        """Whatever is not in the journal yet. All settings see a batch before the next batch begins, so
+        that an unfinished run compares equals with equals."""
+        for task in self.tasks:
+            wanted = range(task.num_examples(self.plan.num_examples))
+            for seed in self._seeds(task):
+                for numbers, items in self._batches(task, seed, wanted):
+                    for setting in self.plan.settings():
+                        self._run_batch(setting, task, seed, dict(zip(numbers, items, strict=True)))
+
+    def cells(self) -> Cells:
+        """Results of every (setting, task), by seed and example; only those that the plan asks for."""
+        found: Cells = {}
+        for task in self.tasks:
+            wanted = range(task.num_examples(self.plan.num_examples))
+            for setting in self.plan.settings():
+                by_seed: dict[int, list[Result]] = {}
+                for seed in self._seeds(task):
+                    done = self.journal.of(cell_key(self._about(setting, task, seed)))
+                    by_seed[seed] = [done[index] for index in wanted if index in done]
+                found[setting, task.name] = by_seed
+        return found
+
+    def _seeds(self, task: Task) -> Sequence[int]:
+        return self.plan.seeds if task.seeded else self.plan.seeds[:1]
+
+    def _batches(self, task: Task, seed: int, wanted: range) -> Iterator[tuple[range, list[Item]]]:
+        first = wanted.start
+        while first < wanted.stop:
+            numbers = range(first, min(first + self.plan.batch_size, wanted.stop))
+            items = [task.item(seed, index) for index in numbers]
+            size = self.runner.batch_size(items)
+            yield numbers[:size], items[:size]
+            first += size
+
+    def _run_batch(self, setting: Setting, task: Task, seed: int, items: dict[int, Item]) -> None:
+        label = f"{task.name}: {setting.policy} {setting.fraction:.0%}"
+        about = self._about(setting, task, seed)
+        key = cell_key(about)
+        missing = [index for index in items if index not in self.journal.of(key)]
+        self.on_progress(label, 0)
+        if missing and (setting, task.name) not in self.problems:
+            try:
+                results = self.runner.run(task, [items[index] for index in missing], setting)
+                self.journal.append(key, about, list(zip(missing, results, strict=True)))
+            except CellError as error:
+                self.problems[setting, task.name] = Problem("error", str(error))
+            except KVReclaimError as error:
+                self.problems[setting, task.name] = Problem("refused", str(error))
+        self.on_progress(label, len(items))
+
+    def _about(self, setting: Setting, task: Task, seed: int) -> dict[str, Any]:
+        return cell_identity(self.identity, self.plan, setting, task, seed)

@@ -1,0 +1,64 @@
+"""The report as one HTML file that loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from kvreclaim.eval import charts
+from kvreclaim.eval.report import EvalReport, EvalRow
+
+TEMPLATE = "report.html.jinja"
+
+
+def write_html(report: EvalReport, path: Path) -> None:
+    """Tables, charts (inlined SVG) and how it was made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(report), encoding="utf-8")
+
+
+def render(report: EvalReport) -> str:
+    """The file's text."""
+    environment = Environment(
+        loader=PackageLoader("kvreclaim.eval", "templates"),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    environment.filters["mib"] = _mib
+    figures = [
+        ("Quality against K/V bytes", charts.quality_chart(report)),
+        ("Blocks freed", charts.freed_chart(report)),
+        ("Tokens per second", charts.speed_chart(report)),
+        *(
+            (f"Where the lost evidence stood: {task}", charts.loss_chart(report, task))
+            for task in report.tasks
+        ),
+    ]
+    return environment.get_template(TEMPLATE).render(
+        header=report.header,
+        tasks=[(task, report.of(task), report.summary(task)) for task in report.tasks],
+        extras={task: _extras(report.rows, task) for task in report.tasks},
+        problems=report.problems,
+        figures=[(title, _data_uri(svg)) for title, svg in figures if svg is not None],
+    )
+
+
+def _extras(rows: list[EvalRow], task: str) -> list[str]:
+    return list(dict.fromkeys(name for row in rows if row.task == task for name in row.extra))
+
+
+def _data_uri(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _mib(value: float | None) -> str:
+    return "–" if value is None else f"{value / 2**20:,.2f}"

@@ -1,0 +1,181 @@
+"""What an evaluation found, as data: the JSON file is this, the CSV its rows."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from kvreclaim.eval.task import Metric
+
+Bounds = tuple[float, float]
+
+
+class EvalRow(BaseModel):
+    """One policy at one budget on one task, all seeds together.
+
+    status, reason:  "ok", where reason says what could not be done besides; "refused": the policy cannot
+                     run here; "error": the figures can't be trusted
+    fraction:        of the full cache's bytes at each sequence's final length; 1 for the full cache
+    budget:          the same in tokens, in whole blocks; mean over the examples
+    value:           of the metric; accuracy repeats it where the metric is accuracy, else None
+    ci95:            of value, over examples; ci_method: wilson or bootstrap
+    value_by_seed:   seed -> value
+    of_full:         value / value of the full cache on the same examples; of_full_ci95: paired bootstrap
+    num_examples, num_judged: examples, and verdicts in them
+    kv_bytes:        most K/V bytes that a sequence's blocks held behind its prompt, mean over examples
+    kv_bytes_peak:   the same at any time, the prompt's prefill included
+    kv_bytes_budget: fraction x the bytes of the full cache, mean; kv_bytes_full: of the full cache's blocks
+    blocks_freed, tokens_evicted, compactions, preemptions: summed over the examples
+    reclaim_efficiency: blocks freed / blocks that perfect packing would have freed
+    examples_compressed: examples in which at least one compression fired
+    tokens_per_s:    over the row's batches; speed_of: "scoring" (teacher-forced, prompt included) or
+                     "generation" (generated tokens alone, prompt's time included)
+    extra:           further figures, mean over examples (exact_match, progress, kl, ...)
+    lost_at, asked_at: verdicts by where their evidence lay, in tenths of the sequence: wrong ones, all
+    """
+
+    policy: str
+    fraction: float
+    budget: int | None = None
+    kv_cache_dtype: str
+    task: str
+    metric: Metric
+    status: Literal["ok", "refused", "error"] = "ok"
+    reason: str | None = None
+    value: float | None = None
+    accuracy: float | None = None
+    ci95: Bounds | None = None
+    ci_method: str | None = None
+    value_by_seed: dict[str, float] = {}
+    of_full: float | None = None
+    of_full_ci95: Bounds | None = None
+    num_examples: int = 0
+    num_judged: float = 0
+    kv_bytes: float | None = None
+    kv_bytes_peak: float | None = None
+    kv_bytes_budget: float | None = None
+    kv_bytes_full: float | None = None
+    blocks_freed: int | None = None
+    blocks_perfect: int | None = None
+    reclaim_efficiency: float | None = None
+    tokens_evicted: int | None = None
+    compactions: int | None = None
+    examples_compressed: int | None = None
+    preemptions: int | None = None
+    tokens_per_s: float | None = None
+    speed_of: Literal["scoring", "generation"] | None = None
+    elapsed_s: float | None = None
+    extra: dict[str, float] = {}
+    lost_at: list[int] = []
+    asked_at: list[int] = []
+
+    @property
+    def name(self) -> str:
+        """The policy, and the KV format where one was named."""
+        return self.policy if self.kv_cache_dtype == "auto" else f"{self.policy}, {self.kv_cache_dtype}"
+
+
+class Header(BaseModel):
+    """What was measured, and on what."""
+
+    command: str
+    version: str
+    model: str
+    fingerprint: str
+    dtype: str
+    device: str
+    kernels: str
+    block_size: int
+    kv_bytes_per_token: int
+    interval: int
+    sinks: int
+    recent: int
+    protect_prompt: bool
+    mode: str | None
+    seeds: list[int]
+    num_examples: int
+    tasks: dict[str, dict[str, Any]]
+
+
+class EvalReport(BaseModel):
+    """Header and rows."""
+
+    header: Header
+    rows: list[EvalRow]
+
+    @property
+    def errors(self) -> list[EvalRow]:
+        """Rows whose figures can't be trusted."""
+        return [row for row in self.rows if row.status == "error"]
+
+    @property
+    def problems(self) -> dict[tuple[str, str], list[str]]:
+        """("refused", "error" or "note", reason) -> the cells that it is about."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.reason is not None:
+                kind = "note" if row.status == "ok" else row.status
+                cell = f"{row.name} {row.fraction:.0%} on {row.task}"
+                found.setdefault((kind, row.reason), []).append(cell)
+        return found
+
+    @property
+    def policies(self) -> list[str]:
+        return list(dict.fromkeys(row.policy for row in self.rows))
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(row.task for row in self.rows))
+
+    def of(self, task: str) -> list[EvalRow]:
+        """The rows of a task."""
+        return [row for row in self.rows if row.task == task]
+
+    def summary(self, task: str) -> str:
+        """What a task's rows rest on."""
+        run = next((row for row in self.of(task) if row.num_examples), None)
+        if run is None:
+            return "nothing was run"
+        return f"{run.num_examples} examples, {run.num_judged:g} verdicts; tokens/s of {run.speed_of}"
+
+    def row(self, policy: str, task: str, fraction: float | None = None) -> EvalRow:
+        """The first row of a policy on a task (and at a fraction). Raises: KeyError."""
+        for row in self.rows:
+            if (row.policy, row.task) == (policy, task) and fraction in (None, row.fraction):
+                return row
+        raise KeyError(f"no row of {policy} on {task} at {fraction}")
+
+    def write_json(self, path: Path) -> None:
+        _parent(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    def write_csv(self, path: Path) -> None:
+        """A line for each row; lists and maps as JSON-like text, ci95 as two columns."""
+        rows = [_flat(row) for row in self.rows]
+        with _parent(path).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _flat(row: EvalRow) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.model_dump(mode="json").items():
+        if name in ("ci95", "of_full_ci95"):
+            flat[f"{name}_low"], flat[f"{name}_high"] = value or (None, None)
+        elif name == "extra":
+            flat |= value
+        elif isinstance(value, dict):
+            flat[name] = " ".join(f"{key}={item:.6g}" for key, item in value.items())
+        elif isinstance(value, list):
+            flat[name] = " ".join(map(str, value))
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,57 @@
+"""One example under one policy: the verdict and what it cost; one line of the journal."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from kvreclaim.engine.outputs import RequestMetrics
+
+
+class Result(BaseModel):
+    """Figures of one example.
+
+    points, out_of, found, lost, extra: as in task.Outcome
+    num_tokens, budget:  final length and budget, tokens
+    full_blocks:         blocks that the full cache of this sequence takes
+    answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time
+    timed_tokens, elapsed_s: tokens generated, or computed where nothing was, and its share of the batch's
+                         wall time; generated says which
+    note:                what could not be done besides, and why
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    points: float
+    out_of: float
+    found: tuple[float, ...] = ()
+    lost: tuple[float, ...] = ()
+    extra: dict[str, float] = {}
+    num_tokens: int
+    budget: int
+    full_blocks: int
+    answer_blocks: int
+    peak_blocks: int
+    blocks_freed: int
+    blocks_perfect: int
+    tokens_evicted: int
+    compactions: int
+    postponed: int
+    preemptions: int
+    timed_tokens: int
+    elapsed_s: float
+    generated: bool
+    note: str | None = None
+
+
+def cost(metrics: RequestMetrics) -> dict[str, int]:
+    """The fields of Result that the engine tells."""
+    return {
+        "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
+        "peak_blocks": metrics.peak_blocks,
+        "blocks_freed": metrics.blocks_freed,
+        "blocks_perfect": metrics.blocks_perfect,
+        "tokens_evicted": metrics.tokens_evicted,
+        "compactions": metrics.compactions,
+        "postponed": metrics.compactions_postponed,
+        "preemptions": metrics.preemptions,
+    }

@@ -1,0 +1,210 @@
+"""From the results of examples to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreclaim.compression.registry import make_policy
+from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
+from kvreclaim.eval.plan import FULL, EvalPlan, Setting
+from kvreclaim.eval.report import EvalRow
+from kvreclaim.eval.results import Result
+from kvreclaim.eval.task import Metric, Task
+
+NUM_BINS = 10
+BySeed = Mapping[int, Sequence[Result]]
+Cells = dict[tuple[Setting, str], BySeed]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a cell has no figures, or none to be trusted."""
+
+    status: Literal["refused", "error"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """Bytes over all layers of a block, and of a token in the model's own dtype."""
+
+    block_bytes: int
+    token_bytes: int
+
+
+def make_rows(
+    plan: EvalPlan,
+    tasks: Sequence[Task],
+    cells: Cells,
+    problems: Mapping[tuple[Setting, str], Problem],
+    size: KVSize,
+) -> list[EvalRow]:
+    """A row for each setting on each task, in the order of the plan."""
+    rows = []
+    for task in tasks:
+        baselines = {s.kv_cache_dtype: cells[s, task.name] for s in plan.settings() if _is_full(s)}
+        for setting in plan.settings():
+            by_seed = cells[setting, task.name]
+            problem = problems.get((setting, task.name)) or _distrust(plan, setting, by_seed)
+            fields = _costs(setting, by_seed, size)
+            if problem is None:
+                fields |= _quality(task.metric, by_seed)
+                fields |= _beside_full(task.metric, by_seed, baselines.get(setting.kv_cache_dtype))
+                fields["reason"] = _note(setting, by_seed)
+            else:
+                fields |= {"status": problem.status, "reason": problem.reason}
+            rows.append(
+                EvalRow(
+                    policy=setting.policy,
+                    fraction=setting.fraction,
+                    kv_cache_dtype=setting.kv_cache_dtype,
+                    task=task.name,
+                    metric=task.metric,
+                    **fields,
+                )
+            )
+    return rows
+
+
+def _is_full(setting: Setting) -> bool:
+    return make_policy(setting.policy).name == FULL
+
+
+def _flat(by_seed: BySeed) -> list[Result]:
+    return [result for results in by_seed.values() for result in results]
+
+
+def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed) -> Problem | None:
+    """What makes figures worthless: a policy that was never asked, a sequence computed twice."""
+    results = _flat(by_seed)
+    if not results:
+        return Problem("error", "nothing was run")
+    if make_policy(setting.policy).evicts and not any(r.compactions for r in results):
+        longest = max(results, key=lambda r: r.num_tokens)
+        return Problem(
+            "error",
+            f"no compression fired: the longest of {len(results)} sequences has {longest.num_tokens} tokens, "
+            f"and one fires at budget {longest.budget} + interval {plan.interval}; raise the number of "
+            "tokens, or lower the budget or the interval",
+        )
+    if preempted := sum(r.preemptions for r in results):
+        return Problem("error", f"{preempted} preemptions; give the pool more blocks or lower the batch size")
+    if postponed := sum(r.postponed for r in results):
+        return Problem("error", f"{postponed} compressions postponed for lack of blocks; enlarge the pool")
+    return None
+
+
+def _note(setting: Setting, by_seed: BySeed) -> str | None:
+    """What a reader of good figures should still know."""
+    results = _flat(by_seed)
+    compressed = sum(r.compactions > 0 for r in results)
+    notes = sorted({r.note for r in results if r.note})
+    if make_policy(setting.policy).evicts and compressed < len(results):
+        notes.append(
+            f"compression fired in {compressed} of {len(results)} examples; the others were too short"
+        )
+    return "; ".join(notes) or None
+
+
+def _costs(setting: Setting, by_seed: BySeed, size: KVSize) -> dict[str, Any]:
+    results = _flat(by_seed)
+    if not results:
+        return {}
+    mean = {name: float(np.mean([getattr(r, name) for r in results])) for name in _MEANS}
+    total = {name: sum(getattr(r, name) for r in results) for name in _SUMS}
+    elapsed_s = sum(r.elapsed_s for r in results)
+    extras = sorted({name for r in results for name in r.extra})
+    return {
+        "budget": round(mean["budget"]),
+        "kv_bytes": mean["answer_blocks"] * size.block_bytes,
+        "kv_bytes_peak": mean["peak_blocks"] * size.block_bytes,
+        "kv_bytes_full": mean["full_blocks"] * size.block_bytes,
+        "kv_bytes_budget": setting.fraction * mean["num_tokens"] * size.token_bytes,
+        **total,
+        "reclaim_efficiency": total["blocks_freed"] / total["blocks_perfect"]
+        if total["blocks_perfect"]
+        else None,
+        "examples_compressed": sum(r.compactions > 0 for r in results),
+        "num_examples": len(results),
+        "num_judged": sum(r.out_of for r in results),
+        "tokens_per_s": sum(r.timed_tokens for r in results) / elapsed_s,
+        "speed_of": "generation" if results[0].generated else "scoring",
+        "elapsed_s": elapsed_s,
+        "extra": {
+            name: float(np.mean([r.extra[name] for r in results if name in r.extra])) for name in extras
+        },
+        "lost_at": _histogram([place for r in results for place in r.lost]),
+        "asked_at": _histogram([place for r in results for place in (*r.found, *r.lost)]),
+    }
+
+
+_MEANS = ("budget", "answer_blocks", "peak_blocks", "full_blocks", "num_tokens")
+_SUMS = ("blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
+
+
+def _histogram(places: list[float]) -> list[int]:
+    return [int(n) for n in np.histogram(places, bins=NUM_BINS, range=(0.0, 1.0))[0]]
+
+
+def _quality(metric: Metric, by_seed: BySeed) -> dict[str, Any]:
+    results = _flat(by_seed)
+    points, out_of = _columns(results)
+    value = _value(metric, points.sum(), out_of.sum())
+    interval: Interval | None
+    if metric is Metric.PERPLEXITY:
+        interval = bootstrap(lambda rows: _values(metric, points, out_of, rows), len(results))
+    else:
+        interval = ratio_interval(points, out_of)
+    return {
+        "value": value,
+        "accuracy": value if metric is Metric.ACCURACY else None,
+        "ci95": None if interval is None else (interval.low, interval.high),
+        "ci_method": None if interval is None else interval.method,
+        "value_by_seed": {
+            str(seed): _value(metric, *(column.sum() for column in _columns(some)))
+            for seed, some in by_seed.items()
+            if some
+        },
+    }
+
+
+def _beside_full(metric: Metric, by_seed: BySeed, full: BySeed | None) -> dict[str, Any]:
+    """The value over the full cache's, both from the same examples in every resample."""
+    if full is None or [len(full.get(s, ())) for s in by_seed] != [len(r) for r in by_seed.values()]:
+        return {}
+    ours, theirs = _columns(_flat(by_seed)), _columns(_flat(full))
+    whole = np.arange(len(ours[0]))[None]
+    base = float(_values(metric, *theirs, whole)[0])
+    if not base:
+        return {}
+
+    def ratio(rows: Rows) -> Array:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return _values(metric, *ours, rows) / _values(metric, *theirs, rows)
+
+    interval = bootstrap(ratio, len(ours[0]))
+    return {
+        "of_full": float(ratio(whole)[0]),
+        "of_full_ci95": None if interval is None else (interval.low, interval.high),
+    }
+
+
+def _columns(results: Sequence[Result]) -> tuple[Array, Array]:
+    return np.array([r.points for r in results]), np.array([r.out_of for r in results])
+
+
+def _values(metric: Metric, points: Array, out_of: Array, rows: Rows) -> Array:
+    """[resamples] values of the examples in each row [resamples, n]."""
+    return _value(metric, points[rows].sum(-1), out_of[rows].sum(-1))
+
+
+def _value(metric: Metric, points: Any, out_of: Any) -> Any:
+    share = points / out_of
+    value = np.exp(share) if metric is Metric.PERPLEXITY else share
+    return float(value) if np.ndim(value) == 0 else value

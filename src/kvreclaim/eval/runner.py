@@ -1,0 +1,215 @@
+"""Run a batch of examples under one setting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvreclaim.compression import CompressionConfig, QueryStats
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.llm import LLM, Observer
+from kvreclaim.engine.outputs import RequestMetrics, ScoreOutput
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.eval.agreement import Divergence, FullRows
+from kvreclaim.eval.budget import kv_format
+from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.results import Result, cost
+from kvreclaim.eval.task import Answer, FreeTask, Item, Outcome, Task
+
+
+class CellError(KVReclaimError):
+    """A request of a cell failed while it ran; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What came back for one item; seconds and tokens are those of its batch's call, by example."""
+
+    answer: Answer
+    metrics: RequestMetrics
+    timed_tokens: int
+    elapsed_s: float
+    generated: bool
+
+
+class BatchRunner:
+    """Runs items through one engine; every batch starts without cached prefixes.
+
+    stats: of the model's queries, read once; None where there are none
+    """
+
+    def __init__(self, llm: LLM, plan: EvalPlan) -> None:
+        self.llm = llm
+        self.plan = plan
+        self.stats = _load_stats(llm, plan)
+        self._rows: dict[Item, FullRows] = {}
+        self.formats = {name: kv_format(name, llm.loaded.facts) for name in plan.kv_cache_dtypes}
+
+    def batch_size(self, items: Sequence[Item]) -> int:
+        """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
+        config = self.llm.engine.config
+        assert config.num_blocks is not None, "the engine's limits are set"
+        per_sequence = max(self._blocks(item.num_tokens) for item in items)
+        return max(1, min(self.plan.batch_size, config.max_num_seqs, config.num_blocks // per_sequence))
+
+    def run(self, task: Task, items: Sequence[Item], setting: Setting) -> list[Result]:
+        """Judge every item.
+
+        Raises: KVReclaimError where the setting cannot run here; CellError where a request failed.
+        """
+        configs = [self._config(item, setting) for item in items]
+        self._start_cold()
+        watchers = [Divergence(rows) for rows in self._full_rows(items)] if task.compares else None
+        said = (
+            self._score(items, configs, watchers) if items[0].continuation else self._generate(items, configs)
+        )
+        outcomes = [task.judge(item, s.answer) for item, s in zip(items, said, strict=True)]
+        note = None
+        if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
+            try:
+                said, outcomes = self._run_free(task, items, configs, said, outcomes)
+            except InvalidArgumentError as error:  # a policy that needs the future, for one
+                note = f"not run freely: {error}"
+        return [
+            self._result(item, config, s, outcome, note)
+            for item, config, s, outcome in zip(items, configs, said, outcomes, strict=True)
+        ]
+
+    def _config(self, item: Item, setting: Setting) -> CompressionConfig | None:
+        """Of one sequence; tried on the model, so that what cannot run is refused before anything does."""
+        block_size = self.llm.engine.config.block_size
+        kv = self.formats[setting.kv_cache_dtype]
+        budget = kv.budget_tokens(setting.fraction, item.num_tokens, block_size)
+        config = self.plan.compression(setting, budget, self.stats)
+        if config is not None:
+            self.llm.compressor(config)
+        return config
+
+    def _run_free(
+        self,
+        task: FreeTask,
+        items: Sequence[Item],
+        configs: list[CompressionConfig | None],
+        said: list[_Said],
+        outcomes: list[Outcome],
+    ) -> tuple[list[_Said], list[Outcome]]:
+        """The same with figures of free generation; speed is that of generating, memory that of scoring."""
+        self._start_cold()
+        freely = self._generate(items, configs)
+        said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
+        outcomes = [
+            replace(outcome, extra={**outcome.extra, **task.judge_free(item, f.answer)})
+            for outcome, item, f in zip(outcomes, items, freely, strict=True)
+        ]
+        return said, outcomes
+
+    def _score(
+        self,
+        items: Sequence[Item],
+        configs: list[CompressionConfig | None],
+        watchers: list[Divergence] | None,
+    ) -> list[_Said]:
+        outs, elapsed_s = self._timed_scores(items, configs, watchers)
+        sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
+        return [
+            _Said(
+                Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
+                out.metrics,
+                item.num_tokens,
+                elapsed_s / len(items),
+                generated=False,
+            )
+            for item, out, compared in zip(items, outs, sums, strict=True)
+        ]
+
+    def _timed_scores(
+        self,
+        items: Sequence[Item],
+        configs: list[CompressionConfig | None],
+        watchers: Sequence[Observer] | None,
+    ) -> tuple[list[ScoreOutput], float]:
+        started = time.perf_counter()
+        outs = self.llm.score(
+            [list(item.prompt) for item in items],
+            [list(item.continuation) for item in items],
+            configs,
+            observers=watchers,
+        )
+        elapsed_s = time.perf_counter() - started
+        _raise_errors([out.error for out in outs])
+        return outs, elapsed_s
+
+    def _full_rows(self, items: Sequence[Item]) -> list[FullRows]:
+        """The full cache's distributions, kept until other items come."""
+        if any(item not in self._rows for item in items):
+            vocab = self.llm.loaded.vocab_size
+            self._rows = {item: FullRows(len(item.continuation), vocab) for item in items}
+            self._timed_scores(items, [None] * len(items), [self._rows[item] for item in items])
+            self._start_cold()
+        return [self._rows[item] for item in items]
+
+    def _generate(self, items: Sequence[Item], configs: list[CompressionConfig | None]) -> list[_Said]:
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=len(item.continuation) or item.max_new_tokens,
+                ignore_eos=bool(item.continuation),
+            )
+            for item in items
+        ]
+        started = time.perf_counter()
+        outs = self.llm.generate([list(item.prompt) for item in items], params, configs)
+        elapsed_s = (time.perf_counter() - started) / len(items)
+        _raise_errors([out.error for out in outs])
+        return [
+            _Said(
+                Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
+                out.metrics,
+                out.metrics.num_generated_tokens,
+                elapsed_s,
+                generated=True,
+            )
+            for out in outs
+        ]
+
+    def _start_cold(self) -> None:
+        self.llm.engine.memory.reset_prefix_cache()
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.llm.engine.config.block_size)
+
+    def _result(
+        self, item: Item, config: CompressionConfig | None, said: _Said, outcome: Outcome, note: str | None
+    ) -> Result:
+        return Result(
+            points=outcome.points,
+            out_of=outcome.out_of,
+            found=outcome.found,
+            lost=outcome.lost,
+            extra=dict(outcome.extra),
+            num_tokens=item.num_tokens,
+            budget=item.num_tokens if config is None else config.budget,
+            full_blocks=self._blocks(item.num_tokens),
+            timed_tokens=said.timed_tokens,
+            elapsed_s=said.elapsed_s,
+            generated=said.generated,
+            note=note,
+            **cost(said.metrics),
+        )
+
+
+def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
+    """The caller's statistics, or those beside the weights; read once for all budgets."""
+    if isinstance(plan.stats, QueryStats):
+        return plan.stats
+    beside = llm.stats_file
+    if plan.stats is not None:
+        return QueryStats.load(plan.stats)
+    return QueryStats.load(beside) if beside.is_file() else None
+
+
+def _raise_errors(errors: list[str | None]) -> None:
+    failed = [error for error in errors if error is not None]
+    if failed:
+        raise CellError(f"{len(failed)} of {len(errors)} requests failed: {failed[0]}")

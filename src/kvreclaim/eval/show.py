@@ -1,0 +1,101 @@
+"""The grid on a terminal: a bar while it runs, a table for each task at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kvreclaim.eval.compare import OnStart
+from kvreclaim.eval.grid import OnProgress
+from kvreclaim.eval.report import EvalReport, EvalRow
+
+MEBI = 2**20
+HEADINGS = (
+    "policy",
+    "keeps",
+    "tokens",
+    "{metric}",
+    "95 % CI",
+    "of full",
+    "KV MiB",
+    "freed",
+    "reclaim",
+    "tok/s",
+)
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[OnStart]:
+    """Examples done of all examples, with what is being run; drawn on the console, gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=True) as progress:
+
+        def on_start(num_examples: int) -> OnProgress:
+            task = progress.add_task("evaluate", total=num_examples)
+            return lambda label, advance: progress.update(
+                task, description=escape(f"{label:<36.36}"), advance=advance
+            )
+
+        yield on_start
+
+
+def show_report(console: Console, report: EvalReport) -> None:
+    """A table for each task, then what was refused or failed, with its reason."""
+    head = report.header
+    console.print(
+        f"{head.model}, {head.dtype} on {head.device}; interval {head.interval}, {head.sinks} sinks, "
+        f"{head.recent} recent tokens; seeds {', '.join(map(str, head.seeds))}",
+        style="bold",
+    )
+    for task in report.tasks:
+        console.print(task_table(report, task))
+    for (status, reason), cells in report.problems.items():
+        style = {"error": "red", "refused": "yellow"}.get(status, "dim")
+        console.print(f"{status}: {', '.join(cells)}: {reason}", style=style, markup=False)
+
+
+def task_table(report: EvalReport, task: str) -> Table:
+    """One line for each policy and budget."""
+    rows = report.of(task)
+    first = next((row for row in rows if row.num_examples), rows[0])
+    extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+    table = Table(title=escape(f"{task} ({report.summary(task)})"), box=box.SIMPLE_HEAD)
+    for i, heading in enumerate((*HEADINGS, *extras)):
+        table.add_column(heading.format(metric=first.metric.value), justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*_cells(row, first.speed_of), *(_number(row.extra.get(name)) for name in extras))
+    return table
+
+
+def _cells(row: EvalRow, speed_of: str | None) -> list[str]:
+    interval = "-" if row.ci95 is None else f"{row.ci95[0]:.3f}..{row.ci95[1]:.3f}"
+    return [
+        escape(row.name),
+        f"{row.fraction:.0%}",
+        "-" if row.budget is None else f"{row.budget:,}",
+        _number(row.value) if row.status == "ok" else row.status,
+        interval,
+        _number(row.of_full),
+        "-" if row.kv_bytes is None else f"{row.kv_bytes / MEBI:.2f}",
+        "-" if row.blocks_freed is None else f"{row.blocks_freed:,}",
+        _number(row.reclaim_efficiency, 2),
+        "-" if row.tokens_per_s is None or row.speed_of != speed_of else f"{row.tokens_per_s:,.0f}",
+    ]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,122 @@
+"""What the evaluation asks of a task: examples as token ids, and a verdict on what the model said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+SEED_STRIDE = 1_000_000
+"""Seed s draws the examples s * SEED_STRIDE, s * SEED_STRIDE + 1, ... of a task."""
+
+
+class Metric(StrEnum):
+    """What the value of a row means."""
+
+    ACCURACY = "accuracy"
+    """Share of what was asked that was right."""
+    PERPLEXITY = "perplexity"
+    """exp of the mean negative log-likelihood of a given token; lower is better."""
+    AGREEMENT = "top1_agreement"
+    """Share of places whose most likely token is the full cache's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One example as the engine gets it.
+
+    prompt:         token ids
+    continuation:   token ids that are scored (teacher forcing); empty where the answer is generated
+    max_new_tokens: most tokens of a generated answer
+    payload:        whatever the task needs for its verdict
+    """
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...] = ()
+    max_new_tokens: int = 0
+    payload: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The sequence's final length, tokens: what the budget is a share of."""
+        return len(self.prompt) + (len(self.continuation) or self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said to one item.
+
+    predicted, logprobs: per continuation token, the most likely token and the given one's log-probability
+    text, token_ids:     of a generated answer
+    compared:            sums against the full cache, for a task that compares (agreement.Divergence)
+    """
+
+    predicted: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    compared: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict on one example; a row's value comes from sum(points) / sum(out_of).
+
+    found, lost: where the evidence of right and of wrong answers lay, as shares of the sequence in [0, 1]
+    extra:       further figures, averaged over the examples of a row
+    """
+
+    points: float
+    out_of: float
+    found: tuple[float, ...] = ()
+    lost: tuple[float, ...] = ()
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A family of examples. Pure: item depends on the arguments and on what identity says, alone.
+
+    name:     as in the report
+    metric:   of its rows
+    identity: all that decides its items and verdicts, as JSON values; part of the journal's key
+    seeded:   False where the seed changes nothing (a given file): the first seed alone is run
+    compares: True where the verdict needs the full cache's distributions (Answer.compared)
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metric(self) -> Metric: ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    @property
+    def seeded(self) -> bool: ...
+
+    @property
+    def compares(self) -> bool: ...
+
+    def num_examples(self, wanted: int) -> int:
+        """How many of the wanted examples there are."""
+        ...
+
+    def item(self, seed: int, index: int) -> Item:
+        """Example number index of a seed."""
+        ...
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        """The verdict on what was said."""
+        ...
+
+
+@runtime_checkable
+class FreeTask(Protocol):
+    """A scored task whose continuation can also be generated freely."""
+
+    def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
+        """Further figures of an answer that was generated (Outcome.extra)."""
+        ...

@@ -1,0 +1,134 @@
+"""From the name of a task to the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from kvreclaim.checks import check_choice, check_int
+from kvreclaim.engine.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval.agreement import Agreement
+from kvreclaim.eval.demo_tasks import DEMO_TASKS
+from kvreclaim.eval.jsonl import JsonlTask, read_questions
+from kvreclaim.eval.perplexity import Perplexity
+from kvreclaim.eval.task import Task
+from kvreclaim.eval.text.base import TextTask
+from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
+from kvreclaim.eval.text.prose import Encoder
+from kvreclaim.eval.text.variables import TextVariableTracking
+from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
+from kvreclaim.eval.traces import TraceTask, knows_demo_vocabulary
+from kvreclaim.eval.windows import RandomWindows, TextWindows
+
+DIALECTS = ("auto", "demo", "text")
+TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
+    {
+        "recall": TextRecall,
+        "multi_query": TextMultiQuery,
+        "variable_tracking": TextVariableTracking,
+        "rsq": TextRSQ,
+    }
+)
+ANY_MODEL = ("perplexity", "agreement", "jsonl:PATH", "jsonl-exact:PATH")
+JSONL_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Sizes and files of the tasks that are asked for by name.
+
+    num_tokens:     most tokens of a sequence, prompt and answer
+    text:           of perplexity, and of agreement instead of random tokens
+    dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
+    max_new_tokens: of a generated answer; None takes each task's own
+    """
+
+    num_tokens: int = 2048
+    text: Path | None = None
+    dialect: str = "auto"
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("num_tokens", self.num_tokens, 16)
+        check_choice("dialect", self.dialect, DIALECTS)
+        if self.max_new_tokens is not None:
+            check_int("max_new_tokens", self.max_new_tokens, 1)
+
+
+def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:
+    """The tasks of these names for a model.
+
+    Names: those of DEMO_TASKS or TEXT_TASKS, by dialect ("rsq:12" sets the steps of the text one);
+    "perplexity", "agreement", "jsonl:PATH", "jsonl-exact:PATH".
+    Raises: InvalidArgumentError for an unknown name and for what a task lacks.
+    """
+    return [_make(name, llm, options) for name in names]
+
+
+def uses_demo(llm: LLM, dialect: str) -> bool:
+    """Whether tasks speak the demo model's vocabulary. Raises: InvalidArgumentError where they cannot."""
+    tokenizer = llm.loaded.tokenizer
+    known = tokenizer is not None and knows_demo_vocabulary(tokenizer.get_vocab())
+    if dialect == "demo" and not known:
+        raise InvalidArgumentError(
+            f"dialect is 'demo', but the tokenizer of {llm.loaded.facts.name} has another vocabulary than "
+            "the demo model's; use --dialect text."
+        )
+    return known if dialect == "auto" else dialect == "demo"
+
+
+def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
+    kind, _, argument = name.partition(":")
+    if kind == "perplexity" and not argument:
+        if options.text is None:
+            raise InvalidArgumentError("task perplexity needs a text; pass --text FILE.")
+        return Perplexity(TextWindows.read(llm, options.text, options.num_tokens))
+    if kind == "agreement" and not argument:
+        if options.text is None:
+            return Agreement(RandomWindows(llm.loaded.vocab_size, options.num_tokens))
+        return Agreement(TextWindows.read(llm, options.text, options.num_tokens))
+    if kind in ("jsonl", "jsonl-exact") and argument:
+        return _jsonl(name, Path(argument), llm, options)
+    if uses_demo(llm, options.dialect):
+        if name in DEMO_TASKS:
+            return TraceTask(name, options.num_tokens)
+    elif kind in TEXT_TASKS and (not argument or kind == "rsq"):
+        return _text(kind, argument, llm, options)
+    known = DEMO_TASKS if uses_demo(llm, options.dialect) else TEXT_TASKS
+    dialect = "demo" if uses_demo(llm, options.dialect) else "text"
+    raise InvalidArgumentError(
+        f"task {name!r} is unknown in the {dialect} dialect; known are {', '.join((*known, *ANY_MODEL))}."
+    )
+
+
+def _jsonl(name: str, path: Path, llm: LLM, options: TaskOptions) -> JsonlTask:
+    return JsonlTask(
+        name=name,
+        encode=Encoder(llm.tokenizer),
+        questions=read_questions(path),
+        max_new_tokens=options.max_new_tokens or JSONL_TOKENS,
+        exact=name.startswith("jsonl-exact:"),
+    )
+
+
+def _text(kind: str, argument: str, llm: LLM, options: TaskOptions) -> TextTask:
+    encode, most = Encoder(llm.tokenizer), options.max_new_tokens
+    if kind == "rsq":
+        steps = _steps(argument)
+        task: TextTask = TextRSQ(encode, options.num_tokens, most or 64 * (steps + 2), steps=steps)
+    else:
+        make: Callable[..., TextTask] = TEXT_TASKS[kind]
+        task = make(encode, options.num_tokens, most or 128)
+    task.item(0, 0)
+    return task
+
+
+def _steps(argument: str) -> int:
+    if not argument:
+        return DEFAULT_STEPS
+    if not argument.isdecimal() or int(argument) < 1:
+        raise InvalidArgumentError(f"rsq:{argument} names no number of steps; write, for example, rsq:12.")
+    return int(argument)

@@ -1,0 +1,1 @@
+"""The tasks in plain English, for any chat model and tokenizer, scored from generated text."""

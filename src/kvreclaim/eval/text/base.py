@@ -1,0 +1,85 @@
+"""What the text tasks share: a prompt of the asked length, and parts of an answer marked one by one."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvreclaim.eval.task import Answer, Item, Metric, Outcome
+from kvreclaim.eval.text.prose import Encoder, Question, fit
+
+END_OF_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Prompts of at most num_tokens - max_new_tokens tokens. A subclass writes and marks them.
+
+    max_new_tokens: of the answer; an answer cut off by it is marked as it stands
+    """
+
+    encode: Encoder
+    num_tokens: int
+    max_new_tokens: int
+    metric: Metric = field(default=Metric.ACCURACY, init=False)
+    seeded: bool = field(default=True, init=False)
+    compares: bool = field(default=False, init=False)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As in the report."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {
+            "dialect": "text",
+            "template": self.encode.identity,
+            "num_tokens": self.num_tokens,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+    def num_examples(self, wanted: int) -> int:
+        return wanted
+
+    def item(self, seed: int, index: int) -> Item:
+        write = partial(self._write_again, f"{self.name}:{seed}:{index}", index)
+        question, tokens = fit(write, self.encode, self.num_tokens - self.max_new_tokens, self.name)
+        return Item(tokens, max_new_tokens=self.max_new_tokens, payload=question)
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        question: Question = item.payload
+        marks = self.mark(question, final_part(answer.text))
+        share = len(item.prompt) / item.num_tokens
+        placed = list(zip(question.evidence, marks, strict=True)) if question.evidence else []
+        return Outcome(
+            points=sum(marks),
+            out_of=len(marks),
+            found=tuple(place * share for place, right in placed if right),
+            lost=tuple(place * share for place, right in placed if not right),
+            extra=self.extra(question, final_part(answer.text)),
+        )
+
+    @abstractmethod
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+        """The prompt of this example with so much filler; the rest of it must not depend on the filler."""
+
+    @abstractmethod
+    def mark(self, question: Question, text: str) -> list[bool]:
+        """Which parts of the answer the text gives."""
+
+    def extra(self, question: Question, text: str) -> Mapping[str, float]:
+        """Further figures."""
+        return {}
+
+    def _write_again(self, seed: str, index: int, num_sentences: int) -> Question:
+        return self.write(random.Random(seed), index, num_sentences)
+
+
+def final_part(text: str) -> str:
+    """What comes after a reasoning model's thoughts; all of it where it shows none."""
+    return text.rpartition(END_OF_THOUGHT)[2]

@@ -1,0 +1,144 @@
+"""Filler without facts, facts spread in it, and prompts that fit a number of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.loader import Tokenizer
+
+_SUBJECTS = (
+    "The gardener",
+    "A tired clerk",
+    "The old ferryman",
+    "Her neighbour",
+    "The baker",
+    "A travelling student",
+    "The carpenter",
+    "My uncle",
+    "The night porter",
+    "A young teacher",
+    "The miller",
+    "The postman",
+)
+_VERBS = (
+    "waited for",
+    "walked past",
+    "asked about",
+    "wrote a letter about",
+    "looked after",
+    "dreamed of",
+    "paid for",
+    "laughed at",
+    "forgot",
+    "remembered",
+    "described",
+    "painted",
+)
+_OBJECTS = (
+    "the small garden",
+    "a basket of apples",
+    "the harbour wall",
+    "the broken clock",
+    "a warm coat",
+    "the empty square",
+    "the wooden stairs",
+    "a quiet afternoon",
+    "the first snow",
+    "the long road",
+    "a cup of tea",
+    "the village fair",
+)
+_ENDINGS = (
+    "before the rain came",
+    "while the bells rang",
+    "without saying much",
+    "on a grey morning",
+    "as everyone expected",
+    "for the third time",
+    "after the market closed",
+    "until the lamps were lit",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with its answer.
+
+    text:     the whole prompt
+    answer:   what the task compares with
+    evidence: for each part of the answer, where it stands, as a share of the text
+    """
+
+    text: str
+    answer: tuple[str, ...]
+    evidence: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Text to token ids, as one user turn of the tokenizer's chat template where it has one."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            return tuple(self.tokenizer.encode(text))
+        turn = [{"role": "user", "content": text}]
+        whole = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return tuple(self.tokenizer.encode(str(whole), add_special_tokens=False))
+
+    @property
+    def identity(self) -> str | None:
+        """The template's text: another one makes another prompt."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        return None if template is None else str(template)
+
+
+def sentence(rng: random.Random) -> str:
+    """A sentence that answers nothing."""
+    return f"{' '.join(map(rng.choice, (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)))}."
+
+
+def spread(
+    rng: random.Random, facts: Sequence[str], depths: Sequence[float], num_sentences: int
+) -> tuple[str, list[float]]:
+    """Put each fact at its depth (0 start, 1 end) among num_sentences of filler.
+
+    Returns: the text, and the place of each fact as a share of the text's characters.
+    """
+    lines = [(i / max(1, num_sentences), sentence(rng), -1) for i in range(num_sentences)]
+    lines += [(depth, fact, i) for i, (fact, depth) in enumerate(zip(facts, depths, strict=True))]
+    lines.sort(key=lambda line: line[0])
+    starts, length = [0] * len(facts), 0
+    for _, text, index in lines:
+        if index >= 0:
+            starts[index] = length
+        length += len(text) + 1
+    return " ".join(text for _, text, _ in lines), [start / max(1, length) for start in starts]
+
+
+def fit(
+    write: Callable[[int], Question], encode: Encoder, most: int, what: str
+) -> tuple[Question, tuple[int, ...]]:
+    """The longest prompt of at most `most` tokens that write(number of filler sentences) gives.
+
+    Raises: InvalidArgumentError if the prompt without filler is too long.
+    """
+    least = len(encode(write(0).text))
+    if least > most:
+        raise InvalidArgumentError(
+            f"task {what} needs {least} tokens of prompt without any filler, but {most} are left beside the "
+            "answer; raise the number of tokens or lower the answer's."
+        )
+    per_sentence = (len(encode(write(16).text)) - least) / 16
+    if not per_sentence:
+        return write(0), encode(write(0).text)
+    count = int((most - least) / per_sentence)
+    while count and len(encode(write(count).text)) > most:
+        count = max(0, count - max(1, int((len(encode(write(count).text)) - most) / per_sentence)))
+    while len(encode(write(count + 1).text)) <= most:
+        count += 1
+    return write(count), encode(write(count).text)

@@ -1,0 +1,55 @@
+"""Variable tracking: which variables hold a value, through chains of assignments."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvreclaim.eval.text.base import TextTask
+from kvreclaim.eval.text.prose import Question, spread
+
+_NAME = re.compile(r"\b[A-Z]{5}\b")
+
+
+@dataclass(frozen=True)
+class TextVariableTracking(TextTask):
+    """num_chains chains X1 = number, X2 = X1, ... of num_hops assignments each, in order, spread over the
+    prompt; all variables of one chain are asked. A part is right if the answer names the variable.
+
+    Source: RULER, arXiv 2404.06654 (variable tracking, string match). Evidence: the variable's assignment.
+    """
+
+    num_chains: int = 3
+    num_hops: int = 4
+    name = "variable_tracking"
+
+    def write(self, rng: random.Random, index: int, num_sentences: int) -> Question:
+        length = self.num_hops + 1
+        names = _draw_names(rng, self.num_chains * length)
+        values = rng.sample(range(10_000, 100_000), self.num_chains)
+        facts, depths = [], []
+        for chain, value in enumerate(values):
+            own = names[chain * length : (chain + 1) * length]
+            facts += [f"VAR {own[0]} = {value}."]
+            facts += [f"VAR {name} = VAR {before}." for before, name in pairwise(own)]
+            depths += sorted(rng.random() for _ in own)
+        story, places = spread(rng, facts, depths, num_sentences)
+        head = "Read the text. Among its sentences are assignments of variables; follow them.\n\n"
+        tail = f"\n\nWhich variables have the value {values[0]}? Answer with their names alone, all of them."
+        text = head + story + tail
+        evidence = tuple((len(head) + place * len(story)) / len(text) for place in places[:length])
+        return Question(text, tuple(names[:length]), evidence)
+
+    def mark(self, question: Question, text: str) -> list[bool]:
+        said = set(_NAME.findall(text))
+        return [name in said for name in question.answer]
+
+
+def _draw_names(rng: random.Random, count: int) -> list[str]:
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(rng.choices(string.ascii_uppercase, k=5))] = None
+    return list(names)

@@ -1,0 +1,69 @@
+"""Tasks in the demo model's vocabulary: gold traces, scored by teacher forcing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreclaim.eval.demo_tasks import DEMO_TASKS, DemoTask
+from kvreclaim.eval.example import Example, exact_match, progress
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
+from kvreclaim.eval.vocabulary import TOKEN_IDS
+
+
+def knows_demo_vocabulary(vocabulary: Mapping[str, int]) -> bool:
+    """Whether a tokenizer's words are the demo model's, with the same ids."""
+    return bool(vocabulary) and vocabulary.items() <= TOKEN_IDS.items()
+
+
+@dataclass(frozen=True)
+class TraceTask:
+    """One of DEMO_TASKS. A verdict for each token of the gold trace that takes far-away evidence: right if
+    it is the most likely one after the gold tokens before it. Evidence: the position it is read from."""
+
+    name: str
+    num_tokens: int
+    metric: Metric = field(default=Metric.ACCURACY, init=False)
+    seeded: bool = field(default=True, init=False)
+    compares: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._source().make(self.num_tokens)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"dialect": "demo", "num_tokens": self.num_tokens}
+
+    def num_examples(self, wanted: int) -> int:
+        return wanted
+
+    def item(self, seed: int, index: int) -> Item:
+        example: Example = self._source().make(self.num_tokens).sample(seed * SEED_STRIDE + index)
+        return Item(example.prompt, example.trace, payload=example)
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        example: Example = item.payload
+        judged = self._source().judged
+        found: list[float] = []
+        lost: list[float] = []
+        right = asked = 0
+        columns = zip(example.trace, answer.predicted, example.kinds, example.evidence, strict=True)
+        for gold, guess, kind, position in columns:
+            if kind not in judged:
+                continue
+            asked += 1
+            right += gold == guess
+            if position >= 0:
+                (found if gold == guess else lost).append(position / item.num_tokens)
+        return Outcome(right, asked, tuple(found), tuple(lost))
+
+    def judge_free(self, item: Item, answer: Answer) -> Mapping[str, float]:
+        """exact_match, and progress: the share of the trace before the first error."""
+        return {
+            "exact_match": float(exact_match(item.payload, answer.token_ids)),
+            "progress": progress(item.payload, answer.token_ids),
+        }
+
+    def _source(self) -> DemoTask:
+        return DEMO_TASKS[self.name]

@@ -1,0 +1,40 @@
+"""The weights that carry each attention head's output into the residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.facts import ModelFacts
+
+NAMES = ("o_proj", "dense", "out_proj", "wo", "c_proj")
+"""What models call the linear layer behind attention."""
+
+
+def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...]:
+    """W_o of every layer by query head, [H, Dv, M] views of the weights: a head's output o [Dv] adds
+    o @ W_o[h] to the residual stream (through a norm, in models that have one there).
+
+    Raises: InvalidArgumentError naming the layer where no linear layer of the right shape is found.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            owners.setdefault(index, []).append(module)
+    return tuple(_projection(owners.get(layer, []), layer, facts) for layer in range(facts.num_layers))
+
+
+def _projection(owners: list[nn.Module], layer: int, facts: ModelFacts) -> Tensor:
+    shape = facts.layers[layer]
+    for owner in owners:
+        for name in NAMES:
+            linear = getattr(owner, name, None)
+            if isinstance(linear, nn.Linear) and linear.in_features == shape.num_heads * shape.v_head_dim:
+                weight = linear.weight.detach()
+                if weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features):
+                    return weight.view(-1, shape.num_heads, shape.v_head_dim).permute(1, 2, 0)
+    raise InvalidArgumentError(
+        f"the output projection of attention layer {layer} of {facts.name!r} was not found (a plain linear "
+        f"layer named {', '.join(NAMES)}); use a policy that does not need it."
+    )

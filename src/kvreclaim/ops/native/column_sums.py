@@ -1,0 +1,36 @@
+"""Attention mass of the native back-end; ops/reference.py says what column_sums does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.native.extension import batch_view, cache_view, native
+
+
+def column_sums(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """reference.column_sums: q [T, H, D] with any strides, fp32 or bf16 -> [N, K, C] fp32.
+
+    One pass over the keys for eight query rows at a time (four without AVX-512); a KV head of a sequence is
+    one thread's. The result depends neither on the rest of the batch nor on the number of threads. Scratch
+    per thread: eight floats per slot.
+    """
+    columns = max((seq.seq_len for seq in batch.sequences), default=0)
+    sums = torch.empty((len(batch.sequences), cache.num_kv_heads, columns), dtype=torch.float32)
+    sinks = sinks if sinks is None or sinks.dtype == torch.float32 else sinks.float()
+    native().column_sums(
+        q, sums, cache_view(cache), layer, batch_view(batch), scale, softcap or 0.0, window or 0, sinks
+    )
+    return sums

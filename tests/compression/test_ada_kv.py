@@ -1,0 +1,85 @@
+"""Ada-KV's counts: the published ones, and against a loop."""
+
+import pytest
+import torch
+from compression_oracles import layer_facts, layer_view, noise
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.compression import make_policy
+from kvreclaim.compression.policies.ada_kv import AdaKV
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.errors import InvalidArgumentError
+
+PUBLISHED = torch.tensor([[9, 8, 7, 1, 0.5, 0.4], [3, 2.5, 0.3, 0.2, 0.1, 0.05]])
+
+
+def counts(scores, protected, budget, alpha=0.2):
+    return AdaKV(Knorm(), alpha).counts(scores, protected, budget)
+
+
+def naive(layer, free, alpha):
+    """One layer: the safe tokens of each head, then the best of the rest one by one."""
+    kept = [set(sorted(range(len(s)), key=lambda j, s=s: -s[j])[: int(alpha * free)]) for s in layer]
+    rest = [(-s[j], h, j) for h, s in enumerate(layer) for j in range(len(s)) if j not in kept[h]]
+    places = min(free * len(layer), sum(map(len, layer))) - sum(map(len, kept))
+    for _, head, token in sorted(rest)[:places]:
+        kept[head].add(token)
+    return [len(head) for head in kept]
+
+
+def test_published_numbers():
+    assert counts([list(PUBLISHED)], 0, 3).tolist() == [[4, 2]]
+    assert counts([list(PUBLISHED)], 7, 10).tolist() == [[11, 9]]
+
+
+def test_the_safeguard_counts_for_every_head():
+    scores = [[torch.arange(10.0) + 100, torch.arange(10.0)]]
+    assert counts(scores, 0, 5, alpha=0).tolist() == [[10, 0]]
+    assert counts(scores, 0, 5, alpha=0.4).tolist() == [[8, 2]]
+    assert counts(scores, 0, 5, alpha=1).tolist() == [[5, 5]]
+
+
+def test_layers_do_not_compete():
+    scores = [[noise(h, 8) + 1000 * layer for h in range(2)] for layer in range(3)]
+    assert counts(scores, 1, 5).sum(dim=1).tolist() == [10, 10, 10]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    alpha=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_equals_a_loop_where_heads_hold_unequal_numbers(lengths, alpha, share, seed):
+    scores = [noise(seed + head, length) for head, length in enumerate(lengths)]
+    free = int(share * sum(lengths) / len(lengths))
+    if all(int(alpha * free) <= length for length in lengths):
+        found = counts([scores], 2, 2 + free, alpha)
+        assert found.tolist() == [[2 + n for n in naive([s.tolist() for s in scores], free, alpha)]]
+    assert counts([scores], 2, 2 + free, alpha).mean().item() == pytest.approx(2 + free)
+
+
+def test_equal_scores_go_to_the_first_head():
+    assert counts([[torch.ones(4), torch.ones(4)]], 0, 2, alpha=0).tolist() == [[4, 0]]
+
+
+def test_scores_are_those_it_wraps():
+    view = layer_view(layer_facts(), None)
+    assert torch.equal(AdaKV(Knorm()).score(view), Knorm().score(view))
+    assert make_policy("ada_kv").inner == make_policy("snapkv")
+
+
+INNER = ["full", "quest", "paged_eviction", "evict-only", "pyramidkv", "segments", "protect", "critical"]
+
+
+@pytest.mark.parametrize("inner", [*INNER, "critical(knorm)"])
+def test_refuses_scores_that_do_not_compare_between_heads(inner):
+    with pytest.raises(InvalidArgumentError, match=r"ada_kv\([\w-]+\) is refused"):
+        make_policy(f"ada_kv({inner})")
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, True, "0.2"])
+def test_safeguard_is_a_share(alpha):
+    with pytest.raises(InvalidArgumentError, match="ada_kv option 'alpha'"):
+        AdaKV(Knorm(), alpha)

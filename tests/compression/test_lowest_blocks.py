@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks
+from kvreclaim.errors import InvalidArgumentError
+
+
+def free(num_tokens: int) -> torch.Tensor:
+    return torch.full((num_tokens,), FREE)
+
+
+def test_the_block_with_the_lowest_mean_over_tokens_layers_and_heads_goes():
+    scores = torch.tensor([[[9.0, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], [[0, 0, 0, 0, 7, 7], [0, 0, 2, 2, 0, 0]]])
+    # means over tokens, layers and heads: (9+2+0+0)/8, (8+2+0+4)/8, (2+2+14+0)/8
+    assert lowest_blocks(scores, 4, free(6), 2) == [0]
+    assert lowest_blocks(scores, 2, free(6), 2) == [0, 1]
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(9, []), (8, 1), (6, 1), (5, 2), (3, 2), (2, 3)])
+def test_as_many_go_as_bring_the_length_to_the_budget(budget, expected):
+    gone = lowest_blocks(torch.rand(2, 2, 9), budget, free(9), 3)
+    assert len(gone) == (expected or 0)
+    assert gone == sorted(set(gone))
+
+
+def test_of_equal_blocks_the_lowest_index_stays():
+    assert lowest_blocks(torch.ones(1, 1, 8), 4, free(8), 2) == [2, 3]
+
+
+def test_a_partial_block_stays_whatever_its_score():
+    scores = torch.tensor([[[5.0, 5, 5, 5, -9]]])
+    assert lowest_blocks(scores, 3, free(5), 2) == [1]
+
+
+def test_a_block_has_the_highest_tier_of_its_tokens():
+    scores = torch.tensor([[[0.0, 0, 1, 1, 2, 2, 3, 3]]])
+    tiers = torch.tensor([ALWAYS, FREE, FREE, PROMPT, FREE, FREE, FREE, ALWAYS])
+    assert lowest_blocks(scores, 6, tiers, 2) == [2]
+    assert lowest_blocks(scores, 4, tiers, 2) == [1, 2]
+    with pytest.raises(AssertionError, match="3 of 4 blocks must go, 2 may"):
+        lowest_blocks(scores, 2, tiers, 2)
+
+
+def test_tokens_out_of_every_window_do_not_count_and_a_block_of_them_goes_first():
+    inf = math.inf
+    scores = torch.tensor([[[-inf, -inf, -inf, 3.0, 2, 2, -5, -5]]])
+    assert lowest_blocks(scores, 6, free(8), 2) == [0]
+    assert lowest_blocks(scores, 4, free(8), 2) == [0, 3]
+    assert lowest_blocks(scores, 2, free(8), 2) == [0, 2, 3]
+
+
+def test_nan_is_refused():
+    with pytest.raises(InvalidArgumentError, match="a score is NaN"):
+        lowest_blocks(torch.tensor([[[1.0, math.nan]]]), 1, free(2), 1)
+
+
+@given(
+    num_tokens=st.integers(1, 40), size=st.integers(1, 6), share=st.floats(0.0, 1.0), seed=st.integers(0, 99)
+)
+def test_no_block_that_goes_outranks_one_that_stays(num_tokens, size, share, seed):
+    scores = torch.randint(0, 4, (2, 1, num_tokens), generator=torch.Generator().manual_seed(seed)).float()
+    budget = max(num_tokens % size, int(share * num_tokens))
+    gone = lowest_blocks(scores, budget, free(num_tokens), size)
+    assert num_tokens - len(gone) * size <= budget
+    assert num_tokens - (len(gone) - 1) * size > budget or not gone
+    full = num_tokens // size
+    means = scores[..., : full * size].unflatten(-1, (full, size)).mean((0, 1, 3))
+    stays = [block for block in range(full) if block not in gone]
+    for low in gone:
+        assert all((float(means[low]), -low) < (float(means[high]), -high) for high in stays)

@@ -1,0 +1,111 @@
+"""Protected tokens outlive all others, in every mode, and by whole blocks too."""
+
+import dataclasses
+
+import pytest
+import torch
+from compression_oracles import layer_facts, layer_signals, layer_view, model_facts, noise
+
+from kvreclaim.compression import CompressionConfig, Compressor, Mode, make_policy
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.protect import Protect
+from kvreclaim.compression.wrapping import lift
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.key_source import DenseSource
+
+
+def positions(*held, heads=2):
+    return dataclasses.replace(
+        layer_signals(layer_facts(), 9, 9),
+        positions=torch.tensor(held, dtype=torch.int32).expand(heads, -1),
+    )
+
+
+def test_positions_are_those_of_the_text():
+    """At L = 100: the first 5, the last 10, and 40 to 49."""
+    held = [0, 4, 5, 39, 40, 49, 50, 89, 90]
+    view = dataclasses.replace(layer_view(layer_facts(), None), logical_len=100, signals=positions(*held))
+    scores = Protect(Knorm(), first=5, last=10, spans=((40, 50),)).score(view)
+    lifted = scores > Knorm().score(view)
+    assert lifted.tolist() == [[p in (0, 4, 40, 49, 90) for p in held]] * 2
+    others = scores.masked_fill(lifted, -torch.inf).amax(dim=1)
+    assert (scores.masked_fill(~lifted, torch.inf).amin(dim=1) > others).all()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_no_other_token_outlives_them(mode):
+    config = CompressionConfig(
+        "protect(knorm, spans=((3, 6), (20, 22)))", budget=9, sinks=1, recent=2, mode=mode
+    )
+    signals = positions(*range(30))
+    scale = [1.0, 1000.0, 0.001]
+    compressor = Compressor(config, model_facts())
+    kept = compressor.choose(
+        lambda n: DenseSource(scale[n] * noise(n, 2, 30, 8), noise(9, 2, 30, 8)),
+        30,
+        0,
+        30,
+        signals=lambda _: signals,
+    )
+    for row in kept.flatten(0, 1).tolist():
+        assert {0, 3, 4, 5, 20, 21, 28, 29} <= set(row)
+
+
+def test_too_many_compete_by_the_inner_score():
+    keys = noise(3, 2, 12, 8)
+    config = CompressionConfig("protect(knorm, first=8)", budget=5, sinks=0, recent=1)
+    compressor = Compressor(config, model_facts(1))
+    kept = compressor.choose(
+        lambda _: DenseSource(keys, keys), 12, 0, 12, signals=lambda _: positions(*range(12))
+    )
+    best = keys[:, :8].norm(dim=-1).argsort(dim=1)[:, :4].sort().values
+    assert kept[0, :, :4].tolist() == best.tolist()
+
+
+def test_a_block_with_one_protected_token_outlives_all_without():
+    view = layer_view(layer_facts(), None, num_tokens=64, logical_len=64)
+    view = dataclasses.replace(view, signals=positions(*range(64)))
+    for token in (0, 17, 63):
+        policy = Protect(make_policy("paged_eviction"), spans=((token, token + 1),))
+        blocks = policy.score(view).unflatten(1, (-1, 16)).mean(dim=(0, 2))
+        assert blocks.argmax().item() == token // 16
+
+
+def test_nothing_named_is_the_inner_ranking():
+    view = dataclasses.replace(layer_view(layer_facts(), None), signals=positions(*range(9)))
+    assert torch.equal(Protect(Knorm()).score(view), Knorm().score(view))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("offset", [0.0, 1.0, -1e6])
+def test_lifted_tokens_are_above_at_any_scale(scale, offset):
+    scores = noise(5, 3, 50) * scale + offset
+    chosen = noise(6, 3, 50) > 0.5
+    lifted = lift(scores, chosen)
+    assert torch.equal(lifted[~chosen], scores[~chosen])
+    for row, mask in zip(lifted, chosen, strict=True):
+        assert row[mask].min() > row[~mask].max()
+
+
+@pytest.mark.parametrize("inner", ["full", "quest", "pyramidkv", "ada_kv", "streaming_llm(positions=cache)"])
+def test_refuses_what_ranks_no_tokens_by_position(inner):
+    name = make_policy(inner).name
+    with pytest.raises(InvalidArgumentError, match=rf"protect\({name}\) is refused: {name} "):
+        make_policy(f"protect({inner})")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"first": -1}, "'first' is -1"),
+        ({"last": 2.5}, "'last' is 2.5"),
+        ({"spans": (3, 5)}, "'spans' is 3; it must be a pair"),
+        ({"spans": 3}, "'spans' is 3"),
+        ({"spans": ((5, 3),)}, r"'spans' is \(5, 3\)"),
+        ({"spans": ((1, 2, 3),)}, r"'spans' is \(1, 2, 3\)"),
+        ({"spans": ("12",)}, "'spans' is '12'"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Protect(Knorm(), **options)

@@ -1,0 +1,100 @@
+"""Counts rounded to whole blocks, and the view of one head alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.compression import LayerSignals, LayerStats, LayerView
+from kvreclaim.compression.policies.ada_kv import AdaKV
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.uneven import head_view, round_to_blocks
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.key_source import DenseSource
+
+
+def blocks(counts, size, least, most, total):
+    counts = np.atleast_2d(np.array(counts, dtype=float))
+    return round_to_blocks(counts, size, least, np.broadcast_to(most, counts.shape), total).tolist()
+
+
+def test_the_largest_remainders_gain_a_block():
+    assert blocks([[10.0, 27.0, 27.0]], 16, 0, 9, 4) == [[0, 2, 2]]
+    assert blocks([[15.0, 26.0, 23.0]], 16, 0, 9, 4) == [[1, 2, 1]]
+    assert blocks([[16.0, 32.0], [0.0, 48.0]], 16, 0, 9, 6) == [[1, 2], [0, 3]]
+
+
+def test_of_equal_remainders_the_first_head_gains_and_the_last_loses():
+    assert blocks([[24.0, 24.0], [24.0, 24.0]], 16, 0, 9, 6) == [[2, 2], [1, 1]]
+    assert blocks([[4.0, 4.0, 56.0, 56.0]], 16, 2, 9, 8) == [[2, 2, 2, 2]]
+    assert blocks([[4.0, 40.0, 40.0, 4.0]], 16, 1, 9, 5) == [[1, 2, 1, 1]]
+
+
+def test_every_head_keeps_the_least_and_none_more_than_it_has():
+    assert blocks([[2.0, 2.0, 92.0]], 16, 1, 9, 6) == [[1, 1, 4]]
+    assert blocks([[96.0, 0.0, 0.0]], 16, 0, [[3, 2, 9]], 6) == [[3, 2, 1]]
+
+
+def test_a_sum_that_cannot_be_is_our_own_mistake():
+    with pytest.raises(AssertionError, match="9 blocks"):
+        blocks([[16.0, 16.0]], 16, 0, 2, 9)
+
+
+def test_ada_kv_counts_of_its_paper_before_and_after_rounding():
+    scores = [[torch.tensor([9, 8, 7, 1, 0.5, 0.4]), torch.tensor([3, 2.5, 0.3, 0.2, 0.1, 0.05])]]
+    counts = AdaKV(inner=Knorm()).counts(scores, 0, 3)
+    assert counts.tolist() == [[4, 2]]
+    assert blocks(counts.numpy(), 1, 0, 6, 6) == [[4, 2]]
+    assert blocks(counts.numpy(), 3, 0, 2, 2) == [[1, 1]]
+
+
+@given(data=st.data())
+def test_no_other_rounding_is_nearer(data):
+    """Of all numbers of blocks with this sum and these bounds, none is closer in the sum of squares."""
+    heads, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    least = data.draw(st.integers(0, 2))
+    most = np.array([data.draw(st.integers(least, 4)) for _ in range(heads)])
+    total = data.draw(st.integers(least * heads, int(most.sum())))
+    shares = np.array([data.draw(st.floats(0, 1)) for _ in range(heads)]) + 1e-3
+    counts = shares / shares.sum() * total * size
+    found = round_to_blocks(counts[None], size, least, most[None], total)[0]
+    assert found.sum() == total
+    assert (found >= least).all()
+    assert (found <= most).all()
+    possible = itertools.product(*(range(least, top + 1) for top in most))
+    best = min(float(((counts / size - p) ** 2).sum()) for p in possible if sum(p) == total)
+    assert float(((counts / size - found) ** 2).sum()) <= best + 1e-9
+
+
+def test_one_head_sees_what_is_its_own():
+    torch.manual_seed(0)
+    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=4, v_head_dim=4, scale=0.5)
+    stats = LayerStats(torch.randn(6, 4), torch.randn(6, 2), torch.randn(3, 5, 4), torch.randn(3, 5, 4))
+    signals = LayerSignals(queries=torch.randn(6, 7, 4), output_projection=torch.randn(6, 4, 9))
+    whole = LayerView(
+        2,
+        DenseSource(torch.randn(3, 8, 4), torch.randn(3, 8, 4)),
+        20,
+        facts,
+        stats,
+        slice(1, 6),
+        signals=signals,
+        first=False,
+        budget=5,
+    )
+    own = DenseSource(torch.randn(1, 9, 4), torch.randn(1, 9, 4))
+    view = head_view(whole, 1, own, slice(1, 7))
+    assert (view.facts.num_heads, view.facts.num_kv_heads, view.facts.group_size) == (2, 1, 2)
+    assert (view.layer, view.logical_len, view.first, view.first_head, view.budget) == (2, 20, False, 1, 5)
+    assert view.source is own
+    assert view.candidates == slice(1, 7)
+    assert torch.equal(view.stats.q_mean, stats.q_mean[2:4])
+    assert torch.equal(view.stats.centers, stats.centers[1:2])
+    assert torch.equal(view.signals.queries, signals.queries[2:4])
+    assert torch.equal(view.signals.output_projection, signals.output_projection[2:4])
+    assert view.signals.mass is None

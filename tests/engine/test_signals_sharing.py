@@ -1,0 +1,178 @@
+"""Results do not depend on what was cached, cut, forked or preempted on the way."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from recording import Recorder, register
+from settings import assert_idle, small
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine.signal_stores import MassStore, QueryStore
+from kvreclaim.model.loader import load_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+WATCHED = ("queries", "mass", "all")
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch) -> type[Recorder]:
+    return register(monkeypatch)
+
+
+def config(want: str, **fields):
+    return small("recorder", options={"want": want, **fields.pop("options", {})}, **fields)
+
+
+def tokens(outputs):
+    return [output.token_ids for out in outputs for output in out.outputs]
+
+
+@pytest.mark.parametrize("want", WATCHED)
+def test_a_warm_cache_changes_no_choice(want, make_llm):
+    """The prompt's blocks are all there; so much is computed again that the first pass sees the same."""
+    prompts = tiny.prompts((70, 33), seed=3)
+    cold = make_llm(block_size=8, enable_prefix_caching=False)
+    want_tokens = tokens(cold.generate(prompts, GREEDY, config(want)))
+    first_seen = [s for s in Recorder.seen if s.layer == 0]
+    Recorder.seen.clear()
+    llm = make_llm(block_size=8)
+    llm.generate(prompts, GREEDY)
+    warm = llm.generate(prompts, GREEDY, config(want))
+    assert tokens(warm) == want_tokens
+    for got, cold_view in zip([s for s in Recorder.seen if s.layer == 0], first_seen, strict=True):
+        for name in ("queries", "mass", "positions"):
+            x, y = getattr(got.signals, name), getattr(cold_view.signals, name)
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y, atol=2e-4, rtol=1e-4)
+    # the first passes come at 70 and at 33 tokens, and look at the last 5 queries
+    hits = [out.metrics.num_cached_tokens for out in warm]
+    assert hits == ([64, 24] if want == "queries" else [0, 0])
+
+
+@pytest.mark.parametrize("window", [1, 6, 7, 14, 15, 500])
+def test_a_hit_leaves_the_window_to_be_computed(window, make_llm):
+    llm = make_llm(block_size=8)
+    prompt = tiny.prompts((70,), seed=3)
+    llm.generate(prompt, GREEDY)
+    (out,) = llm.generate(prompt, GREEDY, config("queries", options={"window": window}))
+    assert out.metrics.num_cached_tokens == max(0, 70 - window) // 8 * 8
+    assert Recorder.seen[0].signals.queries.shape[1] == min(window, 70)
+
+
+def test_blocks_of_a_request_that_reads_no_hit_serve_others(make_llm):
+    prompt = tiny.prompts((70,), seed=3)
+    llm = make_llm(block_size=8)
+    expected = tokens(make_llm(block_size=8).generate(prompt, GREEDY))
+    (first,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1), config("mass"))
+    (second,) = llm.generate(prompt, GREEDY)
+    assert (first.metrics.num_cached_tokens, second.metrics.num_cached_tokens) == (0, 64)
+    assert tokens([second]) == expected
+
+
+def test_a_request_that_will_not_be_compressed_reads_every_hit(make_llm):
+    """A policy for prompts alone, and a prompt within the budget."""
+    llm = make_llm(block_size=8)
+    prompt = tiny.prompts((22,), seed=3)
+    llm.generate(prompt, GREEDY)
+    (out,) = llm.generate(prompt, GREEDY, config("all", options={"only_prompt": True}))
+    assert out.metrics.num_cached_tokens == 16
+    assert Recorder.seen == []
+
+
+@pytest.mark.parametrize("want", WATCHED)
+@pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
+def test_preemption_brings_the_same_signals_again(policy, want, make_llm):
+    prompts = tiny.prompts((20, 19, 18, 17), seed=7)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
+    asking = small(policy, interval=16, options={"want": want})
+    configs = [None, *[asking] * 3]  # the first one grows and drives the others out
+    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
+    tight = make_llm(block_size=8, num_blocks=26 if policy == "recorder" else 32, max_num_batched_tokens=32)
+    crowded = tight.generate(prompts, params, configs)
+    assert sum(out.metrics.preemptions for out in crowded) > 0
+    passes = sum(out.metrics.compactions for out in crowded)
+    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
+    assert tokens(crowded) == tokens(calm)
+    assert tight.engine.signals._mass.tensor.numel() == 0
+    assert_idle(tight)
+
+
+@pytest.mark.parametrize("want", WATCHED)
+def test_chunks_and_company_change_nothing(want, make_llm):
+    prompts = tiny.prompts((60, 45, 70, 12, 33), seed=8)
+    asking = config(want, budget=80)  # over the longest prompt: all passes come while decoding
+    alone = [make_llm().generate(prompt, GREEDY, asking)[0] for prompt in prompts]
+    llm = make_llm(block_size=8, max_num_batched_tokens=24, max_num_seqs=3)
+    order = [3, 0, 4, 2, 1]
+    together = llm.generate([prompts[i] for i in order], GREEDY, asking)
+    assert tokens(together) == [alone[i].outputs[0].token_ids for i in order]
+
+
+@pytest.mark.parametrize("want", WATCHED)
+def test_fork_then_compress_one(want, make_llm):
+    """Three outputs of one prompt, all of them compressing: the same draws as with preemption between."""
+    prompt = tiny.prompts((50,), seed=12)[0]
+    params = SamplingParams(temperature=1.0, n=3, seed=4, max_tokens=40, ignore_eos=True)
+    roomy = make_llm(block_size=8, max_num_batched_tokens=64).generate(prompt, params, config(want))
+    tight = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=64)
+    crowded = tight.generate(prompt, params, config(want))
+    assert crowded[0].metrics.preemptions > 0
+    assert tokens(crowded) == tokens(roomy)
+    assert len(set(map(tuple, tokens(roomy)))) == 3
+
+
+@pytest.mark.parametrize("want", WATCHED)
+def test_scoring_ones_own_output_predicts_it(want, make_llm):
+    prompts = tiny.prompts((60, 25), seed=14)
+    llm = make_llm(block_size=8, max_num_batched_tokens=64)
+    outputs = llm.generate(prompts, GREEDY, config(want))
+    scored = llm.score(prompts, tokens(outputs), config(want))
+    assert [s.predicted for s in scored] == tokens(outputs)
+
+
+@pytest.fixture
+def facts(tiny_dir):
+    return load_model(tiny_dir("llama"), dtype="float32", device="cpu").facts
+
+
+def test_a_fork_is_a_copy(facts):
+    """What happens to the parent's slots, and to the parent, does not touch the child."""
+    store = MassStore(facts)
+    store.take(1)
+    store.reserve(6)
+    rows = store.index([1])
+    sums = torch.rand(1, 2, 6)
+    store.add(rows, 0, sums)
+    store.copy(1, 2)
+    store.copy(7, 8)
+    store.add(rows, 0, sums)
+    store.move(1, torch.tensor([[[0, 3, 5]]]))
+    expected = torch.zeros(2, 6)
+    expected[:, :3] = 2 * sums[0][:, [0, 3, 5]]
+    torch.testing.assert_close(store.row(1)[0], expected)
+    store.drop(1)
+    store.take(3)
+    assert torch.equal(store.row(2)[0], sums[0])
+    assert torch.equal(store.row(3), torch.zeros(2, 2, 6))
+    assert 8 not in store
+
+
+def test_a_store_grows_and_forgets(facts):
+    store = QueryStore(3, facts)
+    for seq_id in range(5):
+        store.begin(seq_id, 0)
+        store.row(seq_id)[:] = seq_id + 1
+    assert len(store.tensor) == 8
+    assert [float(store.row(i).unique()) for i in range(5)] == [1, 2, 3, 4, 5]
+    store.drop(2)
+    store.begin(9, 4)
+    assert store.index([9]).item() not in store.index([0, 1, 3, 4]).tolist()
+    assert store.row(9).eq(0).all()
+    assert store.last(9, 0, 6).shape == (4, 2, 16)
+    assert store.last(0, 0, 6).shape == (4, 3, 16)
+    for seq_id in (0, 1, 3, 4, 9):
+        store.drop(seq_id)
+    assert store.tensor.shape[0] == 0

@@ -1,0 +1,313 @@
+"""Heads that keep unequal numbers of tokens: real blocks come free, and each head attends to its own set."""
+
+from __future__ import annotations
+
+import numpy as np
+import odd_policies
+import pytest
+import tiny
+import torch
+from settings import assert_idle, small
+from shadow import Shadow
+
+from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
+POLICIES = ("head-norm", "head-mixture")
+SHIPPED = ("ada_kv(snapkv(window=8))", "pyramidkv(snapkv(window=8))", "pyramidkv(query_mixture)")
+FAMILIES = [family for family in tiny.FAMILIES if family not in tiny.WINDOWED]
+
+
+@pytest.fixture(autouse=True)
+def _policies(monkeypatch):
+    odd_policies.register(monkeypatch)
+
+
+def tokens(outputs):
+    return [output.token_ids for out in outputs for output in out.outputs]
+
+
+def logprobs(outputs):
+    return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
+
+
+def heads(policy: str = "head-norm", **fields) -> CompressionConfig:
+    return small(policy, **{"budget": 32, **fields})
+
+
+def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
+    shadow = Shadow(llm, monkeypatch)
+    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
+    assert [out.error for out in outputs] == [None] * len(lengths)
+    assert shadow.worst <= 1e-5, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
+    assert_idle(llm)
+    return shadow, outputs
+
+
+@pytest.mark.parametrize("interval", [8, 13])
+@pytest.mark.parametrize("policy", [*POLICIES, *SHIPPED])
+def test_each_head_attends_exactly_to_what_it_kept(policy, interval, make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    shadow, outputs = check_shadow(llm, heads(policy, interval=interval), monkeypatch)
+    assert outputs[0].metrics.compactions >= 4
+    assert shadow.num_passes == sum(out.metrics.compactions for out in outputs)
+    sizes = {len(kept) for history in shadow.histories.values() for rows in history.heads for kept in rows}
+    assert len(sizes) > 2, "all heads kept the same number"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_without_windows(family, make_llm, monkeypatch):
+    llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    _, outputs = check_shadow(llm, heads("head-norm"), monkeypatch)
+    assert outputs[0].metrics.compactions >= 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v3"])
+def test_native_kernels(family, make_llm, monkeypatch):
+    llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32, kernels="native")
+    _, outputs = check_shadow(llm, heads("head-norm", budget=48, interval=16), monkeypatch)
+    assert outputs[0].metrics.compactions >= 2
+
+
+@pytest.mark.parametrize(("block_size", "interval"), [(8, 8), (16, 16), (16, 24), (32, 64)])
+def test_real_blocks_come_free(block_size, interval, make_llm):
+    llm = make_llm(block_size=block_size, max_num_batched_tokens=128)
+    held = []
+    config = heads(budget=64, interval=interval)
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    (out,) = llm.generate(
+        tiny.prompts((100,), seed=2), params, config, on_step=lambda step: held.append(step.blocks_in_use)
+    )
+    m = out.metrics
+    kept = m.num_prompt_tokens + m.num_generated_tokens - 1 - m.tokens_evicted
+    assert m.compactions >= 1
+    assert m.blocks_freed == m.blocks_perfect > 0
+    assert 64 <= kept <= 64 + interval
+    assert max(held[1:-1]) <= -(-(64 + interval) // block_size)
+    assert m.tokens_lost_to_rounding > 0
+
+
+def test_heads_hold_whole_blocks_after_a_pass_and_share_them_all(make_llm, monkeypatch):
+    llm = make_llm(block_size=8, max_num_batched_tokens=32)
+    compact, seen = llm.engine.compression.uneven.compact, []
+
+    def watched(seq, plan, kept, new_prompt):
+        freed = compact(seq, plan, kept, new_prompt)
+        cells, table = seq.state.cells, llm.engine.memory.table(seq.seq_id)
+        used = np.concatenate([cells.table[at][: cells.counts[at]] for at in np.ndindex(cells.counts.shape)])
+        assert len(np.unique(used)) == len(used) == 2 * 2 * 4
+        assert table.physical_len == 32
+        assert len(table.block_ids) == 4
+        assert cells.counts.sum() == 2 * 2 * 4
+        assert {len(slots) % 8 for rows in kept for slots in rows} == {0}
+        seen.append(cells.counts.copy())
+        return freed
+
+    monkeypatch.setattr(llm.engine.compression.uneven, "compact", watched)
+    llm.generate(tiny.prompts((70,), seed=3), GREEDY, heads())
+    assert len(seen) >= 5
+    assert any(counts.min() < counts.max() for counts in seen)
+
+
+def test_sinks_recent_tokens_and_a_protected_prompt_stay_in_every_head(make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    shadow, outputs = check_shadow(
+        llm, heads(budget=40, protect_prompt=True, interval=16), monkeypatch, lengths=(21,)
+    )
+    assert outputs[0].metrics.compactions >= 1
+    (history,) = shadow.histories.values()
+    for rows in history.heads:
+        for kept in rows:
+            assert kept[:21].tolist() == list(range(21))
+
+
+def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    shadow = Shadow(llm, monkeypatch)
+    choose, drops = llm.engine.compression.uneven.choose, []
+
+    def watched(seq, *args):
+        (history,) = shadow.histories.values()
+        before = [old for layer in range(2) for old in history.attended(layer)]
+        choice = choose(seq, *args)
+        for old, kept in zip(before, [kept for rows in choice.kept for kept in rows], strict=True):
+            gone = set(range(len(old))) - set(kept.tolist())
+            assert not gone & {0, 1}
+            assert not gone & set(range(len(old) - 8, len(old)))
+            prompt_gone = any(old[slot] < 70 for slot in gone)
+            answers_left = [slot for slot in kept.tolist() if old[slot] >= 70 and slot < len(old) - 8]
+            assert not (prompt_gone and answers_left), "an answer outranked the prompt"
+            drops.append(prompt_gone)
+        return choice
+
+    monkeypatch.setattr(llm.engine.compression.uneven, "choose", watched)
+    llm.generate(tiny.prompts((70,), seed=3), GREEDY, heads(protect_prompt=True))
+    assert shadow.worst <= 1e-5
+    assert any(drops)
+    assert not all(drops)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_forked_outputs_and_preemption(policy, make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, num_blocks=18, max_num_batched_tokens=32)
+    params = SamplingParams(temperature=1.0, n=3, max_tokens=40, seed=1, ignore_eos=True)
+    _, outputs = check_shadow(llm, heads(policy), monkeypatch, params, lengths=(30, 40))
+    assert sum(out.metrics.preemptions for out in outputs) > 0
+    assert all(len(output.token_ids) == 40 for out in outputs for output in out.outputs)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *SHIPPED])
+def test_a_preempted_request_gives_the_same_tokens(policy, make_llm):
+    prompts = tiny.prompts((20, 19, 18, 17), seed=7)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
+    configs = [None, *[heads(policy, interval=16)] * 3]  # the first one grows and drives the others out
+    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
+    tight = make_llm(block_size=8, num_blocks=30, max_num_batched_tokens=32)
+    crowded = tight.generate(prompts, params, configs)
+    assert sum(out.metrics.preemptions for out in crowded) > 0
+    passes = sum(out.metrics.compactions for out in crowded)
+    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
+    assert tokens(crowded) == tokens(calm)
+    assert_idle(tight)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_siblings_that_share_the_prefix_do_not_notice(kernels, make_llm):
+    size = 8 if kernels == "reference" else 16
+    shared = tiny.prompts((64,), seed=9)[0]
+    prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
+    results = []
+    for neighbour in (None, heads(budget=32, interval=16)):
+        llm = make_llm(block_size=size, max_num_batched_tokens=128, kernels=kernels)
+        llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
+        outputs = llm.generate(prompts, GREEDY, [None, neighbour])
+        assert [out.metrics.num_cached_tokens for out in outputs] == [64, 64]
+        results.append(outputs)
+        assert_idle(llm)
+    assert results[1][1].metrics.compactions > 0
+    assert tokens(results[0][:1]) == tokens(results[1][:1])
+    assert logprobs(results[0][:1]) == logprobs(results[1][:1])
+
+
+def test_no_block_that_another_may_read_is_written(make_llm, monkeypatch):
+    llm = make_llm(block_size=8, max_num_batched_tokens=64)
+    memory, cache = llm.engine.memory, llm.engine.cache
+    run, watched = llm.engine.compression.run, []
+
+    def checked_run(seq, totals):
+        shared = [b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1]
+        before = cache.k[:, shared].clone(), cache.v[:, shared].clone()
+        run(seq, totals)
+        assert torch.equal(cache.k[:, shared], before[0])
+        assert torch.equal(cache.v[:, shared], before[1])
+        watched.append(len(shared))
+
+    monkeypatch.setattr(llm.engine.compression, "run", checked_run)
+    shared = tiny.prompts((64,), seed=9)[0]
+    params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=40, ignore_eos=True)
+    llm.generate([shared + tail for tail in tiny.prompts((3, 9), seed=10)], params, heads())
+    assert sum(watched) > 0
+
+
+def test_the_batch_order_and_neighbours_change_nothing(make_llm):
+    prompts = tiny.prompts((60, 25, 44), seed=8)
+    llm = make_llm(block_size=8, max_num_batched_tokens=64)
+    configs = [heads(), None, heads("head-mixture")]
+    alone = [llm.generate(p, GREEDY, c)[0] for p, c in zip(prompts, configs, strict=True)]
+    together = llm.generate(prompts[::-1], GREEDY, configs[::-1])
+    assert tokens(together) == tokens(alone[::-1])
+
+
+@pytest.mark.parametrize("policy", ["head-norm", *SHIPPED])
+def test_scoring_follows_generation(policy, make_llm):
+    llm = make_llm(block_size=8, max_num_batched_tokens=64)
+    prompts = tiny.prompts((60, 25), seed=14)
+    outputs = llm.generate(prompts, GREEDY, heads(policy, interval=16))
+    scored = llm.score(prompts, tokens(outputs), heads(policy, interval=16))
+    assert [s.predicted for s in scored] == tokens(outputs)
+    torch.testing.assert_close(
+        torch.tensor([s.logprobs for s in scored]), torch.tensor(logprobs(outputs)), atol=1e-4, rtol=0
+    )
+
+
+def test_equal_counts_choose_what_equal_heads_would(make_llm, monkeypatch):
+    """With counts that are all the budget, the outcome is that of the policy with equal counts."""
+    monkeypatch.setattr(
+        odd_policies.HeadMixture,
+        "counts",
+        lambda self, scores, protected, budget: torch.full((len(scores), len(scores[0])), float(budget)),
+    )
+    llm = make_llm(block_size=8, max_num_batched_tokens=32)
+    prompts = tiny.prompts((70, 30), seed=5)
+    even = llm.generate(prompts, GREEDY, heads("query_mixture"))
+    uneven = llm.generate(prompts, GREEDY, heads("head-mixture"))
+    assert tokens(uneven) == tokens(even)
+    assert all(out.metrics.tokens_lost_to_rounding == 0 for out in uneven)
+    torch.testing.assert_close(
+        torch.tensor(logprobs(uneven)), torch.tensor(logprobs(even)), atol=1e-5, rtol=0
+    )
+
+
+def test_a_budget_that_is_never_reached_changes_no_bit(make_llm):
+    prompts = tiny.prompts((40, 7, 21), seed=1)
+    llm = make_llm(enable_prefix_caching=False)
+    plain = llm.generate(prompts, GREEDY)
+    roomy = llm.generate(prompts, GREEDY, heads(budget=208))
+    assert tokens(roomy) == tokens(plain)
+    assert logprobs(roomy) == logprobs(plain)
+
+
+def test_what_cannot_be_served_is_refused(make_llm):
+    llm = make_llm(block_size=16)
+    prompt = tiny.prompts((20,))
+    with pytest.raises(InvalidArgumentError, match=r"budget is 40 tokens.*blocks of 16.*such as 48"):
+        llm.generate(prompt, GREEDY, heads(budget=40))
+    with pytest.raises(InvalidArgumentError, match=r"interval is 15 tokens.*at least 16"):
+        llm.generate(prompt, GREEDY, heads(interval=15))
+    with pytest.raises(InvalidArgumentError, match="sliding windows, and layer 0"):
+        make_llm("gpt-oss").generate(prompt, GREEDY, heads())
+    with pytest.raises(InvalidArgumentError, match="is a contradiction"):
+        heads("evict-only(head-norm)")
+    with pytest.raises(InvalidArgumentError, match="decides itself"):
+        heads(mode="union")
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (lambda shape, budget: torch.full((1, 1), float(budget)), r"counted \[1, 1\]"),
+        (lambda shape, budget: torch.full(shape, float("nan")), "finite numbers"),
+        (lambda shape, budget: torch.full(shape, budget + 2.0), "on average"),
+    ],
+)
+def test_wrong_counts_fail_the_request(counts, message, make_llm, monkeypatch):
+    monkeypatch.setattr(
+        odd_policies.HeadNorm,
+        "counts",
+        lambda self, scores, protected, budget: counts((len(scores), len(scores[0])), budget),
+    )
+    llm = make_llm(block_size=8)
+    (out,) = llm.generate(tiny.prompts((60,)), GREEDY, heads())
+    assert out.outputs[0].finish_reason == "error"
+    assert message.replace("\\", "") in out.error
+    assert_idle(llm)
+
+
+def test_the_second_pass_scores_head_by_head(make_llm, monkeypatch):
+    """Later passes show one head at a time, with what belongs to it."""
+    shapes = []
+    score = odd_policies.HeadMixture.score
+
+    def noted(self, view):
+        shapes.append((view.source.shape[0], view.facts.num_heads, view.first, view.first_head))
+        return score(self, view)
+
+    monkeypatch.setattr(odd_policies.HeadMixture, "score", noted)
+    llm = make_llm(block_size=8, max_num_batched_tokens=128)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (out,) = llm.generate(tiny.prompts((60,)), params, heads("head-mixture"))
+    assert out.metrics.compactions == 2
+    assert shapes[:2] == [(2, 4, True, 0)] * 2
+    assert shapes[2:] == [(1, 2, False, 0), (1, 2, False, 1)] * 2

@@ -1,0 +1,61 @@
+"""What protect and segments promise about positions of the text holds in the engine, pass after pass."""
+
+import pytest
+import tiny
+import torch
+from settings import small
+
+from kvreclaim import SamplingParams
+from kvreclaim.compression.policies.protect import Protect
+from kvreclaim.compression.policies.segments import Segments
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+SETTINGS = {"budget": 64, "interval": 16, "sinks": 2, "recent": 8}
+NUM_PROMPT = 150
+
+
+def watched(monkeypatch, cls):
+    """(logical length, positions [K, T]) of every call of the policy's score."""
+    seen, score = [], cls.score
+
+    def watching(self, view):
+        seen.append((view.logical_len, view.signals.positions.clone()))
+        return score(self, view)
+
+    monkeypatch.setattr(cls, "score", watching)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "protect(random, first=5, spans=((40, 60), (100, 103)))",
+        "protect(paged_eviction, first=5, spans=((40, 43), (100, 103)))",
+        "evict-only(protect(knorm, first=5, spans=((40, 60), (100, 103))))",
+        "protect(segments(random), first=5, spans=((40, 60), (100, 103)))",
+    ],
+)
+def test_protected_tokens_outlive_all_others(spec, make_llm, monkeypatch):
+    seen = watched(monkeypatch, Protect)
+    llm = make_llm(block_size=8)
+    (out,) = llm.generate(tiny.prompts((NUM_PROMPT,), seed=3), PARAMS, small(spec, **SETTINGS))
+    assert out.metrics.compactions >= 4
+    named = {*range(5), *range(40, 43 if "paged" in spec else 60), *range(100, 103)}
+    for logical_len, positions in seen:
+        for row in positions.tolist():
+            assert row == sorted(set(row))
+            assert row[-1] == logical_len - 1
+            assert named <= set(row)
+    assert any(positions.shape[1] < logical_len for logical_len, positions in seen)
+
+
+def test_every_segment_keeps_its_share_of_the_places(make_llm, monkeypatch):
+    """64 places, 10 of them protected, all others in turns to six segments; then 16 new tokens."""
+    seen = watched(monkeypatch, Segments)
+    llm = make_llm(block_size=8)
+    config = small("segments(random, n=6, share=1)", **SETTINGS)
+    (out,) = llm.generate(tiny.prompts((NUM_PROMPT,), seed=3), PARAMS, config)
+    assert out.metrics.compactions >= 4
+    for logical_len, positions in seen:
+        for row in positions:
+            assert torch.bincount(row.long() * 6 // logical_len, minlength=6).min() >= 5

@@ -1,0 +1,128 @@
+"""KL divergence and top-1 agreement against a plain computation over whole rows, and those rows against
+transformers."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from kvreclaim import LLM, CompressionConfig
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval import agreement
+from kvreclaim.eval.agreement import Agreement, Divergence, FullRows, places
+from kvreclaim.eval.task import Answer
+from kvreclaim.eval.windows import RandomWindows, TextWindows
+
+NUM_TOKENS = 240
+COMPRESSED = CompressionConfig("knorm", budget=40, interval=16, sinks=2, recent=8)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir):
+    return LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
+
+
+def all_rows(llm, item, config=None):
+    """[T, V] log-probabilities of the continuation."""
+    rows = torch.full((len(item.continuation), tiny.VOCAB_SIZE), torch.nan)
+
+    def watch(first, told):
+        rows[first : first + len(told)] = told
+
+    llm.score([list(item.prompt)], [list(item.continuation)], config, observers=[watch])
+    return rows
+
+
+def test_observers_are_told_the_distributions_that_transformers_computes(llm, tiny_dir):
+    item = RandomWindows(tiny.VOCAB_SIZE, NUM_TOKENS).item(0, 0)
+    oracle = tiny.load_oracle(tiny_dir("llama"))
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*item.prompt, *item.continuation]])).logits[0]
+    wanted = torch.log_softmax(logits[len(item.prompt) - 1 : -1], -1)
+    torch.testing.assert_close(all_rows(llm, item), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows_at_once", [None, 37])
+def test_sums_are_those_of_whole_rows(llm, monkeypatch, rows_at_once):
+    item = RandomWindows(tiny.VOCAB_SIZE, NUM_TOKENS).item(0, 1)
+    if rows_at_once is not None:
+        monkeypatch.setattr(agreement, "ROW_BYTES", rows_at_once * tiny.VOCAB_SIZE * 4)
+    rows = FullRows(len(item.continuation), tiny.VOCAB_SIZE)
+    watcher = Divergence(rows)
+    prompt, given = list(item.prompt), list(item.continuation)
+    llm.score([prompt], [given], observers=[rows])
+    out = llm.score([prompt], [given], COMPRESSED, observers=[watcher])[0]
+    assert out.metrics.compactions > 2
+
+    stride = 1 if rows_at_once is None else 4
+    full, ours = all_rows(llm, item)[::stride], all_rows(llm, item, COMPRESSED)[::stride]
+    kl = torch.nn.functional.kl_div(ours.double(), full.double(), log_target=True, reduction="sum")
+    sums = watcher.sums()
+    assert sums["places"] == len(full)
+    assert sums["kl"] == pytest.approx(float(kl), rel=1e-5)
+    assert sums["agree"] == (full.argmax(-1) == ours.argmax(-1)).sum()
+    assert 0 < sums["agree"] < len(full)
+
+
+def test_the_full_cache_agrees_with_itself(llm):
+    item = RandomWindows(tiny.VOCAB_SIZE, NUM_TOKENS).item(0, 2)
+    rows = FullRows(len(item.continuation), tiny.VOCAB_SIZE)
+    watcher = Divergence(rows)
+    for observer in (rows, watcher):
+        llm.score([list(item.prompt)], [list(item.continuation)], observers=[observer])
+    assert watcher.sums() == {"kl": 0.0, "agree": len(item.continuation), "places": len(item.continuation)}
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "stride"), [(0, 10, 1), (3, 10, 4), (5, 2, 4), (8, 1, 8), (9, 6, 8)]
+)
+def test_places_are_the_multiples_in_a_range(first, count, stride):
+    assert list(places(first, count, stride)) == [p for p in range(first, first + count) if p % stride == 0]
+
+
+def test_an_impossible_token_adds_nothing():
+    rows = FullRows(1, 3)
+    rows(0, torch.tensor([[0.5, 0.5, 0.0]]).log())
+    watcher = Divergence(rows)
+    watcher(0, torch.tensor([[0.25, 0.5, 0.25]]).log())
+    assert watcher.sums()["kl"] == pytest.approx(0.5 * torch.tensor(2.0).log().item())
+
+
+def test_the_verdict_is_a_share_of_places():
+    task = Agreement(RandomWindows(10, 32))
+    outcome = task.judge(task.item(0, 0), Answer(compared={"kl": 8.0, "agree": 12.0, "places": 16.0}))
+    assert (outcome.points, outcome.out_of, outcome.extra) == (12.0, 16.0, {"kl": 0.5})
+
+
+def test_random_windows_differ_by_seed_and_number_only():
+    windows = RandomWindows(300, 64)
+    items = {windows.item(seed, index) for seed in range(2) for index in range(3)}
+    assert len(items) == 6
+    assert windows.item(1, 2) in items
+    assert all(len(item.prompt) == len(item.continuation) == 32 for item in items)
+
+
+def test_text_windows_are_the_text_in_pieces(llm, tmp_path):
+    text = "then the stop opens. " * 40
+    (tmp_path / "text.txt").write_text(text)
+    windows = TextWindows.read(llm, tmp_path / "text.txt", 100)
+    count = windows.num_examples(1000)
+    assert count == len(llm.tokenizer.encode(text)) // 100
+    assert windows.num_examples(2) == 2
+    items = [windows.item(0, index) for index in range(count)]
+    joined = [token for item in items for token in (*item.prompt, *item.continuation)]
+    assert text.startswith(llm.tokenizer.decode(joined))
+
+
+def test_a_text_too_short_or_missing_is_refused(llm, tmp_path):
+    (tmp_path / "text.txt").write_text("short")
+    with pytest.raises(InvalidArgumentError, match="less than one window of 100"):
+        TextWindows.read(llm, tmp_path / "text.txt", 100)
+    with pytest.raises(InvalidArgumentError, match=r"none\.txt.*cannot be read"):
+        TextWindows.read(llm, tmp_path / "none.txt", 100)
+
+
+def test_one_observer_for_each_prompt(llm):
+    with pytest.raises(InvalidArgumentError, match="observers has 1 entries for 2 prompts"):
+        llm.score([[1, 2], [3, 4]], [[5], [6]], observers=[None])

@@ -1,0 +1,144 @@
+"""The grid on real engines: figures against direct calls, what is refused or distrusted, and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from guess import POLICIES, SMALL, Guess
+
+from kvreclaim import LLM, CompressionConfig
+from kvreclaim.eval import Answer, Item, Outcome, evaluate
+from kvreclaim.eval.runner import BatchRunner
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BLOCK_BYTES = 2 * 2 * (16 + 16) * 4 * 16  # layers, KV heads, key and value dims, fp32, tokens
+
+
+class Chatter(Guess):
+    """Generates a hundred tokens and judges nothing."""
+
+    def item(self, seed: int, index: int) -> Item:
+        return Item(tuple(range(1, 40)), max_new_tokens=100)
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        return Outcome(0, 1)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    return tiny_dir("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(model, dtype="float32", device="cpu", num_blocks=100)
+
+
+@pytest.fixture(scope="module")
+def report(llm):
+    return evaluate(llm, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
+
+
+def direct(llm, policy: str, fraction: float) -> list[SimpleNamespace]:
+    """The same cells by LLM.score, one example at a time."""
+    found = []
+    for seed in (0, 1):
+        for index in range(5):
+            item = Guess().item(seed, index)
+            config = None
+            if policy != "full":
+                budget = int(fraction * item.num_tokens + 1e-9) // 16 * 16
+                config = CompressionConfig(policy, budget, interval=16, sinks=2, recent=8)
+            llm.engine.memory.reset_prefix_cache()
+            (out,) = llm.score([list(item.prompt)], [list(item.continuation)], config)
+            outcome = Guess().judge(item, Answer(tuple(out.predicted)))
+            found.append(SimpleNamespace(item=item, outcome=outcome, metrics=out.metrics))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "fraction"), [("full", 1.0), ("knorm", 0.5), ("knorm", 0.3), ("evict-only(knorm)", 0.3)]
+)
+def test_figures_are_those_of_direct_calls(llm, report, policy, fraction):
+    row, cells = report.row(policy, "guess", fraction), direct(llm, policy, fraction)
+    right, asked = (sum(getattr(c.outcome, name) for c in cells) for name in ("points", "out_of"))
+    assert row.status == "ok"
+    assert row.accuracy == row.value == right / asked
+    assert (row.num_examples, row.num_judged) == (10, asked)
+    assert row.ci95[0] < row.value < row.ci95[1]
+    assert row.blocks_freed == sum(c.metrics.blocks_freed for c in cells)
+    assert row.tokens_evicted == sum(c.metrics.tokens_evicted for c in cells)
+    assert row.kv_bytes_peak == BLOCK_BYTES * sum(c.metrics.peak_blocks for c in cells) / 10
+    assert row.kv_bytes == BLOCK_BYTES * sum(c.metrics.answer_blocks for c in cells) / 10
+    assert row.kv_bytes_budget == pytest.approx(fraction * 162 * BLOCK_BYTES / 16)
+    assert sum(row.asked_at) == asked
+    assert sum(row.lost_at) == asked - right
+    assert row.speed_of == "scoring"
+    assert row.tokens_per_s > 0
+    by_seed = [sum(c.outcome.points for c in part) for part in (cells[:5], cells[5:])]
+    assert [row.value_by_seed[s] for s in "01"] == pytest.approx([points / asked * 2 for points in by_seed])
+
+
+def test_bytes_held_fall_only_where_survivors_move(report):
+    full, moved, stuck = (
+        report.row(*key, fraction)
+        for key, fraction in (((p, "guess"), f) for p, f in zip(POLICIES, (1.0, 0.3, 0.3), strict=True))
+    )
+    assert moved.kv_bytes < 0.6 * full.kv_bytes == 0.6 * full.kv_bytes_full
+    assert stuck.kv_bytes > 0.9 * full.kv_bytes
+    assert moved.kv_bytes == 4 * BLOCK_BYTES  # 48 tokens and the interval of 16
+    assert moved.kv_bytes_peak == 5.6 * BLOCK_BYTES  # prompts of 80, 80, 81, 81 and 82 tokens
+    assert moved.reclaim_efficiency == 1.0
+    assert moved.value == stuck.value
+    assert full.of_full == 1.0
+    assert moved.of_full == pytest.approx(moved.value / full.value)
+    assert moved.of_full_ci95[0] < moved.of_full < moved.of_full_ci95[1]
+
+
+def test_a_policy_that_was_never_asked_is_an_error(llm):
+    report = evaluate(llm, ["full", "knorm"], [1.0, 0.5], [Guess()], **SMALL)
+    never = report.row("knorm", "guess", 1.0)
+    assert never.status == "error"
+    assert "no compression fired" in never.reason
+    assert never.value is never.accuracy is None
+    assert [row.status for row in report.rows] == ["ok", "error", "ok"]
+    assert report.errors == [never]
+
+
+def test_examples_too_short_for_a_compression_are_counted(llm):
+    class Uneven(Guess):
+        def item(self, seed: int, index: int) -> Item:
+            return Guess(160 if index % 2 else 40).item(seed, index)
+
+    (row,) = evaluate(llm, ["knorm"], [0.5], [Uneven()], **{**SMALL, "interval": 40}).rows
+    assert (row.status, row.examples_compressed) == ("ok", 2)
+    assert "compression fired in 2 of 5 examples" in row.reason
+
+
+def test_what_cannot_run_is_refused_and_the_others_go_on(llm):
+    settings = {**SMALL, "recent": 30}
+    report = evaluate(llm, ["query_mixture", "knorm"], [0.5, 0.2, 0.05], [Guess()], **settings)
+    reasons = {(row.policy, row.fraction): row.reason for row in report.rows if row.status == "refused"}
+    assert "needs query statistics" in reasons["query_mixture", 0.5]
+    assert "always kept" in reasons["knorm", 0.2]
+    assert "less than one block" in reasons["knorm", 0.05]
+    assert report.row("knorm", "guess", 0.5).status == "ok"
+    assert report.errors == []
+
+
+def test_a_preempted_sequence_makes_a_cell_an_error(llm, monkeypatch):
+    monkeypatch.setattr(BatchRunner, "batch_size", lambda self, items: len(items))
+    crowded = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=25)
+    settings = {**SMALL, "batch_size": 5}
+    (row,) = evaluate(crowded, ["full"], [0.5], [Chatter()], **settings).rows
+    assert row.status == "error"
+    assert "preemptions" in row.reason
+
+
+def test_a_small_pool_only_makes_batches_smaller(llm, report):
+    small = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=12)
+    again = evaluate(small, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
+    assert [row.value for row in again.rows] == [row.value for row in report.rows]
+    assert [row.preemptions for row in again.rows] == [0] * 5

@@ -1,0 +1,100 @@
+"""Column sums of attention once more: float64, query by query; and batches that try them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from paged_oracle import Ask, Shape, World, is_seen, noise, world
+from torch import Tensor
+
+KINDS = {
+    "decode": [(1, 1), (1, 2), (1, 15), (1, 16), (1, 17), (1, 300), (1, 33)],
+    "prefill": [(1, 1), (3, 3), (15, 15), (16, 16), (17, 17), (40, 40)],
+    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33)],
+    "mixed": [(1, 260), (20, 20), (1, 1), (6, 38), (0, 5), (1, 16), (2, 270)],
+}
+
+
+class Case(Enum):
+    """What a batch of two layers has besides plain sequences."""
+
+    PLAIN = "plain"
+    MASKED = "masked"
+    MOVED = "moved"
+
+
+def case(which: Case, dtype: torch.dtype, shape: Shape | None = None) -> World:
+    """A batch of mixed lengths: all slots live; some evicted in place; or holding other positions."""
+    if which is Case.PLAIN:
+        return full_batch(dtype, shape)
+    shape = _shape(dtype, shape)
+    if which is Case.MASKED:
+        asks = [
+            Ask(1, 40, evicted=random_mask(1, shape, 33)),
+            Ask(1, 40),
+            Ask(5, 50, evicted=random_mask(2, shape, 45)),
+            Ask(6, 6),
+            Ask(4, 20, evicted=random_mask(4, shape, 2)),
+        ]
+    else:
+        asks = [
+            Ask(1, 30, shift=9, slot_positions=random_positions(1, shape, 25, 9)),
+            Ask(1, 30),
+            Ask(3, 30, shift=4, slot_positions=random_positions(2, shape, 27, 4)),
+            Ask(1, 21, shift=100),
+            Ask(5, 40, shift=13, slot_positions=random_positions(3, shape, 20, 13)),
+        ]
+    return world(shape, asks)
+
+
+def full_batch(dtype: torch.dtype, shape: Shape | None = None) -> World:
+    return world(_shape(dtype, shape), [Ask(*lengths) for lengths in KINDS["mixed"]])
+
+
+def _shape(dtype: torch.dtype, shape: Shape | None) -> Shape:
+    return shape if shape is not None else Shape(layers=2, dtype=dtype)
+
+
+def random_mask(seed: int, shape: Shape, slots: int) -> Tensor:
+    """[L, K, slots] bool: every (layer, head) loses as many, but others."""
+    lost = noise(seed, shape.layers, shape.kv_heads, slots).argsort(-1)[..., : slots // 2]
+    return torch.zeros(shape.layers, shape.kv_heads, slots, dtype=torch.bool).scatter_(-1, lost, True)
+
+
+def random_positions(seed: int, shape: Shape, slots: int, shift: int) -> Tensor:
+    """[L, K, slots] int32: ascending positions of the survivors among slots + shift tokens."""
+    order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
+    return order.sort(-1).values.to(torch.int32)
+
+
+def expected_sums(w: World, layer: int = 0, *, sinks: Tensor | None = None, **how) -> Tensor:
+    """[N, K, C] float64: each query's softmax by the definition, added up."""
+    out = torch.zeros(len(w.asks), w.shape.kv_heads, max(ask.seq_len for ask in w.asks), dtype=torch.float64)
+    scale, softcap = how.get("scale", w.shape.dim**-0.5), how.get("softcap")
+    first = 0
+    for n, (ask, keys) in enumerate(zip(w.asks, w.keys, strict=True)):
+        for i in range(ask.query_len):
+            slot = ask.seq_len - ask.query_len + i
+            for head in range(w.shape.heads):
+                kv_head = head // w.shape.group
+                seen = [
+                    s for s in range(slot + 1) if is_seen(ask, layer, kv_head, s, slot, how.get("window"))
+                ]
+                sink = None if sinks is None else sinks[head].item()
+                probs = _softmax(
+                    w.q[layer, first + i, head], keys[layer, kv_head, seen], scale, softcap, sink
+                )
+                out[n, kv_head, seen] += probs
+        first += ask.query_len
+    return out
+
+
+def _softmax(q: Tensor, k: Tensor, scale: float, softcap: float | None, sink: float | None) -> Tensor:
+    """[seen] float64."""
+    scores = (k.double() @ q.double()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sink is not None:
+        scores = torch.cat([scores, scores.new_tensor([sink])])
+    return scores.softmax(-1)[: len(k)]

@@ -1,0 +1,168 @@
+"""Native column sums equal the reference's, whatever the shapes, lengths, masks and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from twins import Ask, Shape, Twins, noise, twins
+
+from kvreclaim.ops import native, reference
+
+pytestmark = pytest.mark.usefixtures("isa")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CLOSE = {"atol": 1e-5, "rtol": 2e-5}
+SHAPES = [
+    Shape(kv_heads=1, group=1, dim=32),
+    Shape(kv_heads=2, group=4, dim=64),
+    Shape(kv_heads=1, group=8, dim=80),
+    Shape(kv_heads=3, group=2, dim=96, block_size=32),
+    Shape(kv_heads=2, group=3, dim=128, block_size=48),
+    Shape(kv_heads=1, group=7, dim=256),
+    Shape(kv_heads=2, group=17, dim=64, v_dim=32),
+    Shape(kv_heads=1, group=2, dim=8),
+]
+LENGTHS = {
+    "edges": [(1, n) for n in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)],
+    "long": [(1, 511), (1, 512), (1, 513), (1, 1500), (3, 1030)],
+    "prefill": [(n, n) for n in (1, 2, 3, 15, 16, 17, 40, 70)],
+    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33), (40, 600)],
+    "empty": [(0, 0), (1, 3), (0, 0), (0, 20), (5, 5), (0, 0)],
+}
+HOW = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
+    "strong sinks": {"sinks": torch.linspace(60, 300, 8)},
+    "window": {"window": 7},
+    "wide window": {"window": 90},
+    "all": {"softcap": 4.0, "sinks": torch.linspace(-2, 3, 8), "window": 20, "scale": 0.7},
+    "one slot takes all": {"scale": 1e5},
+}
+
+
+def asks(kind: str) -> list[Ask]:
+    return [Ask(*lengths) for lengths in LENGTHS[kind]]
+
+
+def sum_both(w: Twins, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
+    how = {"scale": w.shape.dim**-0.5, **how}
+    ours = native.column_sums(w.q, w.native, layer, w.batch, **how)
+    return ours, reference.column_sums(w.q, w.reference, layer, w.batch, **how)
+
+
+def assert_equal_sums(w: Twins, layer: int = 0, **how) -> None:
+    ours, theirs = sum_both(w, layer, **how)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_shape_and_length(shape: Shape, kind: str, dtype: torch.dtype) -> None:
+    assert_equal_sums(twins(replace(shape, dtype=dtype), asks(kind)))
+
+
+@DTYPES
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
+@pytest.mark.parametrize("kind", ["edges", "long", "chunks"])
+def test_every_kind_of_softmax(how: dict, kind: str, dtype: torch.dtype) -> None:
+    assert_equal_sums(twins(Shape(dtype=dtype), asks(kind)), **how)
+
+
+def mask(seed: int, shape: Shape, slots: int) -> Tensor:
+    return noise(seed, shape.layers, shape.kv_heads, slots) > 0
+
+
+def positions(seed: int, shape: Shape, slots: int, shift: int) -> Tensor:
+    order = noise(seed, shape.layers, shape.kv_heads, slots + shift).argsort(-1)[..., :slots]
+    return order.sort(-1).values.to(torch.int32)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_masks_and_positions_of_each_layer_and_head(window: int | None, dtype: torch.dtype) -> None:
+    shape = Shape(layers=3, dtype=dtype)
+    batch = [
+        Ask(1, 140, evicted=mask(1, shape, 133)),
+        Ask(1, 40),
+        Ask(5, 150, shift=9, slot_positions=positions(1, shape, 125, 9)),
+        Ask(9, 80, shift=6, evicted=mask(2, shape, 60), slot_positions=positions(2, shape, 70, 6)),
+        Ask(1, 21, shift=100),
+    ]
+    w = twins(shape, batch)
+    for layer in (0, 2, 1):
+        assert_equal_sums(w, layer, window=window)
+
+
+def test_a_row_that_sees_nothing_adds_nothing() -> None:
+    shape = Shape()
+    nothing = torch.ones(1, shape.kv_heads, 70, dtype=torch.bool)
+    w = twins(shape, [Ask(1, 70, evicted=nothing), Ask(3, 70, evicted=nothing)])
+    assert torch.equal(sum_both(w)[0], torch.zeros(2, shape.kv_heads, 70))
+    assert_equal_sums(w, sinks=torch.linspace(-2, 3, 8))
+
+
+def test_queries_with_any_strides() -> None:
+    w = twins(Shape(dtype=torch.bfloat16), asks("chunks"))
+    want = sum_both(w)[1]
+    how = {"scale": w.shape.dim**-0.5}
+    for q in (
+        w.q.transpose(0, 1).contiguous().transpose(0, 1),
+        w.q.transpose(1, 2).contiguous().transpose(1, 2),
+        w.q.float(),
+    ):
+        torch.testing.assert_close(native.column_sums(q, w.native, 0, w.batch, **how), want, **CLOSE)
+
+
+def test_neither_neighbours_nor_threads_change_a_bit() -> None:
+    w = twins(Shape(dtype=torch.bfloat16), [Ask(1, 900), Ask(30, 200), Ask(1, 33)])
+    how = {"scale": w.shape.dim**-0.5}
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(native.column_sums(w.q, w.native, 0, w.batch, **how))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+    alone = type(w.batch).build(w.batch.sequences[1:2], w.shape.block_size, w.q.device)
+    one = native.column_sums(w.q[1:31].contiguous(), w.native, 0, alone, **how)
+    assert torch.equal(one[0], results[0][1, :, :200])
+    assert torch.equal(results[0][1, :, 200:], torch.zeros(2, 700))
+
+
+@st.composite
+def batches(draw) -> tuple[Shape, list[Ask], int | None]:
+    lengths = st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, min(n, 40)), st.just(n)))
+    asked = [Ask(*pair) for pair in draw(st.lists(lengths, min_size=1, max_size=5))]
+    shape = Shape(draw(st.integers(1, 3)), draw(st.integers(1, 9)), dim=8 * draw(st.integers(1, 4)))
+    return (
+        replace(shape, dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]))),
+        asked,
+        draw(st.none() | st.integers(1, 90)),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches())
+def test_any_batch(case: tuple[Shape, list[Ask], int | None]) -> None:
+    shape, asked, window = case
+    assert_equal_sums(twins(shape, asked), window=window)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    w = twins(Shape(), asks("chunks"))
+    view, batch = native.extension.cache_view(w.native), native.extension.batch_view(w.batch)
+    kernel = native.extension.native().column_sums
+    for sums in (torch.empty(6, 2, 599), torch.empty(5, 2, 600), torch.empty(6, 1, 600)):
+        with pytest.raises(ValueError, match="sums has"):
+            kernel(w.q, sums, view, 0, batch, 1.0, 0.0, 0, None)
+    with pytest.raises(ValueError, match="q has fewer rows"):
+        kernel(w.q[1:], torch.empty(6, 2, 600), view, 0, batch, 1.0, 0.0, 0, None)
+    with pytest.raises(IndexError, match="layer"):
+        kernel(w.q, torch.empty(6, 2, 600), view, 1, batch, 1.0, 0.0, 0, None)

@@ -1,0 +1,124 @@
+"""The attention that each slot receives equals a softmax written out, whatever the shapes and neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from column_sums_oracle import KINDS, Case, case, expected_sums, full_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, world
+
+from kvreclaim.ops import reference
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+SHAPES = [
+    Shape(kv_heads=1, group=1, dim=32, block_size=16),
+    Shape(kv_heads=2, group=4, dim=64, block_size=16),
+    Shape(kv_heads=1, group=8, dim=80, block_size=32),
+    Shape(kv_heads=2, group=4, dim=128, block_size=1),
+    Shape(kv_heads=3, group=2, dim=64, v_dim=32, block_size=8),
+]
+
+
+def sums(w, layer: int = 0, **how) -> torch.Tensor:
+    return reference.column_sums(w.q[layer], w.cache, layer, w.batch, **{"scale": w.shape.dim**-0.5, **how})
+
+
+def assert_sums(w, layer: int = 0, **how) -> None:
+    got = sums(w, layer, **how)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected_sums(w, layer, **how), **CLOSE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_shape(shape: Shape, kind: str, dtype: torch.dtype) -> None:
+    assert_sums(world(replace(shape, dtype=dtype), [Ask(*lengths) for lengths in KINDS[kind]]))
+
+
+@DTYPES
+@ALL_HOW
+@pytest.mark.parametrize("which", list(Case))
+def test_every_kind_of_softmax(how: dict, which: Case, dtype: torch.dtype) -> None:
+    w = case(which, dtype)
+    for layer in range(w.shape.layers):
+        assert_sums(w, layer, **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_query_adds_one_for_each_of_its_heads(kind: str) -> None:
+    w = world(Shape(group=3), [Ask(*lengths) for lengths in KINDS[kind]])
+    rows = torch.tensor([float(ask.query_len) for ask in w.asks])[:, None].expand(-1, 2)
+    torch.testing.assert_close(sums(w).sum(-1), 3 * rows)
+
+
+def test_the_matrix_of_the_h2o_page() -> None:
+    """Rows [1] [.7 .3] [.5 .1 .4] ... through keys e_i and queries log(row): each column's sum."""
+    rows = [
+        [1.0],
+        [0.7, 0.3],
+        [0.5, 0.1, 0.4],
+        [0.4, 0.1, 0.3, 0.2],
+        [0.3, 0.05, 0.4, 0.05, 0.2],
+        [0.25, 0.05, 0.35, 0.05, 0.1, 0.2],
+    ]
+    w = world(Shape(kv_heads=1, group=1, dim=8, block_size=4), [Ask(6, 6)])
+    table = w.batch.sequences[0].block_ids
+    for slot in range(6):
+        w.cache.k[0, table[slot // 4], 0, slot % 4] = torch.eye(8)[slot]
+    w.q.zero_()
+    for i, row in enumerate(rows):
+        w.q[0, i, 0, : i + 1] = torch.tensor(row).log()
+    got = sums(w, scale=1.0)[0, 0]
+    torch.testing.assert_close(got, torch.tensor([3.15, 0.6, 1.45, 0.3, 0.3, 0.2]))
+    assert sorted(got.argsort(descending=True)[:2].tolist()) == [0, 2]
+
+
+@ALL_HOW
+@pytest.mark.parametrize("num_scores", [1, 2000, 9000])
+def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
+    w = case(Case.MASKED, torch.float32)
+    whole = sums(w, **how)
+    monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+    torch.testing.assert_close(sums(w, **how), whole, **CLOSE)
+
+
+def test_a_row_that_sees_nothing_adds_nothing() -> None:
+    shape = Shape()
+    nothing = torch.ones(1, shape.kv_heads, 20, dtype=torch.bool)
+    nothing[:, 1, :7] = False
+    w = world(shape, [Ask(3, 20, evicted=nothing)])
+    got = sums(w)
+    assert torch.equal(got[0, 0], torch.zeros(20))
+    torch.testing.assert_close(got[0, 1].sum(), torch.tensor(3.0 * shape.group))
+
+
+def test_nothing_is_mutated_and_no_sequence_gives_nothing() -> None:
+    w = full_batch(torch.float32)
+    before = [x.clone() for x in (w.q, w.cache.k, w.cache.v)]
+    sums(w, window=7, softcap=2.0)
+    for x, y in zip((w.q, w.cache.k, w.cache.v), before, strict=True):
+        assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
+    empty = type(w.batch).build((), w.shape.block_size, w.q.device)
+    assert reference.column_sums(w.q[0, :0], w.cache, 0, empty, scale=1.0).shape == (0, 2, 0)
+
+
+@st.composite
+def batches(draw):
+    lengths = st.integers(1, 30).flatmap(
+        lambda n: st.tuples(st.integers(0, n), st.just(n), st.integers(0, 2))
+    )
+    asks = [Ask(q, n, spare=spare) for q, n, spare in draw(st.lists(lengths, min_size=1, max_size=5))]
+    shape = Shape(draw(st.integers(1, 3)), draw(st.integers(1, 3)), dim=8, block_size=draw(st.integers(1, 6)))
+    return shape, asks, draw(st.integers(0, 99)), draw(st.none() | st.integers(1, 9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_any_block_tables(drawn) -> None:
+    shape, asks, seed, window = drawn
+    assert_sums(world(shape, asks, seed), window=window)
