@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model vllm-env demo-model clean
+.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model vllm-env demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -88,6 +88,12 @@ vllm-env: .vllm-env/.installed
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py
 	$(BIN)/python scripts/calibrate_demo_model.py
+
+# The tables of docs/query-mixtures.md for one checkpoint: the shipped one, or MIXTURE_ARGS="--model DIR --name NAME ...".
+query-mixtures: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/query_mixtures.py --groups main --sequences 100 $(MIXTURE_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/query_mixtures.py --sequences 24 --fractions 0.1 $(MIXTURE_ARGS) \
+		--groups temperature centres offsets shared merged form text heads
 
 clean:
 	rm -rf .venv .vllm-env bench_models build demo_out src/*.egg-info

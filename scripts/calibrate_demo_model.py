@@ -8,14 +8,14 @@ from pathlib import Path
 from kvreclaim import demo_model
 from kvreclaim.engine.calibration import calibrate
 from kvreclaim.engine.llm import STATS_FILE
-from kvreclaim.eval.demo_tasks import DEMO_TASKS, calibration_documents
+from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
 from kvreclaim.model.loader import load_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="folder of the model")
-    parser.add_argument("--tasks", nargs="+", choices=DEMO_TASKS, default=list(DEMO_TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=DEMO_TASKS, default=LEARNED_TASKS)
     parser.add_argument("--documents", type=int, default=20, help="examples that evaluation never draws")
     parser.add_argument("--tokens", type=int, default=2048, help="of a document")
     parser.add_argument("--centers", type=int, default=16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-DEFAULT_OFFSETS = (1, 16, 256, 4096, 65536)
 MANY_OFFSETS = tuple(2**n for n in range(17))
 
 
@@ -45,74 +44,84 @@ class Row:
         return repr(sorted((settings | asdict(self.calibration)).items(), key=lambda item: item[0]))
 
 
+MIXTURE = "query_mixture(temperature=4.0, value_norm=true)"
 PLAIN = Calibration()
-REFERENCE = Row("mixture, 16 centres")
+BEST: dict[str, object] = {"temperature": 4.0, "value_norm": True}
+OLD: dict[str, object] = {"temperature": 1.0, "value_norm": False}
+REFERENCE = Row("T = 4, x ||v||, 16 centres", options=BEST)
 GROUPS: dict[str, tuple[Row, ...]] = {
     "main": (
-        Row("oracle, most attention", "oracle"),
-        Row("oracle, total attention", "oracle", {"aggregate": "sum"}),
         REFERENCE,
-        Row("mixture, 16 centres, x ||v||", options={"value_norm": True}),
-        Row("mixture, 32 centres", calibration=Calibration(32)),
-        Row("mixture, 32 centres, x ||v||", options={"value_norm": True}, calibration=Calibration(32)),
-        Row("mixture, 16 centres, x ||v||, T = 2", options={"value_norm": True, "temperature": 2.0}),
-        Row("mixture, 16 centres, x ||v||, T = 4", options={"value_norm": True, "temperature": 4.0}),
+        Row("T = 4, x ||v||, 32 centres", options=BEST, calibration=Calibration(32)),
+        Row("T = 1, 16 centres", options=OLD),
+        Row("T = 1, 32 centres", options=OLD, calibration=Calibration(32)),
         Row("key norm, large kept", "knorm", {"keep": "large"}),
         Row("triattention", "triattention"),
         Row("triattention, norm term only", "triattention", {"use_trig": False}),
+        Row("oracle, most attention", "oracle"),
         Row("expected_attention", "expected_attention"),
         Row("streaming_llm", "streaming_llm"),
         Row("random", "random"),
     ),
+    "temperature": tuple(
+        Row(f"T = {t:g}{', x ||v||' * norm}", options={"temperature": t, "value_norm": norm})
+        for norm in (False, True)
+        for t in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+    ),
     "centres": tuple(
-        Row(f"{n} centre{'s' * (n > 1)}", calibration=Calibration(n)) for n in (1, 2, 4, 8, 16, 32, 64)
+        Row(f"{n} centre{'s' * (n > 1)}", options=BEST, calibration=Calibration(n))
+        for n in (1, 2, 4, 8, 16, 32, 64)
     ),
     "offsets": (
-        Row("offset 1", options={"offsets": (1,)}),
-        Row("offsets 1, 16, 256, 4096, 65536", options={}),
-        Row("offsets 2^0 ... 2^16", options={"offsets": MANY_OFFSETS}),
-        Row("offsets 16, 64, 256, 1024, 4096", options={"offsets": (16, 64, 256, 1024, 4096)}),
+        Row("offset 1", options={**BEST, "offsets": (1,)}),
+        Row("offsets 1, 16, 256, 4096, 65536", options=BEST),
+        Row("offsets 2^0 ... 2^16", options={**BEST, "offsets": MANY_OFFSETS}),
+        Row("offsets 16, 64, 256, 1024, 4096", options={**BEST, "offsets": (16, 64, 256, 1024, 4096)}),
     ),
     "shared": tuple(
         Row(
             f"{n} centres per {'KV head' if shared else 'query head'}",
+            options=BEST,
             calibration=Calibration(n, shared=shared),
         )
-        for n, shared in ((16, False), (16, True), (32, True), (64, True), (32, False))
+        for n, shared in ((16, False), (16, True), (32, True), (64, True))
     ),
     "merged": (
-        Row("32 centres", calibration=Calibration(32)),
+        Row("32 centres", options=BEST, calibration=Calibration(32)),
         *(
-            Row(f"32, weight at least {w:.1%}", calibration=Calibration(32, min_weight=w))
+            Row(
+                f"32 centres, weight at least {w:.0%}",
+                options=BEST,
+                calibration=Calibration(32, min_weight=w),
+            )
             for w in (0.01, 0.02, 0.04)
         ),
         *(
-            Row(f"32, distance at least {d}", calibration=Calibration(32, min_distance=d))
-            for d in (0.2, 0.4, 0.6)
+            Row(
+                f"32 centres, distance at least {d}",
+                options=BEST,
+                calibration=Calibration(32, min_distance=d),
+            )
+            for d in (0.3, 0.6)
         ),
     ),
-    "score": (
+    "form": (
         REFERENCE,
-        Row("x ||v||", options={"value_norm": True}),
-        Row("softmax over the candidates", options={"normalise": "candidates"}),
-        Row("collapsed", options={"form": "collapsed"}),
-        Row("collapsed, x ||v||", options={"form": "collapsed", "value_norm": True}),
-        Row("weighted sum over the centres", options={"form": "sum"}),
-        *(Row(f"temperature {t:g}", options={"temperature": t}) for t in (1.5, 2.0, 4.0, 8.0)),
-        *(
-            Row(f"temperature {t:g}, x ||v||", options={"temperature": t, "value_norm": True})
-            for t in (2.0, 4.0, 8.0)
-        ),
-        *(Row(f"segments, n = {n}", f"segments(query_mixture, n={n})") for n in (4, 8)),
+        Row("softmax over the candidates", options={**BEST, "normalise": "candidates"}),
+        Row("collapsed", options={**BEST, "form": "collapsed"}),
+        Row("collapsed, T = 1", options={**BEST, "form": "collapsed", "temperature": 1.0}),
+        Row("weighted sum over the centres", options={**BEST, "form": "sum"}),
+        Row("weighted sum over the centres, T = 1", options={**OLD, "form": "sum"}),
+        *(Row(f"segments, n = {n}", f"segments({MIXTURE}, n={n})") for n in (4, 8)),
     ),
     "text": (
         REFERENCE,
         *(
-            Row(f"calibrated on: {text}", calibration=replace(PLAIN, text=text))
+            Row(f"calibrated on: {text}", options=BEST, calibration=replace(PLAIN, text=text))
             for text in ("short", "long", "filler", "prompt", "trace")
         ),
         *(
-            Row(f"start of the clusters: seed {seed}", calibration=replace(PLAIN, seed=seed))
+            Row(f"start of the clusters: seed {seed}", options=BEST, calibration=replace(PLAIN, seed=seed))
             for seed in (1, 2)
         ),
     ),

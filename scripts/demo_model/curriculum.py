@@ -9,14 +9,15 @@ from demo_model.batches import HEAVY_KINDS
 from kvreclaim.eval.example import Kind
 
 LENGTHS = (128, 192, 256, 384, 640, 1024, 1536, 2048, 3072, 4096)
-LEAVE_AT = (0.15, 0.21, 0.26, 0.31, 0.37, 0.43, 0.49, 0.55, 0.62)  # share of the budget
+LEAVE_AT = (0.10, 0.15, 0.19, 0.24, 0.29, 0.35, 0.41, 0.48, 0.57)  # share of the budget
 JUDGED = HEAVY_KINDS | {Kind.FIRST, Kind.MARK}
 ENOUGH = 0.95
 LAST_ENOUGH = 0.99  # asked of the last length before the rate falls: exact match forgives nothing
 SHORTER_SHARE = 0.3
-LEAST_WEIGHT = 0.08  # of a task that has no errors left, where a task that is all errors has one more
+LEAST_WEIGHT = 0.08  # of a task that has no errors left; an error share comes on top
+MOST_WEIGHT = 0.25  # however much a task errs, the others must not be forgotten
 WARMUP_STEPS = 50
-DECAY_SHARE = 0.25
+DECAY_SHARE = 0.6
 SMOOTHING = 0.9
 MIN_STAGE_STEPS = 25
 
@@ -69,7 +70,7 @@ class Curriculum:
 
     def draw_tasks(self, rng: random.Random, num: int) -> list[str]:
         """Return a task for each row of a batch, more often one that still errs."""
-        weights = [LEAST_WEIGHT + 1 - self.worst(task) for task in self.tasks]
+        weights = [min(MOST_WEIGHT, LEAST_WEIGHT + 1 - self.worst(task)) for task in self.tasks]
         return rng.choices(self.tasks, weights, k=num)
 
     def worst(self, task: str) -> float:

@@ -101,16 +101,12 @@ def test_shared_centres_are_every_query_heads_own():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_temperature_divides_what_the_centres_say():
-    """The spread of a centre's own queries stays: at an infinite temperature it alone is left."""
+@pytest.mark.parametrize("form", FORMS)
+def test_temperature_divides_the_softmax_scale(form):
     view = layer_view(layer_facts(), mixture())
-    stats = view.stats
-    halved = dataclasses.replace(view, stats=dataclasses.replace(stats, centers=stats.centers / 2))
-    torch.testing.assert_close(QueryMixture(temperature=2.0).score(view), QueryMixture().score(halved))
-    still = dataclasses.replace(view, stats=dataclasses.replace(stats, centers=0 * stats.centers))
-    torch.testing.assert_close(
-        QueryMixture(temperature=1e6).score(view), QueryMixture().score(still), rtol=1e-4, atol=1e-6
-    )
+    cooler = dataclasses.replace(view, facts=dataclasses.replace(view.facts, scale=view.facts.scale / 4))
+    expected = QueryMixture(form=form, temperature=1.0).score(cooler)
+    torch.testing.assert_close(QueryMixture(form=form, temperature=4.0).score(view), expected)
 
 
 def plain_logits(view, offsets):

@@ -8,7 +8,13 @@ import pytest
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.chain import next_carry
-from kvreclaim.eval.demo_tasks import DEMO_TASKS, MAX_TOKENS, MIN_TOKENS, calibration_documents
+from kvreclaim.eval.demo_tasks import (
+    DEMO_TASKS,
+    LEARNED_TASKS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    calibration_documents,
+)
 from kvreclaim.eval.example import Example, Kind, Stream, accuracy, scatter
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import RecallTask
@@ -262,11 +268,11 @@ def test_impossible_sizes_are_refused_by_name(build, dials, named):
 
 
 def test_calibration_documents_take_turns_and_are_not_evaluated():
-    documents = calibration_documents(2 * len(DEMO_TASKS), 600)
-    for i, task in enumerate(DEMO_TASKS.values()):
-        made = task.make(600)
+    documents = calibration_documents(2 * len(LEARNED_TASKS), 600)
+    for i, name in enumerate(LEARNED_TASKS):
+        made = DEMO_TASKS[name].make(600)
         wanted = [made.sample(seed, Stream.CALIBRATION).document for seed in (0, 1)]
-        assert documents[i :: len(DEMO_TASKS)] == wanted
+        assert documents[i :: len(LEARNED_TASKS)] == wanted
         assert not set(documents) & {made.sample(seed).document for seed in range(10)}
     assert calibration_documents(1, 600, ["rsq"], seed=5) == [
         DEMO_TASKS["rsq"].make(600).sample(5, Stream.CALIBRATION).document

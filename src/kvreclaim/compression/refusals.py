@@ -9,7 +9,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 
 STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
-PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "positions"}
+PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
 
 
 def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
@@ -42,7 +42,7 @@ def _check_uneven(policy: CompressionPolicy) -> None:
     wanted = [text for signal, text in PER_SLOT.items() if signal in policy.needs]
     if wanted:
         raise InvalidArgumentError(
-            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no {wanted[0]} are "
+            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no {wanted[0]} is "
             "kept; rank tokens by recent queries, statistics or keys instead."
         )
     if policy.whole_blocks or policy.sparse_reads or policy.cache_relative or not policy.compacts:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from kvreclaim.engine.request import Sequence
 
 
+MAX_BYTES = 1 << 26
+"""Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""
+
+
 class UnevenPass:
     """Chooses and moves head by head, over the view of the cache in which a cell is a block."""
 
@@ -57,24 +61,23 @@ class UnevenPass:
     def compact(self, seq: Sequence, plan: CompactionPlan, kept: Heads, new_prompt: int) -> int:
         """Take the planned blocks, move each head's survivors into its cells of them, give the rest back.
 
-        Each head is gathered whole before it is written. Returns: blocks freed.
+        Heads are gathered whole before they are written, a few at a time. Returns: blocks freed.
         """
         size, state = self.cache.block_size, seq.state
         table = self.memory.table(seq.seq_id)
         tokens = head_lengths(seq, table.physical_len, self.cache)
         present, held = head_cells(seq, table, self.cache), -(-tokens // size)
-        sources = {
-            (layer, head): self._head_tokens(seq, layer, head, int(tokens[layer, head]))
-            for layer, head in np.ndindex(*tokens.shape)
-        }
         wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
         shrunk = self.memory.shrink(plan)
         targets = np.array(shrunk.block_ids)
         cells, order = assign_cells(present, held, wanted, targets, self.cache)
-        for layer, head in order:
-            slots = kept[layer][head]
-            new = torch.from_numpy(cells[layer, head, : wanted[layer, head]].astype(np.int64))
-            self._move(sources[layer, head], slots, slots_of(new.to(self.cache.device), size))
+        step = max(1, MAX_BYTES // (int(held.max()) * self.cells.bytes_per_block))
+        for heads in (order[start : start + step] for start in range(0, len(order), step)):
+            self._move(
+                [present[at][: held[at]] for at in heads],
+                [kept[layer][head] for layer, head in heads],
+                [cells[at][: wanted[at]] for at in heads],
+            )
         old_prompt = 0 if state.cells is None else state.cells.prompt_slots
         state.cells = Cells(
             cells, wanted, len(targets), _prompt_left(kept, np.zeros_like(tokens) + old_prompt + new_prompt)
@@ -92,10 +95,17 @@ class UnevenPass:
         ids = torch.from_numpy(row.astype(np.int64)).to(self.cache.device)
         return PagedTokens(self.cells, 0, ids, num_tokens)
 
-    def _move(self, source: PagedTokens, kept: Tensor, slots: Tensor) -> None:
-        k, v = self.backend.gather_tokens(source)
-        k, v = (x[0, kept][:, None].contiguous() for x in (k, v))
-        self.backend.write_kv(self.cells, 0, k, v, slots)
+    def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
+        """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
+        device, size = self.cache.device, self.cache.block_size
+        sources, targets = (
+            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(device) for cells in (source, target)
+        )
+        firsts = np.cumsum([0, *(len(cells) * size for cells in source)]).tolist()
+        slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
+        k, v = self.backend.gather_tokens(PagedTokens(self.cells, 0, sources, len(sources) * size))
+        k, v = (x[0].index_select(0, slots)[:, None] for x in (k, v))
+        self.backend.write_kv(self.cells, 0, k, v, slots_of(targets, size))
 
 
 def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:

@@ -118,9 +118,12 @@ DEMO_TASKS: Mapping[str, DemoTask] = {
 }
 """Name -> task."""
 
+LEARNED_TASKS = ("chain", "recall", "multi_query", "variable_tracking")
+"""What the shipped demo model was trained on; on the others its full cache fails too."""
+
 
 def calibration_documents(
-    num: int, num_tokens: int, tasks: Sequence[str] = tuple(DEMO_TASKS), seed: int = 0
+    num: int, num_tokens: int, tasks: Sequence[str] = LEARNED_TASKS, seed: int = 0
 ) -> list[tuple[int, ...]]:
     """Return `num` documents (prompt and trace) that evaluation never draws, of the tasks in turn."""
     made = [DEMO_TASKS[task].make(num_tokens) for task in tasks]

@@ -19,7 +19,7 @@ class KVCache:
     """Keys and values of every layer in blocks whose ids all layers share.
 
     k: [L, B, K, ...], the keys of a block of a head in the layout of the back-end that allocated it
-       (row-major [S, Dk] from `allocate`); stored rotated and never re-rotated
+       (row-major [S, Dk] from `allocate`); stored rotated
     v: [L, B, K, S, Dv]
     """
 

@@ -18,11 +18,11 @@ FORMS = ("expected", "collapsed", "sum")
 class QueryMixture(CompressionPolicy):
     """Ranks a key by the attention it expects from the kind of query that wants it most.
 
-        l_{c,d}(j) = s/t Re sum_f mu_{c,f} e^{i w_f (L + d)} conj(K_{j,f}) + s^2/2 sum_f v_{c,f} |K_{j,f}|^2
+        l_{c,d}(j) = s Re sum_f mu_{c,f} e^{i w_f (L + d)} conj(K_{j,f}) + s^2/2 sum_f v_{c,f} |K_{j,f}|^2
         S(j) = max_c mean_d softmax_j l_{c,d}(j)
 
-    with centre mu_c and variance v_c per real dim of each cluster of queries before rotation, the
-    softmax scale s and a temperature t; then the maximum over the query heads of a KV head. Dims without
+    with centre mu_c and variance v_c per real dim of each cluster of queries before rotation, and s the
+    softmax scale over a temperature; then the maximum over the query heads of a KV head. Dims without
     position are plain products. The maximum over centres, not their weighted sum: rare kinds of queries
     are the ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
     docs/query-mixtures.md derives it and says what it was measured to do.
@@ -33,7 +33,8 @@ class QueryMixture(CompressionPolicy):
     form:        "expected" as above; "collapsed": the logits averaged over the offsets first, which makes one
                  product per centre, then z-scores over the candidates instead of the softmax, moved to start
                  at 0; "sum": centres summed by their weight instead of the maximum (an ablation)
-    temperature: t > 0; above 1 the places that a centre wants are taken less literally
+    temperature: > 0; the model's softmax scale is divided by it. Above 1 a centre's favourites count for
+                 less and its second choices for more
     Cost: C x offsets products of [G, D] by [D, T] per KV head; state: the statistics with centres. Centres
     that the group's query heads share cost 1 / G of that. The other forms run on a copy of the keys.
     """
@@ -67,9 +68,9 @@ class QueryMixture(CompressionPolicy):
         turns = offset_phases(view.logical_len, self.offsets, view.facts.rope)
         if self.form == "collapsed":
             turns = turns.mean(dim=0, keepdim=True)
-        centers = turned_queries(view.stats.centers, turns, view.facts.rope) / self.temperature
+        centers = turned_queries(view.stats.centers, turns, view.facts.rope)
         over = slice(None) if self.normalise == "all" else view.candidates
-        variances, scale = view.stats.center_var, view.facts.scale
+        variances, scale = view.stats.center_var, view.facts.scale / self.temperature
         if self.form == "expected":
             return view.source.mixture_scores(centers, variances, scale, over)
         if self.form == "sum":

@@ -1,0 +1,56 @@
+"""Options of `kvreclaim calibrate` reach the file that it writes."""
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim.cli.main import app
+from kvreclaim.compression import QueryStats
+from kvreclaim.eval.chain import ChainTask
+from kvreclaim.eval.vocabulary import TOKENS
+
+
+@pytest.fixture
+def text(tmp_path):
+    example = ChainTask(300, 200).sample(0)
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(TOKENS[token] for token in example.document))
+    return file
+
+
+def calibrated(text, *options):
+    output = text.with_name("stats.safetensors")
+    result = CliRunner().invoke(app, ["calibrate", "--text", str(text), "-o", str(output), *options])
+    assert result.exit_code == 0, result.output
+    return QueryStats.load(output), result.output
+
+
+def test_covariance_is_kept_unless_refused(text):
+    stats, said = calibrated(text, "--centers", "2")
+    meta = stats.metadata
+    assert stats.q_cov.shape == (meta.num_layers, meta.num_heads, meta.head_dim, meta.head_dim)
+    assert "with covariance" in said
+    stats, said = calibrated(text, "--centers", "2", "--no-covariance")
+    assert stats.q_cov is None
+    assert "with covariance" not in said
+
+
+def test_centres_of_kv_heads(text):
+    stats, said = calibrated(text, "--centers", "3", "--shared-centers")
+    assert stats.metadata.shared_centers
+    assert stats.centers.shape[1] == stats.metadata.num_kv_heads
+    assert "3 centres per KV head" in said
+
+
+def test_rare_and_near_centres_go(text):
+    many, _ = calibrated(text, "--centers", "8")
+    rare, _ = calibrated(text, "--centers", "8", "--min-weight", "1")
+    near, said = calibrated(text, "--centers", "8", "--min-distance", "1000")
+    assert (many.num_centers, rare.num_centers, near.num_centers) == (8, 1, 1)
+    assert "1 centres per head" in said
+
+
+def test_wrong_thresholds_are_one_sentence(text):
+    output = str(text.with_name("stats.safetensors"))
+    result = CliRunner().invoke(app, ["calibrate", "--text", str(text), "-o", output, "--min-weight", "2"])
+    assert result.exit_code == 2
+    assert "min_weight is 2.0; it must be a number from 0 to 1" in result.output

@@ -1,0 +1,73 @@
+"""Policies whose way of compressing does not go with the model or with itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvreclaim.compression import Signal, make_policy
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.refusals import check_policy
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.rope import RopeLayout
+
+LAYER = LayerFacts(4, 2, 8, 8, 0.5, rope=RopeLayout(torch.ones(4)))
+FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
+WINDOWED = replace(FACTS, layers=(LAYER, replace(LAYER, sliding_window=8)))
+UNKNOWN = replace(FACTS, layers=(LAYER, replace(LAYER, rope=None)))
+
+
+class Odd(Knorm):
+    """Knorm with the traits that a test gives it."""
+
+    name = "odd"
+
+
+def odd(**traits):
+    return type("Odd", (Odd,), traits)()
+
+
+@pytest.mark.parametrize(
+    "policy", ["knorm", "paged_eviction", "quest", "pyramidkv", "ada_kv", "streaming_llm(positions=cache)"]
+)
+def test_a_plain_model_has_all(policy):
+    check_policy(make_policy(policy), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts", "message"),
+    [
+        ("quest", WINDOWED, "quest reads some blocks per head.*layer 1 of 'toy' has one"),
+        ("ada_kv", WINDOWED, "ada_kv keeps unequal numbers of tokens per head.*layer 1 of 'toy' has one"),
+        ("streaming_llm(positions=cache)", UNKNOWN, "needs the rotation of 'toy'.*no rotation.*layer 1"),
+    ],
+)
+def test_what_the_model_cannot_serve(policy, facts, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_policy(make_policy(policy), facts)
+
+
+@pytest.mark.parametrize(
+    ("traits", "message"),
+    [
+        ({"uneven": True, "needs": frozenset({Signal.POSITIONS})}, "no position of a slot is kept"),
+        ({"uneven": True, "needs": frozenset({Signal.ATTENTION_MASS})}, "no attention mass is kept"),
+        ({"uneven": True, "compacts": False}, "compaction at original positions alone"),
+        ({"uneven": True, "whole_blocks": True}, "compaction at original positions alone"),
+        ({"uneven": True, "cache_relative": True}, "compaction at original positions alone"),
+        ({"cache_relative": True, "compacts": False}, "moves nothing"),
+        ({"cache_relative": True, "whole_blocks": True}, "moves nothing"),
+    ],
+)
+def test_contradictions(traits, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_policy(odd(**traits), FACTS)
+
+
+def test_the_message_is_one_sentence_that_names_a_way_out():
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_policy(make_policy("quest"), WINDOWED)
+    assert str(caught.value).endswith("such as query_mixture or snapkv.")
