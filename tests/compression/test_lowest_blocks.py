@@ -16,7 +16,9 @@ def free(num_tokens: int) -> torch.Tensor:
 
 
 def test_the_block_with_the_lowest_mean_over_tokens_layers_and_heads_goes():
-    scores = torch.tensor([[[9.0, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], [[0, 0, 0, 0, 7, 7], [0, 0, 2, 2, 0, 0]]])
+    scores = torch.tensor(
+        [[[9.0, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], [[0, 0, 0, 0, 7, 7], [0, 0, 2, 2, 0, 0]]]
+    )
     # means over tokens, layers and heads: (9+2+0+0)/8, (8+2+0+4)/8, (2+2+14+0)/8
     assert lowest_blocks(scores, 4, free(6), 2) == [0]
     assert lowest_blocks(scores, 2, free(6), 2) == [0, 1]

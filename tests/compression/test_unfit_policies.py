@@ -17,6 +17,7 @@ from kvreclaim.ops.rope import RopeLayout
 LAYER = LayerFacts(4, 2, 8, 8, 0.5, rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
 WINDOWED = replace(FACTS, layers=(LAYER, replace(LAYER, sliding_window=8)))
+SUNK = replace(FACTS, layers=(LAYER, replace(LAYER, sinks=torch.zeros(4))))
 UNKNOWN = replace(FACTS, layers=(LAYER, replace(LAYER, rope=None)))
 
 
@@ -40,8 +41,9 @@ def test_a_plain_model_has_all(policy):
 @pytest.mark.parametrize(
     ("policy", "facts", "message"),
     [
-        ("quest", WINDOWED, "quest reads some blocks per head.*layer 1 of 'toy' has one"),
-        ("ada_kv", WINDOWED, "ada_kv keeps unequal numbers of tokens per head.*layer 1 of 'toy' has one"),
+        ("quest", WINDOWED, "quest reads some blocks per head.*layer 1 of 'toy' is one"),
+        ("ada_kv", WINDOWED, "ada_kv keeps unequal numbers of tokens per head.*layer 1 of 'toy' is one"),
+        ("quest", SUNK, "a sliding window or attention sinks, and layer 1 of 'toy' is one"),
         ("streaming_llm(positions=cache)", UNKNOWN, "needs the rotation of 'toy'.*no rotation.*layer 1"),
     ],
 )

@@ -30,7 +30,7 @@ def test_what_cannot_be_served_is_refused(make_llm):
         llm.generate(prompt, GREEDY, heads(budget=40))
     with pytest.raises(InvalidArgumentError, match=r"interval is 15 tokens.*at least 16"):
         llm.generate(prompt, GREEDY, heads(interval=15))
-    with pytest.raises(InvalidArgumentError, match="sliding windows, and layer 0"):
+    with pytest.raises(InvalidArgumentError, match="a sliding window or attention sinks, and layer 0"):
         make_llm("gpt-oss").generate(prompt, GREEDY, heads())
     with pytest.raises(InvalidArgumentError, match="is a contradiction"):
         heads("evict-only(head-norm)")

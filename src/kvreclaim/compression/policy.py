@@ -197,7 +197,8 @@ class CompressionPolicy(ABC):
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`; what it does not override is the inner one's.
+    """A policy around another one, `inner`; what it does not override is the inner one's, but that it evicts:
+    refuse an inner one that keeps everything (wrapping.refuse).
 
     default_inner: name of the policy that is wrapped where none is named
     """

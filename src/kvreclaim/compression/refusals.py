@@ -16,7 +16,7 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
     """Raise InvalidArgumentError if the policy's way of compressing does not go with the model, or with
     itself."""
     if policy.uneven or policy.sparse_reads:
-        _refuse_windows(policy, facts)
+        _refuse_layers(policy, facts)
     if policy.uneven:
         _check_uneven(policy)
     if policy.cache_relative and not (policy.evicts and policy.compacts and not policy.whole_blocks):
@@ -27,14 +27,19 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
         _check_rotation(policy, facts)
 
 
-def _refuse_windows(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    sliding = [n for n, layer in enumerate(facts.layers) if layer.sliding_window is not None]
-    if not sliding:
+def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
+    odd = [
+        n
+        for n, layer in enumerate(facts.layers)
+        if layer.sliding_window is not None or layer.sinks is not None
+    ]
+    if not odd:
         return
     what = "keeps unequal numbers of tokens per head" if policy.uneven else "reads some blocks per head"
     raise InvalidArgumentError(
-        f"policy {policy.name} {what}, which is not served for sliding windows, and layer {sliding[0]} of "
-        f"{facts.name!r} has one; use a policy with equal counts, such as query_mixture or snapkv."
+        f"policy {policy.name} {what}, which is not served for layers with a sliding window or attention "
+        f"sinks, and layer {odd[0]} of {facts.name!r} is one; use a policy with equal counts, such as "
+        "query_mixture or snapkv."
     )
 
 
@@ -64,6 +69,7 @@ def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
 
 
 def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:
+    """The statistics, loaded. Raises InvalidArgumentError if they lack what the policy needs."""
     if given is None:
         raise InvalidArgumentError(
             f"policy {policy.name} needs query statistics and none were given; {RECALIBRATE} "

@@ -14,6 +14,7 @@ from kvreclaim.ops import reference
 FREE, PROMPT, ALWAYS = 0, 1, 2
 """Tiers: tokens that may go, prompt tokens under protection, sinks and recent tokens."""
 
+
 def select(
     scores: Tensor,
     budget: int,

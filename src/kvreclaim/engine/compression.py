@@ -194,13 +194,7 @@ class CompressionPass:
 
     def _positions(self, seq: Sequence) -> Tensor:
         """[L, K, physical] int32 logical position of every slot."""
-        table = self.memory.table(seq.seq_id)
-        layers, heads = self.cache.num_layers, self.cache.num_kv_heads
-        slots = torch.arange(table.physical_len, dtype=torch.int32, device=self.cache.device)
-        positions = (slots + table.num_evicted).expand(layers, heads, -1).clone()
-        if seq.state.slot_positions is not None:
-            positions[..., : seq.state.slot_positions.shape[-1]] = seq.state.slot_positions
-        return positions
+        return torch.stack([self.signals.positions(seq, layer) for layer in range(self.cache.num_layers)])
 
     def _tracked_positions(self, seq: Sequence) -> Tensor | None:
         """The positions before a pass, where something will ask for those after it."""

@@ -15,7 +15,6 @@ from kvreclaim.engine.cells import head_cells, head_lengths
 from kvreclaim.engine.request import Sequence
 from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.engine.sparse import DigestStore, SparseReads, reads_sparsely
-from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
@@ -70,11 +69,8 @@ class HeadPart:
     batches: Callable[[int, Tensor], CellBatch]
 
     def attend(self, call: AttentionCall, out: Tensor) -> None:
-        if call.window is not None or call.sinks is not None:
-            raise UnsupportedModelError(
-                f"layer {call.layer} has a sliding window or attention sinks, which are not served where "
-                "heads have block tables of their own; use a policy with equal counts."
-            )
+        assert call.window is None, f"layer {call.layer}: window {call.window}, which check_policy refuses"
+        assert call.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
         num_kv_heads = call.k.shape[1]
         rows = call.q[self.rows]
         q = rows.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)

@@ -94,8 +94,8 @@ class Signals:
         return any(is_watched(item.seq) for item in step)
 
     @torch.inference_mode()
-    def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer | None:
-        """Where the step's queries and attention go; None if nobody asks. Takes rows for new sequences."""
+    def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer:
+        """Where the queries and attention of a step that is watched go. Takes rows for new sequences."""
         starts = np.cumsum([0, *(item.num_tokens for item in step)]).tolist()
         asking = [i for i, item in enumerate(step) if is_watched(item.seq)]
         writes: list[Callable[[AttentionCall], None]] = []
@@ -108,7 +108,7 @@ class Signals:
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if mass:
             writes.append(self._mass_write([(step[i], starts[i]) for i in mass], mass, batch))
-        return Observer(tuple(writes)) if writes else None
+        return Observer(tuple(writes))
 
     def of(self, seq: Sequence, layer: int, live: Tensor | None = None) -> LayerSignals:
         """What the sequence's policy needs of one layer, for the slots written so far.
@@ -171,7 +171,9 @@ class Signals:
         self, window: int, items: list[tuple[Scheduled, int]]
     ) -> Callable[[AttentionCall], None]:
         """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
-        store = self._queries.setdefault(window, QueryStore(window, self.loaded.facts))
+        if window not in self._queries:
+            self._queries[window] = QueryStore(window, self.loaded.facts)
+        store = self._queries[window]
         rows: list[np.ndarray] = []
         places: list[np.ndarray] = []
         counts: list[int] = []

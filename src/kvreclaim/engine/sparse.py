@@ -94,8 +94,12 @@ class SparseReads:
         starts = [item.seq.num_computed for item in items]
         ends = [start + length for start, length in zip(starts, self.query_lens, strict=True)]
         self._seq_ids = [item.seq.seq_id for item in items]
-        self._missing = [store.claim(i, end // size) for i, end in zip(self._seq_ids, ends, strict=True)]
-        self._tables = [memory.table(i).blocks() for i in self._seq_ids]
+        tables = [memory.table(i).blocks() for i in self._seq_ids]
+        self._filled: list[tuple[int, range, Tensor]] = []
+        for seq_id, end, table in zip(self._seq_ids, ends, tables, strict=True):
+            if missing := store.claim(seq_id, end // size):
+                ids = torch.tensor(table[missing.start : missing.stop], device=device)
+                self._filled.append((seq_id, missing, ids))
         self._rows = store.index(self._seq_ids)
         positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
         self.positions = torch.from_numpy(positions).to(device)
@@ -103,8 +107,10 @@ class SparseReads:
         lengths = self._places * size + positions % size + 1
         self._lengths = np.repeat(lengths, cache.num_kv_heads)
         self._sent_lengths = torch.from_numpy(self._lengths.astype(np.int32)).to(device)
-        width = max(len(table) for table in self._tables)
-        padded = np.array([table + [0] * (width - len(table)) for table in self._tables])
+        self._starts = torch.arange(len(lengths) * cache.num_kv_heads + 1, dtype=torch.int32, device=device)
+        self._shifts = torch.zeros_like(self._sent_lengths)
+        width = max(len(table) for table in tables)
+        padded = np.array([table + [0] * (width - len(table)) for table in tables])
         self._row_table = torch.from_numpy(np.repeat(padded, self.query_lens, axis=0)).to(device)
         self._num_blocks = int(positions.max()) // size
         self._bias = self._block_bias()
@@ -141,9 +147,9 @@ class SparseReads:
         rows, size = len(cells), self.cache.block_size
         given = BatchArrays(
             block_table=cells,
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=cells.device),
+            query_starts=self._starts,
             seq_lens=self._sent_lengths,
-            shifts=torch.zeros(rows, dtype=torch.int32, device=cells.device),
+            shifts=self._shifts,
             max_query_len=1,
             max_seq_len=cells.shape[1] * size,
         )
@@ -152,10 +158,7 @@ class SparseReads:
     def _digest(self, layer: int) -> None:
         """Write the digests of blocks that have filled up since the last step."""
         size = self.cache.block_size
-        for seq_id, missing, table in zip(self._seq_ids, self._missing, self._tables, strict=True):
-            if not missing:
-                continue
-            ids = torch.tensor(table[missing.start : missing.stop], device=self.cache.device)
+        for seq_id, missing, ids in self._filled:
             tokens = PagedTokens(self.cache, layer, ids, len(missing) * size)
             keys = self.ops.gather_tokens(tokens)[0].unflatten(1, (len(missing), size))
             target = self.store.row(seq_id)[layer, :, :, missing.start : missing.stop]

@@ -39,12 +39,9 @@ class UnevenPass:
     def choose(self, seq: Sequence, compressor: Compressor, new_prompt: int) -> UnevenChoice:
         """The kept slots of every head; new_prompt: prompt tokens computed since the last pass."""
         table = self.memory.table(seq.seq_id)
-        before = seq.state.cells
         tokens = head_lengths(seq, table.physical_len, self.cache)
-        old_prompt = 0 if before is None else before.prompt_slots
-        lengths = HeadLengths(
-            tokens, np.zeros_like(tokens) + old_prompt + new_prompt, seq.num_computed, before is None
-        )
+        prompt_slots, first = _prompt_slots(seq, tokens.shape, new_prompt), seq.state.cells is None
+        lengths = HeadLengths(tokens, prompt_slots, seq.num_computed, first)
         blocks = torch.tensor(table.blocks(), device=self.cache.device)
 
         def source(layer: int, head: int | None) -> KeySource:
@@ -78,10 +75,8 @@ class UnevenPass:
                 [kept[layer][head] for layer, head in heads],
                 [cells[at][: wanted[at]] for at in heads],
             )
-        old_prompt = 0 if state.cells is None else state.cells.prompt_slots
-        state.cells = Cells(
-            cells, wanted, len(targets), _prompt_left(kept, np.zeros_like(tokens) + old_prompt + new_prompt)
-        )
+        prompt_slots = _prompt_left(kept, _prompt_slots(seq, tokens.shape, new_prompt))
+        state.cells = Cells(cells, wanted, len(targets), prompt_slots)
         seq.cell_cache = None
         if seq.request.compressor is not None and seq.request.compressor.prompt_only:
             self.signals.drop(seq.seq_id)
@@ -106,6 +101,12 @@ class UnevenPass:
         k, v = self.backend.gather_tokens(PagedTokens(self.cells, 0, sources, len(sources) * size))
         k, v = (x[0].index_select(0, slots)[:, None] for x in (k, v))
         self.backend.write_kv(self.cells, 0, k, v, slots_of(targets, size))
+
+
+def _prompt_slots(seq: Sequence, shape: tuple[int, ...], new_prompt: int) -> np.ndarray:
+    """[L, K] leading slots of each head that hold prompt tokens, before a pass."""
+    cells = seq.state.cells
+    return np.full(shape, new_prompt) if cells is None else cells.prompt_slots + new_prompt
 
 
 def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
-
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.kv_cache import bytes_per_block
@@ -41,9 +39,5 @@ def kv_format(name: str, facts: ModelFacts) -> KVFormat:
         raise InvalidArgumentError(
             f"kv_cache_dtype is {name!r}; {facts.name} keeps its K/V in {own}: pass auto or {own}."
         )
-    reference = bytes_per_block(facts.layers, 1, facts.dtype)
-    return KVFormat(own, _token_bytes(facts, facts.dtype), reference)
-
-
-def _token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
-    return bytes_per_block(facts.layers, 1, dtype)
+    token_bytes = bytes_per_block(facts.layers, 1, facts.dtype)
+    return KVFormat(own, token_bytes, reference_bytes=token_bytes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from kvreclaim.eval import charts
-from kvreclaim.eval.report import EvalReport, EvalRow
+from kvreclaim.eval.report import EvalReport
 
 TEMPLATE = "report.html.jinja"
 
@@ -42,14 +42,10 @@ def render(report: EvalReport) -> str:
     return environment.get_template(TEMPLATE).render(
         header=report.header,
         tasks=[(task, report.of(task), report.summary(task)) for task in report.tasks],
-        extras={task: _extras(report.rows, task) for task in report.tasks},
+        extras={task: report.extras(task) for task in report.tasks},
         problems=report.problems,
         figures=[(title, _data_uri(svg)) for title, svg in figures if svg is not None],
     )
-
-
-def _extras(rows: list[EvalRow], task: str) -> list[str]:
-    return list(dict.fromkeys(name for row in rows if row.task == task for name in row.extra))
 
 
 def _data_uri(svg: str) -> str:

@@ -134,6 +134,10 @@ class EvalReport(BaseModel):
         """The rows of a task."""
         return [row for row in self.rows if row.task == task]
 
+    def extras(self, task: str) -> list[str]:
+        """Names of the further figures that a task's rows have."""
+        return list(dict.fromkeys(name for row in self.of(task) for name in row.extra))
+
     def summary(self, task: str) -> str:
         """What a task's rows rest on."""
         run = next((row for row in self.of(task) if row.num_examples), None)

@@ -72,7 +72,7 @@ def task_table(report: EvalReport, task: str) -> Table:
     """One line for each policy and budget."""
     rows = report.of(task)
     first = next((row for row in rows if row.num_examples), rows[0])
-    extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+    extras = report.extras(task)
     table = Table(title=escape(f"{task} ({report.summary(task)})"), box=box.SIMPLE_HEAD)
     for i, heading in enumerate((*HEADINGS, *extras)):
         table.add_column(heading.format(metric=first.metric.value), justify="right" if i else "left")

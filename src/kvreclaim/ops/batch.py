@@ -176,6 +176,11 @@ class AttentionGroup:
         return rows.to(self.device)
 
     @cached_property
+    def places(self) -> Tensor:
+        """[n] int64: the members on the device."""
+        return torch.tensor(self.members, device=self.device)
+
+    @cached_property
     def is_query(self) -> Tensor:
         """[n, Q] bool: False where `rows` only pads."""
         lens = torch.tensor([seq.query_len for seq in self.sequences])

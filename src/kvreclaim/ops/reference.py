@@ -101,7 +101,7 @@ def column_sums(
     sequence's own slots. Mutates nothing. A query adds its number of heads per KV head, less what a sink
     takes; one without any visible key adds nothing.
     """
-    columns = max((seq.seq_len for seq in batch.sequences), default=0)
+    columns = int(batch.lengths.max(initial=0))
     out = torch.zeros((len(batch.sequences), cache.num_kv_heads, columns), device=q.device)
     for group in batch.groups:
         k = _gather_group(cache.k[layer], group)
@@ -112,7 +112,7 @@ def column_sums(
             part = mask[:, :, start : start + step]
             probs = probabilities(q[rows].float(), k, part, scale=scale, softcap=softcap, sinks=sinks)
             width = min(columns, k.shape[2])
-            out[list(group.members), :, :width] += probs.sum(2)[..., :width]
+            out[group.places, :, :width] += probs.sum(2)[..., :width]
     return out
 
 

@@ -31,7 +31,7 @@ def turn_moved_keys(
     moved = shifts.flatten(0, 1).any(0).nonzero()
     first = int(moved[0]) if len(moved) else num_kept
     mapping = (target_ids[slots // size] * size + slots % size)[first:]
-    for layer, layout in enumerate(layouts):
+    for layer, layout in zip(range(cache.num_layers), layouts, strict=True):
         if layout.num_bands == 0 or first == num_kept:
             continue
         k, v = backend.gather_tokens(PagedTokens(cache, layer, target_ids, num_kept))

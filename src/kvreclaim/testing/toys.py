@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
+from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
@@ -115,21 +116,8 @@ def layer_signals(facts: LayerFacts, num_tokens: int, logical_len: int, seed: in
 
 def kv_head_view(view: LayerView, head: int) -> LayerView:
     """What a view shows of one KV head, as if the layer had no other."""
-    facts, signals = view.facts, view.signals
-    group = slice(head * facts.group_size, (head + 1) * facts.group_size)
-    only = slice(head, head + 1)
-    keys, values = view.source.tensors()
-    per_head = {"queries": group, "output_projection": group, "future_queries": group}
-    rows = {"mass": only, "positions": only, **per_head}
-    kept = {name: getattr(signals, name) for name in rows}
-    return dataclasses.replace(
-        view,
-        source=DenseSource(keys[only], values[only]),
-        facts=dataclasses.replace(facts, num_heads=facts.group_size, num_kv_heads=1),
-        stats=None if view.stats is None else view.stats.kv_head(head, facts.num_kv_heads),
-        signals=LayerSignals(**{n: None if x is None else x[rows[n]] for n, x in kept.items()}),
-        first_head=head,
-    )
+    keys, values = (x[head : head + 1] for x in view.source.tensors())
+    return head_view(view, head, DenseSource(keys, values), view.candidates)
 
 
 def with_kv(view: LayerView, keys: Tensor | None = None, values: Tensor | None = None) -> LayerView:

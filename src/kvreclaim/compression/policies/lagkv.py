@@ -45,7 +45,7 @@ class LagKV(CompressionPolicy):
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape
-        start = view.candidates.start or 0
+        start = view.candidates.start
         count = max(0, (num_tokens - start) // self.lag)
         slots = torch.arange(num_tokens, dtype=torch.float32, device=view.source.device)
         scores = (_KEPT + slots).repeat(num_kv_heads, 1)

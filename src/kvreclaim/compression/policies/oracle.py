@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.checks import check_choice, check_int
-from kvreclaim.compression.attention import attention, over_group
+from kvreclaim.compression.attention import attention
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
-from kvreclaim.ops.scoring import MAX_LOGITS
+from kvreclaim.ops.scoring import MAX_LOGITS, group_max
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ class Oracle(CompressionPolicy):
                 best = torch.maximum(best, weights.amax(dim=1))
             else:
                 best += weights.sum(dim=1)
-        return over_group(best, len(keys), "max")
+        return group_max(best, len(keys))

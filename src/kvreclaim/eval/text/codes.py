@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from kvreclaim.eval.text.base import TextTask
-from kvreclaim.eval.text.prose import Question, spread
+from kvreclaim.eval.text.prose import Question, framed, spread
 
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey", "orange", "purple")
 THINGS = ("lighthouse", "windmill", "tower", "bridge", "cabin", "chapel", "barn", "mill", "gate", "cellar")
 ZONES = ((0.0, 0.1), (0.45, 0.55), (0.9, 1.0))
 """Depths of the asked fact: start, middle and end of the prompt, in turn."""
+HEAD = "Read the text. It mentions access codes; remember them.\n\n"
 _CODE = re.compile(r"\d+")
 
 
@@ -43,10 +44,9 @@ class TextRecall(TextTask):
         depths = [rng.uniform(*ZONES[index % len(ZONES)]), *(rng.random() for _ in facts[1:])]
         story, places = spread(rng, [fact_text(*fact) for fact in facts], depths, num_sentences)
         name, code = facts[0]
-        head = "Read the text. It mentions access codes; remember them.\n\n"
         tail = f"\n\nWhat is the access code of {name}? Answer with the code alone."
-        text = head + story + tail
-        return Question(text, (code,), ((len(head) + places[0] * len(story)) / len(text),))
+        text, evidence = framed(HEAD, story, tail, places[:1])
+        return Question(text, (code,), evidence)
 
     def mark(self, question: Question, text: str) -> list[bool]:
         found = _CODE.search(text.replace(",", ""))
@@ -67,11 +67,9 @@ class TextMultiQuery(TextTask):
         depths = [rng.random() for _ in facts]
         story, places = spread(rng, [fact_text(*fact) for fact in facts], depths, num_sentences)
         asked = facts[: self.num_asked]
-        head = "Read the text. It mentions access codes; remember them.\n\n"
         names = "; ".join(name for name, _ in asked)
         tail = f"\n\nWhat are the access codes of these: {names}? Answer with one line `name: code` for each."
-        text = head + story + tail
-        evidence = tuple((len(head) + place * len(story)) / len(text) for place in places[: self.num_asked])
+        text, evidence = framed(HEAD, story, tail, places[: self.num_asked])
         return Question(text, tuple(code for _, code in asked), evidence)
 
     def mark(self, question: Question, text: str) -> list[bool]:

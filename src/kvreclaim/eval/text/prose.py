@@ -120,6 +120,12 @@ def spread(
     return " ".join(text for _, text, _ in lines), [start / max(1, length) for start in starts]
 
 
+def framed(head: str, story: str, tail: str, places: Sequence[float]) -> tuple[str, tuple[float, ...]]:
+    """The whole text, and places in the story as shares of it."""
+    text = head + story + tail
+    return text, tuple((len(head) + place * len(story)) / len(text) for place in places)
+
+
 def fit(
     write: Callable[[int], Question], encode: Encoder, most: int, what: str
 ) -> tuple[Question, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvreclaim.eval.text.base import TextTask
-from kvreclaim.eval.text.prose import Question, spread
+from kvreclaim.eval.text.prose import Question, framed, spread
 
 _NAME = re.compile(r"\b[A-Z]{5}\b")
 
@@ -39,8 +39,7 @@ class TextVariableTracking(TextTask):
         story, places = spread(rng, facts, depths, num_sentences)
         head = "Read the text. Among its sentences are assignments of variables; follow them.\n\n"
         tail = f"\n\nWhich variables have the value {values[0]}? Answer with their names alone, all of them."
-        text = head + story + tail
-        evidence = tuple((len(head) + place * len(story)) / len(text) for place in places[:length])
+        text, evidence = framed(head, story, tail, places[:length])
         return Question(text, tuple(names[:length]), evidence)
 
     def mark(self, question: Question, text: str) -> list[bool]:

@@ -27,7 +27,7 @@ def column_sums(
     one thread's. The result depends neither on the rest of the batch nor on the number of threads. Scratch
     per thread: eight floats per slot.
     """
-    columns = max((seq.seq_len for seq in batch.sequences), default=0)
+    columns = int(batch.lengths.max(initial=0))
     sums = torch.empty((len(batch.sequences), cache.num_kv_heads, columns), dtype=torch.float32)
     sinks = sinks if sinks is None or sinks.dtype == torch.float32 else sinks.float()
     native().column_sums(
