@@ -48,11 +48,11 @@ MIXTURE = "query_mixture(temperature=4.0, value_norm=true)"
 PLAIN = Calibration()
 BEST: dict[str, object] = {"temperature": 4.0, "value_norm": True}
 OLD: dict[str, object] = {"temperature": 1.0, "value_norm": False}
-REFERENCE = Row("T = 4, x ||v||, 16 centres", options=BEST)
+REFERENCE = Row("T = 4, × ‖v‖, 16 centres", options=BEST)
 GROUPS: dict[str, tuple[Row, ...]] = {
     "main": (
         REFERENCE,
-        Row("T = 4, x ||v||, 32 centres", options=BEST, calibration=Calibration(32)),
+        Row("T = 4, × ‖v‖, 32 centres", options=BEST, calibration=Calibration(32)),
         Row("T = 1, 16 centres", options=OLD),
         Row("T = 1, 32 centres", options=OLD, calibration=Calibration(32)),
         Row("key norm, large kept", "knorm", {"keep": "large"}),
@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("random", "random"),
     ),
     "temperature": tuple(
-        Row(f"T = {t:g}{', x ||v||' * norm}", options={"temperature": t, "value_norm": norm})
+        Row(f"T = {t:g}{', × ‖v‖' * norm}", options={"temperature": t, "value_norm": norm})
         for norm in (False, True)
         for t in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
     ),

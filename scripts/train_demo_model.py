@@ -54,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--num-examples", type=int, default=32, help="held-out sequences of each task's check"
     )
+    parser.add_argument("--check-seed", type=int, default=0, help="seed of the first held-out sequence")
     parser.add_argument("--num-free", type=int, default=16, help="how many of them are generated freely too")
     parser.add_argument(
         "--check-tokens", type=int, default=MAX_TOKENS, help="length of the check's sequences"
@@ -134,7 +135,7 @@ def main() -> None:
         print(f"trained in {train(args):.0f} s")
     for task in args.tasks:
         num_free = min(args.num_free, args.num_examples)
-        scores = check(args.out, task, args.check_tokens, args.num_examples, num_free)
+        scores = check(args.out, task, args.check_tokens, args.num_examples, num_free, args.check_seed)
         print(f"{task:18}" + " ".join(f"{name} {score:g}" for name, score in scores.items()), flush=True)
 
 

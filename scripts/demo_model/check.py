@@ -32,11 +32,13 @@ def generate(network: torch.nn.Module, examples: list[Example]) -> list[list[int
 
 
 @torch.inference_mode()
-def check(folder: Path, task: str, num_tokens: int, num_examples: int, num_free: int) -> dict[str, float]:
+def check(
+    folder: Path, task: str, num_tokens: int, num_examples: int, num_free: int, first_seed: int = 0
+) -> dict[str, float]:
     """Return the mean scores of the model in `folder` on one task; the first `num_free` also run freely."""
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sampler = DEMO_TASKS[task].make(num_tokens)
-    examples = [sampler.sample(seed) for seed in range(num_examples)]
+    examples = [sampler.sample(first_seed + i) for i in range(num_examples)]
     forced = [predict(network, example) for example in examples]
     free = []
     for begin in range(0, num_free, GENERATED_AT_ONCE):

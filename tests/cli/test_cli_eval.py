@@ -93,6 +93,7 @@ def test_a_refused_cell_does_not_unless_nothing_is_left(model):
         (("--stats", "no/such.safetensors"), "no/such.safetensors"),
         (("--out", "/dev/null/below"), "--out"),
         (("--mode", "some"), "mode"),
+        (("--block-size", "0"), "block_size is 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(model, arguments, message):
@@ -102,6 +103,18 @@ def test_a_mistake_is_one_sentence(model, arguments, message):
     assert last.startswith("error: ")
     assert message in last
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--html"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(model, tmp_path, monkeypatch, option):
+    ran = []
+    monkeypatch.setattr(BatchRunner, "run", lambda *given: ran.append(given) or [])
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        result = run(model, "--policies", "full", "--tasks", "agreement", option, path)
+        assert result.exit_code == 2, result.output
+        assert f"error: {option} '{path}' cannot be written" in result.stderr
+    assert not ran
 
 
 def test_an_interrupted_run_goes_on(model, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_one_position_and_round_clusters_are_a_mixture_of_one():
         torch.diag_embed(variance),
     )
     view = layer_view(layer_facts(), stats)
-    expected = QueryMixture(offsets=(0,)).score(view)
+    expected = QueryMixture(offsets=(0,), temperature=1.0, value_norm=False).score(view)
     got = ExpectedAttention(horizon=1, value_norm=False, group="max").score(view)
     torch.testing.assert_close(got, expected)
 

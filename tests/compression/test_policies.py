@@ -26,7 +26,7 @@ OPTIONS = (
     "lagkv(lag=3)",
     "lagkv(lag=3, cross=true)",
     "critical(snapkv(window=2))",
-    "segments(query_mixture(value_norm=true), 4)",
+    "segments(query_mixture(value_norm=false), 4)",
     "protect(paged_eviction, first=2)",
     "protect(knorm, last=4, spans=((10, 20), (35, 36)))",
     "pyramidkv(critical(keydiff), beta=3)",

@@ -38,7 +38,7 @@ def test_every_policy_has_its_row(name):
 
 def test_its_example_runs(capsys):
     exec(compile(PAGE.split("```python\n")[1].split("```")[0], "docs/policies.md", "exec"), {})
-    assert capsys.readouterr().out == "segments(query_mixture(value_norm=true), n=4)\n"
+    assert capsys.readouterr().out == "segments(query_mixture(value_norm=false), n=4)\n"
 
 
 def test_the_page_names_no_other():

@@ -1,6 +1,7 @@
 """The mixture score against loops, and against what it means."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from kvreclaim.compression.policies.query_mixture import FORMS, QueryMixture
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import scoring
 from kvreclaim.ops.rope import rotate
+
+plain = partial(QueryMixture, temperature=1.0, value_norm=False)
 
 
 def mixture(num_centers=3, head_dim=8, spread=1.0, owners=4):
@@ -30,7 +33,7 @@ def mixture(num_centers=3, head_dim=8, spread=1.0, owners=4):
 )
 def test_equals_the_loop(rope, normalise, owners):
     view = layer_view(layer_facts(rope), mixture(owners=owners))
-    policy = QueryMixture(offsets=(1, 16, 4096), normalise=normalise)
+    policy = plain(offsets=(1, 16, 4096), normalise=normalise)
     over = range(9) if normalise == "all" else range(9)[view.candidates]
     expected = mixture_scores(view, (1, 16, 4096), over)
     torch.testing.assert_close(policy.score(view).double(), expected, rtol=1e-4, atol=1e-6)
@@ -44,7 +47,7 @@ def test_one_exact_centre_is_the_attention_of_that_query():
     keys = view.keys.repeat_interleave(2, dim=0)
     attention = ((keys @ queries[..., None])[..., 0] * view.facts.scale).softmax(dim=-1)
     expected = attention.view(2, 2, -1).amax(dim=1)
-    torch.testing.assert_close(QueryMixture(offsets=(5,)).score(view), expected)
+    torch.testing.assert_close(plain(offsets=(5,)).score(view), expected)
 
 
 def test_a_repeated_centre_changes_nothing():
@@ -58,33 +61,33 @@ def test_a_repeated_centre_changes_nothing():
         torch.cat([stats.center_weight, torch.zeros(4, 1)], dim=1),
     )
     other = dataclasses.replace(view, stats=twice)
-    torch.testing.assert_close(QueryMixture().score(other), QueryMixture().score(view))
+    torch.testing.assert_close(plain().score(other), plain().score(view))
 
 
 def test_centres_in_several_batches_give_the_same(monkeypatch):
     view = layer_view(layer_facts(), mixture(5))
-    whole = QueryMixture().score(view)
+    whole = plain().score(view)
     monkeypatch.setattr(scoring, "MAX_LOGITS", 2 * 4 * 5 * 9)
-    torch.testing.assert_close(QueryMixture().score(view), whole)
+    torch.testing.assert_close(plain().score(view), whole)
 
 
 def test_value_norm_multiplies():
     view = layer_view(layer_facts(), mixture())
-    expected = QueryMixture().score(view) * view.values.norm(dim=-1)
-    torch.testing.assert_close(QueryMixture(value_norm=True).score(view), expected)
+    expected = plain().score(view) * view.values.norm(dim=-1)
+    torch.testing.assert_close(plain(value_norm=True).score(view), expected)
 
 
 def test_large_logits_stay_finite():
     view = layer_view(layer_facts(), mixture())
     loud = with_kv(view, keys=view.keys * 1e4)
-    score = QueryMixture().score(loud)
+    score = plain().score(loud)
     assert score.isfinite().all()
     assert score.amax() <= 1.0
 
 
 def test_no_candidates_score_nothing():
     view = dataclasses.replace(layer_view(layer_facts(), mixture()), candidates=slice(4, 4))
-    assert torch.equal(QueryMixture(normalise="candidates").score(view), torch.zeros(2, 9))
+    assert torch.equal(plain(normalise="candidates").score(view), torch.zeros(2, 9))
 
 
 def test_shared_centres_are_every_query_heads_own():
@@ -96,7 +99,7 @@ def test_shared_centres_are_every_query_heads_own():
         *(t.repeat_interleave(2, 0) for t in (shared.centers, shared.center_var, shared.center_weight)),
     )
     for form in FORMS:
-        policy = QueryMixture(form=form)
+        policy = plain(form=form)
         ours, theirs = (policy.score(layer_view(layer_facts(), stats)) for stats in (shared, own))
         torch.testing.assert_close(ours, theirs)
 
@@ -105,8 +108,8 @@ def test_shared_centres_are_every_query_heads_own():
 def test_temperature_divides_the_softmax_scale(form):
     view = layer_view(layer_facts(), mixture())
     cooler = dataclasses.replace(view, facts=dataclasses.replace(view.facts, scale=view.facts.scale / 4))
-    expected = QueryMixture(form=form, temperature=1.0).score(cooler)
-    torch.testing.assert_close(QueryMixture(form=form, temperature=4.0).score(view), expected)
+    expected = plain(form=form, temperature=1.0).score(cooler)
+    torch.testing.assert_close(plain(form=form, temperature=4.0).score(view), expected)
 
 
 def plain_logits(view, offsets):
@@ -128,7 +131,7 @@ def test_the_sum_over_centres(normalise):
     expected = torch.zeros(2, 9, dtype=torch.float64)
     summed = (view.stats.center_weight.double()[..., None] * attention).sum(1)
     expected[:, over] = summed.view(2, 2, -1).amax(1)
-    found = QueryMixture(offsets, form="sum", normalise=normalise).score(view)
+    found = plain(offsets, form="sum", normalise=normalise).score(view)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -141,7 +144,7 @@ def test_the_collapsed_form(normalise):
     best = standard.amax(1).view(2, 2, -1).amax(1)
     expected = torch.zeros(2, 9, dtype=torch.float64)
     expected[:, over] = best - best.amin(-1, keepdim=True)
-    found = QueryMixture(offsets, form="collapsed", normalise=normalise).score(view)
+    found = plain(offsets, form="collapsed", normalise=normalise).score(view)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -149,12 +152,12 @@ def test_the_collapsed_form(normalise):
 def test_every_form_is_finite_and_leaves_the_protected_at_zero(form):
     view = layer_view(layer_facts(), mixture())
     loud = with_kv(view, keys=view.keys * 1e4)
-    assert QueryMixture(form=form).score(loud).isfinite().all()
-    scores = QueryMixture(form=form, normalise="candidates").score(view)
+    assert plain(form=form).score(loud).isfinite().all()
+    scores = plain(form=form, normalise="candidates").score(view)
     assert (scores[:, :1] == 0).all()
     assert (scores[:, -2:] == 0).all()
     none = dataclasses.replace(view, candidates=slice(4, 4))
-    assert torch.equal(QueryMixture(form=form, normalise="candidates").score(none), torch.zeros(2, 9))
+    assert torch.equal(plain(form=form, normalise="candidates").score(none), torch.zeros(2, 9))
 
 
 @pytest.mark.parametrize(
@@ -169,4 +172,4 @@ def test_every_form_is_finite_and_leaves_the_protected_at_zero(form):
 )
 def test_wrong_options(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        QueryMixture(**options)
+        plain(**options)

@@ -25,13 +25,13 @@ from kvreclaim.compression.policies.snapkv import SnapKV
 from kvreclaim.compression.spec import Spec, parse_spec, write_value
 from kvreclaim.errors import InvalidArgumentError
 
-MIXTURE = QueryMixture(value_norm=True)
+MIXTURE = QueryMixture(value_norm=False)
 WRITTEN = {
     "knorm": Knorm(),
     "knorm()": Knorm(),
     "knorm(keep=large)": Knorm("large"),
     " knorm ( keep = 'large' , ) ": Knorm("large"),
-    "query_mixture(offsets=(1, 16), value_norm=true)": QueryMixture(offsets=(1, 16), value_norm=True),
+    "query_mixture(offsets=(1, 16), value_norm=false)": QueryMixture(offsets=(1, 16), value_norm=False),
     "query_mixture(offsets=(5))": QueryMixture(offsets=(5,)),
     "evict-only(knorm)": EvictOnly(Knorm()),
     "evict-only(inner=knorm(keep=large))": EvictOnly(Knorm("large")),
@@ -40,7 +40,7 @@ WRITTEN = {
     "segments(query_mixture, 4)": Segments(QueryMixture(), 4),
     "segments(knorm, 4, .25)": Segments(Knorm(), 4, 0.25),
     "segments(knorm, 4, share=1e-1)": Segments(Knorm(), 4, 0.1),
-    "segments(query_mixture(value_norm=true), n=8)": Segments(MIXTURE),
+    "segments(query_mixture(value_norm=false), n=8)": Segments(MIXTURE),
     "protect(segments(snapkv(window=16), n=2), spans=((0, 10), (50, 60)))": Protect(
         Segments(SnapKV(window=16), 2), spans=((0, 10), (50, 60))
     ),
@@ -48,7 +48,7 @@ WRITTEN = {
 CANONICAL = (
     "knorm",
     "knorm(keep=large)",
-    "query_mixture(offsets=(1, 16), value_norm=true)",
+    "query_mixture(offsets=(1, 16), value_norm=false)",
     "evict-only(knorm)",
     "segments(query_mixture, n=4, share=0.25)",
     "protect(segments(snapkv(window=16), n=2), first=3, spans=((0, 10), (50, 60)))",
@@ -91,10 +91,10 @@ def test_a_bare_wrapper_wraps_its_default(wrapper, inner):
 
 
 def test_options_go_to_the_innermost_policy():
-    policy = make_policy("protect(segments(n=2), first=5)", {"value_norm": True})
+    policy = make_policy("protect(segments(n=2), first=5)", {"value_norm": False})
     assert policy == Protect(Segments(MIXTURE, 2), first=5)
-    config = CompressionConfig("segments(query_mixture(value_norm=true))", options={"offsets": [3]})
-    assert config.make_policy() == Segments(QueryMixture(offsets=(3,), value_norm=True))
+    config = CompressionConfig("segments(query_mixture(value_norm=false))", options={"offsets": [3]})
+    assert config.make_policy() == Segments(QueryMixture(offsets=(3,), value_norm=False))
 
 
 MISTAKES = {

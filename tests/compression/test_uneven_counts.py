@@ -40,6 +40,10 @@ def test_every_head_keeps_the_least_and_none_more_than_it_has():
     assert blocks([[96.0, 0.0, 0.0]], 16, 0, [[3, 2, 9]], 6) == [[3, 2, 1]]
 
 
+def test_one_head_may_gain_twice_before_another_gains_once():
+    assert blocks([[0.004, 4.4, 4.4, 2.2]], 1, 1, [[2, 2, 4, 4]], 11) == [[1, 2, 4, 4]]
+
+
 def test_a_sum_that_cannot_be_is_our_own_mistake():
     with pytest.raises(AssertionError, match="9 blocks"):
         blocks([[16.0, 16.0]], 16, 0, 2, 9)

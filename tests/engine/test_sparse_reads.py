@@ -185,7 +185,7 @@ def test_scoring_a_continuation_reads_as_generating_it_did(pieces, make_llm, mon
 def test_what_cannot_be_served_is_refused(make_llm):
     with pytest.raises(InvalidArgumentError, match="recent tokens may take 32; raise the budget to 32"):
         make_llm(block_size=16).generate(tiny.prompts((20,)), GREEDY, quest(31, recent=1))
-    with pytest.raises(InvalidArgumentError, match=r"reads some blocks per head, .* sliding windows"):
+    with pytest.raises(InvalidArgumentError, match=r"reads some blocks per head, .* a sliding window"):
         make_llm("gemma2").generate(tiny.prompts((20,)), GREEDY, quest())
     with pytest.raises(InvalidArgumentError, match="evict-only"):
         quest().__class__("evict-only(quest)")

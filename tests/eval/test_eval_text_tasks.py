@@ -214,6 +214,24 @@ def test_own_questions_are_compared_after_normalisation(tmp_path, said, containe
         assert item.prompt == ENCODE("Capital of France?")
 
 
+@pytest.mark.parametrize(
+    ("said", "contained", "exact"),
+    [("A", 1, 1), ("The answer is (A).", 1, 0), ("The answer is B", 0, 0), ("an apple", 0, 0), ("", 0, 0)],
+)
+def test_an_answer_may_be_nothing_but_an_article(tmp_path, said, contained, exact):
+    path = jsonl(tmp_path, '{"prompt": "A or B?", "answer": "A"}')
+    for wanted, points in ((False, contained), (True, exact)):
+        task = JsonlTask("q", ENCODE, read_questions(path), 16, exact=wanted)
+        assert task.judge(task.item(0, 0), Answer(text=said)).points == points
+
+
+def test_only_a_line_feed_ends_a_question(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    text = '{"prompt": "one\u2028two\x85three", "answer": "x"}\r\n{"prompt": "2", "answer": "y"}'
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert read_questions(path) == (("one\u2028two\x85three", ("x",)), ("2", ("y",)))
+
+
 def test_normalise():
     assert normalise("  The Quick-Brown, a FOX! ") == "quick brown fox"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ def _run(given: dict[str, Any]) -> None:
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
+    _check_targets(given)
     plan = _plan(given)
     names = ("num_tokens", "text", "dialect", "max_new_tokens")
     options = TaskOptions(**{name: given[name] for name in names})
@@ -142,7 +144,9 @@ def _plan(given: dict[str, Any]) -> EvalPlan:
 def _llm(given: dict[str, Any], plan: EvalPlan, options: TaskOptions) -> LLM:
     """A pool that holds the full cache of a whole batch."""
     from kvreclaim import LLM, demo_model
+    from kvreclaim.checks import check_int
 
+    check_int("block_size", given["block_size"], 1)
     per_sequence = -(-options.num_tokens // given["block_size"]) + 1
     return LLM(
         given["model"] or demo_model(),
@@ -150,6 +154,19 @@ def _llm(given: dict[str, Any], plan: EvalPlan, options: TaskOptions) -> LLM:
         max_num_seqs=plan.batch_size,
         **{name: given[name] for name in ENGINE},
     )
+
+
+def _check_targets(given: dict[str, Any]) -> None:
+    """Refuse a file that cannot be written before anything has run, not after hours."""
+    for name in ("json", "csv", "html"):
+        path: Path | None = given[f"{name}_file"]
+        if path is None:
+            continue
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise InvalidArgumentError(
+                f"--{name} {str(path)!r} cannot be written; name a file in a directory that can."
+            )
 
 
 def _write(report: EvalReport, given: dict[str, Any]) -> None:

@@ -35,7 +35,8 @@ def round_to_blocks(
         least:  blocks that every head keeps; most: [L, K] int, blocks that it can keep, >= least
         total:  the sum, from the sum of least to that of most
 
-    Returns: [L, K] int64. Ties: the lowest (layer, head) gains, the highest loses.
+    Returns: [L, K] int64, the nearest such numbers in the sum of squares.
+    Ties: the lowest (layer, head) gains, the highest loses.
     """
     assert least * most.size <= total <= most.sum(), f"{total} blocks, {least * most.size} to {most.sum()}"
     wanted = counts.ravel() / block_size
@@ -43,10 +44,8 @@ def round_to_blocks(
     blocks = np.clip(np.floor(wanted).astype(np.int64), least, room)
     while (missing := total - int(blocks.sum())) != 0:
         step = 1 if missing > 0 else -1
-        able = np.flatnonzero(blocks < room if step > 0 else blocks > least)
-        gap = step * (wanted[able] - blocks[able])
-        order = np.argsort(-gap, kind="stable") if step > 0 else np.lexsort((-able, -gap))
-        blocks[able[order[: abs(missing)]]] += step
+        able = np.flatnonzero(blocks < room if step > 0 else blocks > least)[::step]
+        blocks[able[np.argmax(step * (wanted[able] - blocks[able]))]] += step
     return blocks.reshape(counts.shape)
 
 

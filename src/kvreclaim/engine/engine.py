@@ -95,13 +95,13 @@ class Engine:
         if request_id in self.requests:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
-        lengths = Lengths(len(prompt_token_ids), len(tokens))
+        lengths = Lengths(len(prompt_token_ids), len(tokens) - (continuation is not None))  # last: uncomputed
         check_prompt(tokens, params, self.config, self.loaded)
         check_length(lengths, compressor, self.config)
         self.signals.check(compressor, scored=continuation is not None)
         max_len = output_limit(lengths, params, compressor, self.config)
-        own_seed = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
-        seed = own_seed if params.seed is None else params.seed
+        unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
+        seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))

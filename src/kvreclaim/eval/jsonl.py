@@ -24,7 +24,8 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 @dataclass(frozen=True)
 class JsonlTask:
     """One question a line. Right if an accepted answer is contained in what was generated, in whole words,
-    or, with exact, is all of it; both after normalisation (lower case, no punctuation, no articles).
+    or, with exact, is all of it; both after normalisation (lower case, no punctuation, no articles, except
+    for an answer that is only an article: "A").
 
     questions: (prompt, accepted answers)
     """
@@ -55,16 +56,20 @@ class JsonlTask:
         return Item(self.encode(prompt), max_new_tokens=self.max_new_tokens, payload=answers)
 
     def judge(self, item: Item, answer: Answer) -> Outcome:
-        said = normalise(final_part(answer.text))
-        accepted = [normalise(text) for text in item.payload]
-        right = said in accepted if self.exact else any(f" {text} " in f" {said} " for text in accepted)
+        text = final_part(answer.text)
+        right = any(self._says(text, accepted) for accepted in item.payload)
         return Outcome(points=float(right), out_of=1)
 
+    def _says(self, text: str, accepted: str) -> bool:
+        articles = not normalise(accepted)  # an answer such as "A" is nothing but one
+        wanted, said = normalise(accepted, articles=articles), normalise(text, articles=articles)
+        return said == wanted if self.exact else f" {wanted} " in f" {said} "
 
-def normalise(text: str) -> str:
-    """Lower case, punctuation and English articles removed, single spaces."""
-    words = _ARTICLES.sub(" ", text.casefold().translate(_PUNCTUATION))
-    return " ".join(words.split())
+
+def normalise(text: str, *, articles: bool = False) -> str:
+    """Lower case, single spaces, punctuation removed, and English articles unless `articles` keeps them."""
+    words = text.casefold().translate(_PUNCTUATION)
+    return " ".join((words if articles else _ARTICLES.sub(" ", words)).split())
 
 
 def read_questions(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -84,7 +89,7 @@ def read_questions(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def _read_file(file: Path) -> list[tuple[str, tuple[str, ...]]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"the questions {str(file)!r} cannot be read: {error}.") from error
     return [_question(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -99,7 +104,9 @@ def _question(line: str, where: str) -> tuple[str, tuple[str, ...]]:
             f'{where} is no question; write {{"prompt": "...", "answer": "..."}} in one line.'
         ) from error
     answers: Sequence[Any] = answer if isinstance(answer, list) else [answer]
-    strings = isinstance(prompt, str) and all(isinstance(text, str) and normalise(text) for text in answers)
+    strings = isinstance(prompt, str) and all(
+        isinstance(text, str) and normalise(text, articles=True) for text in answers
+    )
     if not (prompt and answers and strings):
         raise InvalidArgumentError(
             f"{where} has prompt {prompt!r:.40} and answer {answer!r:.40}; the prompt must be text, the "
