@@ -27,8 +27,9 @@ def test_a_rare_cluster_goes_and_its_weight_to_the_nearest():
     assert num_distinct(found.weights) == 2
 
 
-def test_the_heaviest_stays_whatever_the_threshold():
-    found = merge_clusters(clusters([0.4, 0.3, 0.3], [0.0, 10.0, 8.0]), 1.0, 0.0)
+@pytest.mark.parametrize("weights", [[0.4, 0.3, 0.3], [0.4, 0.4, 0.2]], ids=["one", "the first of two"])
+def test_the_heaviest_stays_whatever_the_threshold(weights):
+    found = merge_clusters(clusters(weights, [0.0, 10.0, 8.0]), 1.0, 0.0)
     assert found.weights.tolist() == [[1.0, 0.0, 0.0]]
     assert found.centers[0, :, 0].tolist() == [0.0, 0.0, 0.0]
 

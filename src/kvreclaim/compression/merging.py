@@ -39,7 +39,8 @@ def _merge_head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """centers and variances [C, D], weights [C] of one head; the same shapes again."""
     count = len(weights)
-    kept = (weights > 0) & ((weights >= min_weight) | (weights == weights.max()))
+    kept = (weights > 0) & (weights >= min_weight)
+    kept[weights.argmax()] = True
     nearest = torch.cdist(centers, centers[kept]).argmin(dim=1)
     weights = torch.zeros_like(weights[kept]).index_add(0, nearest, weights)
     mu, var = centers[kept], variances[kept]
