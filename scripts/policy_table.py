@@ -18,7 +18,9 @@ def sharing(policy: str) -> str:
         return "yes, reads no hit"
     if Signal.FUTURE_QUERIES in needs:
         return "–"
-    return f"yes, all but {window} tokens" if window else "yes"
+    if window:
+        return f"yes, all but {window} token{'s' * (window > 1)}"
+    return "yes"
 
 
 def cells(rows: Iterable[Row], policy: str, fraction: float, task: str | None = None) -> list[Row]:
