@@ -68,7 +68,7 @@ def test_the_report_is_written_and_printed(report, tmp_path):
 
 
 @pytest.mark.slow  # scores six policies on eight sequences of 1,952 tokens: half a minute
-def test_query_mixture_keeps_the_evidence_at_a_quarter_of_the_cache():
+def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
     plan = DemoPlan()
     examples = [plan.task.sample(seed) for seed in range(8)]
     prompts, traces = [list(e.prompt) for e in examples], [list(e.trace) for e in examples]
@@ -82,10 +82,10 @@ def test_query_mixture_keeps_the_evidence_at_a_quarter_of_the_cache():
             for kinds in ((Kind.LOOKUP,), (Kind.LOOKUP, Kind.RESTORE))
         }
 
-    full, ours = scores("full", None), scores("query_mixture", 0.25)
+    full, ours = scores("full", None), scores("query_mixture", 0.1)
     assert full[Kind.LOOKUP,] >= 0.99
-    assert ours[Kind.LOOKUP,] >= 0.95 * full[Kind.LOOKUP,]
+    assert ours[Kind.LOOKUP,] >= 0.97 * full[Kind.LOOKUP,]
     for policy in POLICIES.keys() - {"query_mixture", "evict-only"}:
-        theirs = scores(policy, 0.25)
+        theirs = scores(policy, 0.1)
         assert ours[Kind.LOOKUP,] >= theirs[Kind.LOOKUP,], policy
         assert ours[Kind.LOOKUP, Kind.RESTORE] > theirs[Kind.LOOKUP, Kind.RESTORE], policy
