@@ -30,11 +30,11 @@ class RKV(CompressionPolicy):
 
     Paper: arXiv 2505.24133 (weight is its lambda).
 
-    weight:     of importance against redundancy; .1 as published
-    window:     observation window, tokens; 8 as published
-    kernel:     of the max-pooling over importance, odd; 7 as published
-    threshold:  cosine above which keys are similar; .5 as published
-    group:      over the query heads of a KV head, "max" as published or "mean"
+    weight:     of importance against redundancy; .1
+    window:     observation window, tokens; 8
+    kernel:     of the max-pooling over importance, odd; 7
+    threshold:  cosine above which keys are similar; .5
+    group:      over the query heads of a KV head, "max" or "mean"
     similarity: "full" compares all keys with each other, O(T^2 D) per KV head; "block" compares inside
                 runs of `block` neighbouring tokens, O(T block D)
     block:      tokens of such a run; read only by similarity "block"
