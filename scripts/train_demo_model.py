@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 def save(trainer: Trainer, folder: Path) -> None:
     """Write model and tokenizer in the layout that the Auto classes read."""
     trainer.network.save_pretrained(folder)
-    build_tokenizer(MAX_TOKENS).save_pretrained(folder)
+    build_tokenizer(MAX_TOKENS).save_pretrained(folder, save_jinja_files=False)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes for the owner alone; a wheel would carry that along
 

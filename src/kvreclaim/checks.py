@@ -50,3 +50,14 @@ def check_offsets(name: str, value: object) -> tuple[int, ...]:
     for item in value:
         check_int(f"an entry of {name}", item, 0)
     return tuple(value)
+
+
+def check_text(name: str, value: str) -> None:
+    """Text that can be written as UTF-8: JSON can name half of a surrogate pair, which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{name} holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, which "
+            "is no text; remove it."
+        ) from None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvreclaim.checks import check_bool, check_choice, check_int, check_number, require
 
 KERNELS = ("auto", "native", "triton", "reference")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,10 @@ class EngineConfig:
     max_model_len:          longest sequence (prompt and output) in tokens; None: the model's own limit
     max_num_batched_tokens: tokens computed in one step, and the largest prefill chunk
     seed:                   of requests that bring none
+    scheduling_policy:      "fcfs", or "priority": the request with the lowest number first
+    eviction_policy:        which cached block is reused first, a name of memory.eviction
+    max_pinned_fraction:    of the pool's blocks may be worth keeping longer than others at once
+    kv_cache_metrics_sample: share of the blocks whose time in the pool is measured
     kernels:                "auto" (native on a CPU, triton on CUDA, reference where these cannot run, which
                             is said), or one of them by name
     enforce_eager:          on CUDA, run decode steps without CUDA graphs
@@ -31,6 +39,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_memory_fraction: float = 0.5
     seed: int = 0
+    scheduling_policy: str = "fcfs"
+    eviction_policy: str = "lru"
+    max_pinned_fraction: float = 0.5
+    kv_cache_metrics_sample: float = 0.01
     kernels: str = "auto"
     enforce_eager: bool = False
 
@@ -46,6 +58,20 @@ class EngineConfig:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
         check_choice("kernels", self.kernels, KERNELS)
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_number("max_pinned_fraction", self.max_pinned_fraction, 0.0, 1.0)
+        check_number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 0.0, 1.0)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """By the names of the fields. Raises: InvalidArgumentError for one that there is not."""
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        require(
+            not unknown,
+            f"{', '.join(unknown)} is no option of the engine; the options are {', '.join(known)}.",
+        )
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +82,10 @@ class SamplingParams:
     n:           outputs for the prompt, computed once and forked with copy-on-write
     stop:        strings that end an output (cut from the text); stop_token_ids likewise (kept in token_ids)
     logprobs:    per generated token the log-probabilities of this many most likely tokens and of the
-                 one drawn, before temperature and penalties; None keeps none
+                 one drawn, before temperature, penalties and logit_bias; None keeps none
+    prompt_logprobs: the same per prompt token but the first; such a prompt is computed whole, without a
+                 prefix hit
+    logit_bias:  token id -> -100 .. 100, added to the logits before all else that changes them
     max_tokens:  None: as many as max_model_len leaves
     cache_salt:  prefix blocks are shared only among requests with the same salt
     """
@@ -77,6 +106,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     cache_salt: str | None = None
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,13 +132,25 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             check_int("seed", self.seed, 0)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0)
+        self._check_bias()
         greedy = self.temperature == 0
         require(
             not (greedy and self.n > 1),
             f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",
         )
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        require(
+            bias is None or isinstance(bias, dict),
+            f"logit_bias is a {type(bias).__name__}; pass a dict of token id to bias, or None.",
+        )
+        for token, value in (bias or {}).items():
+            check_int("a token id of logit_bias", token, 0)
+            check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
 
     def _check_ends(self) -> None:
         check_bool("ignore_eos", self.ignore_eos)

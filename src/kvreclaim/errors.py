@@ -26,3 +26,7 @@ class UnknownRequestError(KVReclaimError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class EngineDeadError(KVReclaimError, RuntimeError):
+    """The engine's thread cannot go on; the message names the reason."""

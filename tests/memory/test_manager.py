@@ -61,7 +61,7 @@ def test_salts_and_switch_decide_who_hits():
     run(off, 0, range(9))
     assert off.match_prefix(range(9)).num_tokens == 0
     assert off.indexed(0) == (False, False, False)
-    assert off.stats().prefix_query_tokens == 0
+    assert (off.stats().prefix_query_tokens, off.stats().prefix_hit_tokens) == (9, 0)
 
 
 def test_generated_tokens_are_hit_too():

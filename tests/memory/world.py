@@ -82,9 +82,8 @@ class World:
             list(match.block_ids),
             match.num_tokens,
         )
-        if shadow.caching:
-            shadow.queries += len(tokens)
-            shadow.hits += match.num_tokens
+        shadow.queries += len(tokens)
+        shadow.hits += match.num_tokens
 
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         """Make room. Returns: whether there was enough."""
@@ -293,4 +292,7 @@ class World:
             prefix_evictions=shadow.evictions if self.foretold else self.memory.pool.num_evictions,
             blocks_freed_by_compression=shadow.freed,
             cow_copies=shadow.copies,
+            pinned=0,
+            pins_refused=0,
+            misses=self.memory.stats().misses,
         )

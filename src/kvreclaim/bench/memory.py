@@ -122,7 +122,7 @@ def _ours(plan: MemoryPlan, policy: str) -> Row:
         elapsed_s=elapsed_s,
         running=[step.num_running for step in steps],
         waiting=[step.num_waiting for step in steps],
-        preemptions=engine.scheduler.num_preemptions,
+        preemptions=engine.totals.num_preemptions,
         peak_blocks=engine.memory.pool.peak_in_use,
         blocks_held=held,
         kernels=engine.kernels,

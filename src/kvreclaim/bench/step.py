@@ -42,9 +42,9 @@ def _measure(plan: DecodePlan, name: str, point: Point, steps: int) -> Row:
         (engine.scheduler, "schedule", "schedule"),
         (runner, "forward", "forward"),
         (system.llm.loaded.model, "forward", "whole model"),
-        (engine, "_take_logits", "logits"),
+        (engine.answers, "take", "logits"),
         (engine, "_commit", "commit"),
-        (engine, "_compress", "compress"),
+        (engine.answers, "compress", "compress"),
     ]
     times = []
     try:

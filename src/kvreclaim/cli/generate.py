@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim.cli import options as opt
+from kvreclaim.cli.compression import compression_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,15 +61,6 @@ ENGINE = (
     "max_model_len",
     "enable_prefix_caching",
 )
-COMPRESSION = {
-    "kv_budget": "budget",
-    "kv_compression_interval": "interval",
-    "kv_compression_mode": "mode",
-    "kv_compression_stats": "stats",
-    "kv_sinks": "sinks",
-    "kv_recent": "recent",
-    "kv_protect_prompt": "protect_prompt",
-}
 
 
 def _run(given: dict[str, Any]) -> None:
@@ -77,11 +69,7 @@ def _run(given: dict[str, Any]) -> None:
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
-    set_fields = {field: given[name] for name, field in COMPRESSION.items()}
-    settings = {field: value for field, value in set_fields.items() if value is not None}
-    if not settings["protect_prompt"]:
-        del settings["protect_prompt"]
-    compression = _compression(given["kv_compression"], settings)
+    compression = compression_of(given)
     params = SamplingParams(**{name: given[name] for name in SAMPLING})
     llm = LLM(
         given["model"] or demo_model(),
@@ -90,20 +78,6 @@ def _run(given: dict[str, Any]) -> None:
         **{name: given[name] for name in ENGINE},
     )
     _stream(llm, given["prompt"], params, compression)
-
-
-def _compression(policy: str | None, settings: dict[str, Any]) -> CompressionConfig | None:
-    from kvreclaim import CompressionConfig
-    from kvreclaim.errors import InvalidArgumentError
-
-    if policy is None:
-        if settings:
-            raise InvalidArgumentError(
-                f"{', '.join(settings)} set for the KV compression, but no policy is; "
-                "add --kv-compression, for example --kv-compression query_mixture."
-            )
-        return None
-    return CompressionConfig(policy, **settings)
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, compression: CompressionConfig | None) -> None:

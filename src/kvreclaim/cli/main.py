@@ -15,6 +15,7 @@ from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import usage_errors
+from kvreclaim.cli.serve import serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
+app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvreclaim.checks import is_int
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.due import decode_cap, prompt_cap
@@ -21,7 +22,12 @@ class Lengths:
 
 
 def check_prompt(
-    tokens: list[int], params: SamplingParams, config: EngineConfig, loaded: LoadedModel
+    tokens: list[int],
+    params: SamplingParams,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    scored: bool = False,
 ) -> None:
     """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
     if not tokens:
@@ -36,14 +42,35 @@ def check_prompt(
         raise InvalidArgumentError(
             f"stop_token_ids holds {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it."
         )
+    foreign = [t for t in params.logit_bias or () if t >= loaded.vocab_size]
+    if foreign:
+        raise InvalidArgumentError(
+            f"logit_bias holds token {foreign[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it."
+        )
     if params.n > config.max_num_seqs:
         raise InvalidArgumentError(
             f"n is {params.n}, but max_num_seqs allows {config.max_num_seqs} sequences at once; "
             "lower n or raise max_num_seqs."
         )
+    if scored and params.prompt_logprobs is not None:
+        raise InvalidArgumentError(
+            "prompt_logprobs is given for a continuation that is scored; leave it out, or move the prompt's "
+            "tokens but the first into the continuation."
+        )
     if params.stop_strings and loaded.tokenizer is None:
         raise InvalidArgumentError(
             "stop strings need a tokenizer, which this model has not; pass stop_token_ids."
+        )
+
+
+def check_priority(priority: int, config: EngineConfig) -> None:
+    """Raise InvalidArgumentError for a priority that is no integer, or that nothing would go by."""
+    if not is_int(priority):
+        raise InvalidArgumentError(f"priority is {priority!r}; it must be an integer, lower runs first.")
+    if priority and config.scheduling_policy != "priority":
+        raise InvalidArgumentError(
+            f"priority is {priority}, but scheduling_policy is {config.scheduling_policy}, which runs "
+            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority'."
         )
 
 

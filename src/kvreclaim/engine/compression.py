@@ -80,8 +80,10 @@ class CompressionPass:
         state.prompt_slots = done.prompt_slots
         state.last_computed = seq.num_computed
         state.num_evicted += num_live - done.num_kept
-        state.blocks_perfect += self._blocks(num_live) - self._blocks(done.num_kept)
+        perfect = self._blocks(num_live) - self._blocks(done.num_kept)
+        state.blocks_perfect += perfect
         state.compactions += 1
+        totals.blocks_perfect += perfect
         totals.tokens_evicted += num_live - done.num_kept
         totals.compactions += 1
 

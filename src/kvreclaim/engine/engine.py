@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.admission import Lengths, check_length, check_prompt, output_limit
+from kvreclaim.engine.admission import Lengths, check_length, check_priority, check_prompt, output_limit
+from kvreclaim.engine.answers import Answers
 from kvreclaim.engine.compression import CompressionPass
-from kvreclaim.engine.detokenizer import Detokenizer
-from kvreclaim.engine.due import is_due
 from kvreclaim.engine.graphs import decode_graphs
-from kvreclaim.engine.outputs import EngineTotals, FinishReason, StepStats
-from kvreclaim.engine.request import Request, Scores, Sequence
+from kvreclaim.engine.lifecycle import Lifecycle
+from kvreclaim.engine.outputs import StepStats
+from kvreclaim.engine.request import Request, Scores
 from kvreclaim.engine.runner import ModelRunner
-from kvreclaim.engine.sampler import draw
-from kvreclaim.engine.scheduler import Scheduled, Scheduler
+from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.engine.signals import Signals
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.pins import Retention
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 
@@ -59,6 +59,9 @@ class Engine:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}",
+            eviction_policy=config.eviction_policy,
+            max_pinned_fraction=config.max_pinned_fraction,
+            residency_sample=config.kv_cache_metrics_sample,
         )
         weight = next(loaded.model.parameters())
         like = weight.new_empty(0, dtype=facts.dtype)
@@ -69,14 +72,18 @@ class Engine:
         self.backend = backend = choice.backend
         self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
         self.signals = Signals(loaded, self.memory, self.cache, backend)
-        self.scheduler = Scheduler(config, self.memory, self.signals.drop)
+        self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
+        self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         self.compression = CompressionPass(self.memory, self.cache, backend, facts, self.signals)
-        self.totals = EngineTotals()
-        self.requests: dict[str, Request] = {}
-        self._seq_ids = itertools.count()
+        self.answers = Answers(config, self.lifecycle, self.compression)
         self._num_added = 0
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """By id, those that have not ended: read it, don't change it."""
+        return self.lifecycle.requests
 
     def add_request(
         self,
@@ -87,29 +94,35 @@ class Engine:
         *,
         prompt: str | None = None,
         continuation: list[int] | None = None,
+        priority: int = 0,
+        retention: Sequence[Retention] = (),
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
+        priority:  under scheduling_policy "priority" a lower number runs first; else 0
+        retention: how long the blocks of which leading prompt tokens are worth keeping
+
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
-        if request_id in self.requests:
-            raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
         lengths = Lengths(len(prompt_token_ids), len(tokens) - (continuation is not None))  # last: uncomputed
-        check_prompt(tokens, params, self.config, self.loaded)
+        if request_id in self.requests:
+            raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
+        check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
+        check_priority(priority, self.config)
         check_length(lengths, compressor, self.config)
         self.signals.check(compressor, scored=continuation is not None)
         max_len = output_limit(lengths, params, compressor, self.config)
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
+        request.priority, request.retention = priority, tuple(retention)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
-        seq = self._new_sequence(request, 0, list(tokens))
-        seq.waits_for_fork = params.n > 1
-        self.requests[request_id] = request
+        elif params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        self.lifecycle.begin(request, list(tokens))
         self._num_added += 1
-        self.scheduler.add(seq)
         return request
 
     def abort(self, request_id: str) -> None:
@@ -120,7 +133,7 @@ class Engine:
             raise UnknownRequestError(
                 f"request {request_id!r} is unknown or has finished; {len(self.requests)} are in flight."
             ) from None
-        self._end_request(request, "abort")
+        self.lifecycle.end_request(request, "abort")
 
     @property
     def has_unfinished(self) -> bool:
@@ -128,173 +141,83 @@ class Engine:
 
     def step(self) -> StepResult:
         """Schedule, compute, draw, compress. A request that fails ends with reason "error"; others go on."""
-        started = time.perf_counter()
+        started, touched = time.perf_counter(), self.lifecycle.touched
+        touched.clear()
+        prompts_done = self.totals.prompts_done
         step = self.scheduler.schedule()
-        assert step or not self.scheduler.waiting or self.scheduler.running, (
-            f"{len(self.scheduler.waiting)} sequences wait, none can run in {self.memory.stats()}"
-        )
-        touched = self._run(step) if step else []
+        if not step and not touched and self.scheduler.waiting and not self.scheduler.running:
+            error = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
+            self.lifecycle.fail(self.scheduler.waiting[0].request, error, "admitting")
+        num_tokens = sum(item.num_tokens for item in step)
+        num_decode = sum(_is_decode(item) for item in step)
+        for item in step:
+            metrics = item.seq.request.metrics
+            if metrics.queue_s is None:
+                metrics.queue_s = started - item.seq.request.arrival_s
+        if step:
+            self._run(step)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_tokens=sum(item.num_tokens for item in step),
+            num_tokens=num_tokens,
+            num_prefill_tokens=num_tokens - num_decode,
+            num_decode_tokens=num_decode,
+            num_prompts_done=self.totals.prompts_done - prompts_done,
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
-        return StepResult(touched, stats)
+        return StepResult(list(touched.values()), stats)
 
-    def _run(self, step: list[Scheduled]) -> list[Request]:
+    def _run(self, step: list[Scheduled]) -> None:
         try:
             logits, wanted = self.runner.forward(step)
         except Exception as error:
-            logger.exception("forward pass of %d sequences failed", len(step))
-            requests = list({id(item.seq.request): item.seq.request for item in step}.values())
-            for request in requests:
-                self._fail(request, error)
-            return requests
+            if len(step) == 1:
+                self.lifecycle.fail(step[0].seq.request, error, "computing")
+                return
+            logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
+            step, logits, wanted = self._forward_each(step)
         for item in step:
-            self._commit(item)
-        return self._take_logits(step, logits, wanted)
+            with self.lifecycle.contained(item.seq.request, "committing"):
+                self._commit(item)
+        if step:
+            self.answers.take(step, logits, wanted)
+
+    def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
+        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more.
+
+        Returns: those that can be computed, and what forward would have returned for them.
+        """
+        done: list[Scheduled] = []
+        rows: list[torch.Tensor] = []
+        wanted: list[range] = []
+        for item in step:
+            if item.seq.finish_reason is None:
+                with self.lifecycle.contained(item.seq.request, "computing"):
+                    logits, positions = self.runner.forward([item])
+                    done.append(item)
+                    rows.append(logits.clone())  # CUDA graphs write into the same place again
+                    wanted += positions
+        return done, torch.cat(rows) if rows else torch.empty(0), wanted
 
     def _commit(self, item: Scheduled) -> None:
         seq, start = item.seq, item.seq.num_computed
+        if seq.finish_reason is not None:
+            return
         self.memory.commit(seq.seq_id, seq.token_ids[start : start + item.num_tokens])
         seq.num_computed += item.num_tokens
         seq.note_blocks(len(self.memory.table(seq.seq_id).blocks()))
-        in_prompt = max(0, min(seq.num_computed, seq.num_prompt) - start)
-        self.totals.prompt_tokens += in_prompt
+        self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - start)
+        request = seq.request
+        if not request.prompt_done and seq.num_computed >= seq.num_prompt:
+            request.prompt_done = True
+            self.totals.prompts_done += 1
+            request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
+            if request.retention:
+                self.memory.pin(seq.seq_id, request.retention)
 
-    def _take_logits(self, step: list[Scheduled], logits: torch.Tensor, wanted: list[range]) -> list[Request]:
-        """Draw or score from each sequence's rows, then compress whoever is due."""
-        touched: dict[str, Request] = {}
-        draws: list[tuple[Sequence, int]] = []
-        best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
-        bad = best.values.isnan().tolist()
-        row = 0
-        for item, positions in zip(step, wanted, strict=True):
-            seq, rows = item.seq, range(row, row + len(positions))
-            row += len(positions)
-            if any(bad[r] for r in rows):
-                self._fail(seq.request, ValueError("the model's logits are not numbers (NaN)"))
-            elif seq.request.scores is not None:
-                self._score(seq, positions, logits[rows.start : rows.stop].float())
-            elif rows:
-                draws.append((seq, rows.start))
-            if rows:
-                touched[seq.request.request_id] = seq.request
-        self._draw(draws, logits, best.indices.tolist())
-        for item in step:
-            if item.seq.finish_reason is None and is_due(item.seq, self.config.max_num_batched_tokens):
-                self._compress(item.seq)
-                if item.seq.finish_reason is not None:
-                    touched[item.seq.request.request_id] = item.seq.request
-        return list(touched.values())
 
-    def _score(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
-        scores = seq.request.scores
-        assert scores is not None, f"request {seq.request.request_id} is not scored"
-        if positions:
-            given = seq.token_ids[positions.start + 1 : positions.stop + 1]
-            scores.record(positions.start + 1 - seq.num_prompt, given, logits)
-        if seq.num_computed >= len(seq.token_ids) - 1:
-            self._end_sequence(seq, "length")
-
-    def _draw(self, draws: list[tuple[Sequence, int]], logits: torch.Tensor, best: list[int]) -> None:
-        """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
-        outputs: list[Sequence] = []
-        rows: list[int] = []
-        for seq, row in draws:
-            if seq.waits_for_fork and is_due(seq, self.config.max_num_batched_tokens):
-                self._compress(seq)
-            if seq.finish_reason is None:
-                siblings = [seq, *self._fork(seq)] if seq.waits_for_fork else [seq]
-                outputs += siblings
-                rows += [row] * len(siblings)
-        if not outputs:
-            return
-        asked = [seq.sample_row(self.loaded.eos_token_ids) for seq in outputs]
-        tokens, logprobs = draw(logits, best, rows, asked)
-        for seq, token, report in zip(outputs, tokens, logprobs, strict=True):
-            if seq.finish_reason is None:
-                if report is not None:
-                    seq.logprobs.append(report)
-                self._take_token(seq, token)
-
-    def _take_token(self, seq: Sequence, token: int) -> None:
-        try:
-            self._append(seq, token)
-        except Exception as error:
-            logger.exception("decoding a token of request %s failed", seq.request.request_id)
-            self._fail(seq.request, error)
-
-    def _append(self, seq: Sequence, token: int) -> None:
-        request, params = seq.request, seq.request.params
-        if request.metrics.ttft_s is None:
-            request.metrics.ttft_s = time.perf_counter() - request.arrival_s
-        seq.token_ids.append(token)
-        self.totals.generation_tokens += 1
-        may_stop = seq.num_generated >= params.min_tokens
-        is_eos = token in self.loaded.eos_token_ids and not params.ignore_eos
-        is_stop = token in (params.stop_token_ids or ())
-        stop = None
-        if seq.detokenizer is not None and not (may_stop and (is_eos or is_stop)):
-            stop = seq.detokenizer.append(token, may_stop=may_stop)
-        if may_stop and (is_eos or is_stop or stop is not None):
-            seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
-            self._end_sequence(seq, "stop")
-        elif len(seq.token_ids) >= request.max_len:
-            self._end_sequence(seq, "length")
-
-    def _fork(self, parent: Sequence) -> list[Sequence]:
-        """The siblings of a prompt that has just been computed; they share all its blocks."""
-        parent.waits_for_fork = False
-        request = parent.request
-        children = []
-        for index in range(1, request.params.n):
-            child = self._new_sequence(request, index, list(parent.token_ids))
-            child.num_computed = parent.num_computed
-            child.state = parent.state.fork()
-            self.memory.fork(parent.seq_id, child.seq_id)
-            self.signals.fork(parent.seq_id, child.seq_id)
-            self.scheduler.running.append(child)
-            children.append(child)
-        return children
-
-    def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
-        params, tokenizer = request.params, self.loaded.tokenizer
-        generator = None
-        if params.temperature > 0:
-            generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
-        detokenizer = Detokenizer(tokenizer, params.stop_strings) if tokenizer is not None else None
-        seq = Sequence(next(self._seq_ids), request, index, token_ids, generator, detokenizer)
-        request.sequences.append(seq)
-        return seq
-
-    def _compress(self, seq: Sequence) -> None:
-        try:
-            with torch.inference_mode():
-                self.compression.run(seq, self.totals)
-        except Exception as error:
-            logger.exception("compressing request %s failed", seq.request.request_id)
-            self._fail(seq.request, error)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        request.error = f"{type(error).__name__}: {error}"
-        self._end_request(request, "error")
-
-    def _end_request(self, request: Request, reason: FinishReason) -> None:
-        for seq in request.sequences:
-            if seq.finish_reason is None:
-                self._end_sequence(seq, reason)
-
-    def _end_sequence(self, seq: Sequence, reason: FinishReason) -> None:
-        """Return its blocks; the request leaves with its last sequence."""
-        seq.finish_reason = reason
-        if seq.detokenizer is not None and reason != "error":
-            seq.detokenizer.finish()
-        self.scheduler.remove(seq)
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
-        if seq.request.finished:
-            seq.request.metrics.e2e_s = time.perf_counter() - seq.request.arrival_s
-            self.requests.pop(seq.request.request_id, None)
+def _is_decode(item: Scheduled) -> bool:
+    """Whether its newest token is all that a sequence computes."""
+    return item.num_tokens == 1 and item.seq.num_computed >= item.seq.num_prompt

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.engine.chat import Message, render_chat
 from kvreclaim.engine.engine import Engine
 from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request import Request
@@ -38,8 +39,8 @@ class LLM:
         dtype:        "auto", "float32", "bfloat16", "float16"
         device:       "auto", "cpu", "cuda"
         compression:  of requests that bring none of their own; None keeps every token
-        max_model_len, num_blocks: None chooses them from the model and the free memory
-        (the rest as in EngineConfig)
+        engine_options: the fields of EngineConfig; num_blocks and max_model_len are chosen from the model
+                      and the free memory where they are None
 
     Raises: UnsupportedModelError, InvalidArgumentError, StatsMismatchError.
     """
@@ -50,36 +51,16 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = True,
-        kv_memory_fraction: float = 0.5,
-        seed: int = 0,
-        kernels: str = "auto",
-        enforce_eager: bool = False,
         compression: CompressionConfig | None = None,
+        **engine_options: Any,
     ) -> None:
-        config = EngineConfig(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_memory_fraction=kv_memory_fraction,
-            seed=seed,
-            kernels=kernels,
-            enforce_eager=enforce_eager,
-        )
-        self.loaded = load_model(model, dtype=dtype, device=device, kernels=kernels)
+        config = EngineConfig.from_options(engine_options)
+        self.loaded = load_model(model, dtype=dtype, device=device, kernels=config.kernels)
         self.stats_file = Path(model) / STATS_FILE
         self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
         self._compressors: dict[CompressionConfig, Compressor] = {}
         self._ids = itertools.count()
-        self._default_compression = compression
+        self.compression = compression
         if compression is not None:
             self.compressor(compression)
 
@@ -122,18 +103,16 @@ class LLM:
 
     def chat(
         self,
-        messages: list[dict[str, str]],
+        messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         compression: CompressionConfig | None = None,
+        **how: Any,
     ) -> RequestOutput:
-        """Generate the assistant's turn of one conversation, through the tokenizer's chat template."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidArgumentError(
-                f"{self.loaded.facts.name} has no chat template; pass a prompt to generate() instead."
-            )
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = self.tokenizer.encode(str(text), add_special_tokens=False)
-        return self.generate(ids, sampling_params, compression)[0]
+        """Generate the assistant's turn of one conversation, through the tokenizer's chat template.
+
+        how: keyword arguments of render_chat (tools, chat_template, ...)
+        """
+        return self.generate(render_chat(self.loaded, messages, **how), sampling_params, compression)[0]
 
     def stream(
         self,
@@ -223,7 +202,7 @@ class LLM:
         continuation: list[int] | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
-        config = config if config is not None else self._default_compression
+        config = config if config is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
         text = prompt if isinstance(prompt, str) else None
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

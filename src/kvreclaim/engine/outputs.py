@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PreemptionReason = Literal["decode", "prefill", "itself"]
+"""A sequence gave its blocks back for the next token of another, for another's prompt, or because it needed
+one and was last in line itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,10 @@ class Logprob:
 
     logprob: float
     rank: int
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""One entry per prompt token; the first, which nothing predicts, is None."""
 
 
 @dataclass(slots=True)
@@ -44,10 +51,13 @@ class RequestMetrics:
     peak_blocks:    most blocks that one of its outputs' tables held between two steps
     answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
                     been compressed; 0 where no such token was computed
+    num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
+    queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_indexed_tokens: int = 0
     num_generated_tokens: int = 0
     tokens_evicted: int = 0
     blocks_freed: int = 0
@@ -58,6 +68,7 @@ class RequestMetrics:
     peak_blocks: int = 0
     answer_blocks: int = 0
     preemptions: int = 0
+    queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
 
@@ -71,7 +82,8 @@ class RequestMetrics:
 class RequestOutput:
     """A request's outputs; `finished` once every one of them has a finish_reason.
 
-    error: why the request failed, None otherwise
+    error:           why the request failed, None otherwise
+    prompt_logprobs: those of the prompt's tokens so far, if they were asked for
     """
 
     request_id: str
@@ -81,6 +93,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -101,26 +114,44 @@ class ScoreOutput:
 class StepStats:
     """One engine step, for charts and logs.
 
-    blocks_in_use is read at the end of the step, after compression and after finished requests left.
+    num_running, num_waiting, blocks_in_use: at the end of the step, after compression and after finished
+                        requests left
+    num_prefill_tokens: of num_tokens, those of prompts, and of sequences that are computed again
+    num_decode_tokens:  the rest: the newest token of each sequence that generates
+    num_prompts_done:   requests whose whole prompt has been computed now for the first time
     """
 
     num_running: int
     num_waiting: int
     num_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_prompts_done: int
     blocks_in_use: int
     elapsed_s: float
 
 
 @dataclass(slots=True)
 class EngineTotals:
-    """Counters over the engine's life; the scheduler counts preemptions."""
+    """Counters over the engine's life.
+
+    preemptions: sequences that lost their blocks, by reason (all reasons are always there)
+    finished:    sequences by finish reason
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
+    prompts_done: int = 0
     generation_tokens: int = 0
     tokens_evicted: int = 0
+    blocks_perfect: int = 0
     compactions: int = 0
     compactions_postponed: int = 0
     score_s: float = 0.0
     compact_s: float = 0.0
+    preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.preemptions.values())

@@ -17,11 +17,13 @@ from kvreclaim.engine.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
+    PromptLogprobs,
     RequestMetrics,
     RequestOutput,
     ScoreOutput,
 )
 from kvreclaim.engine.sampler import SampleRow
+from kvreclaim.memory.pins import Retention
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +125,7 @@ class Scores:
     def record(self, first: int, given: list[int], logits: torch.Tensor) -> None:
         """Continuation tokens first, first + 1, ... were given; logits [len(given), V] predicted them."""
         index = torch.tensor(given, device=logits.device)[:, None]
-        every = torch.log_softmax(logits, -1)
+        every = torch.log_softmax(logits.float(), -1)
         found = every.gather(-1, index)[:, 0]
         self.predicted[first : first + len(given)] = logits.argmax(-1).tolist()
         self.logprobs[first : first + len(given)] = found.tolist()
@@ -135,9 +137,13 @@ class Scores:
 class Request:
     """A prompt on its way through the engine.
 
-    max_len: tokens at which every output ends, prompt included
-    seed:    of its outputs' generators, the caller's or the engine's
-    scores:  None for generation; else the given continuation is scored and nothing is drawn
+    max_len:   tokens at which every output ends, prompt included
+    seed:      of its outputs' generators, the caller's or the engine's
+    priority:  a lower number is more important
+    retention: how long which part of the prompt is worth keeping in the prefix index
+    scores:    None for generation; else the given continuation is scored and nothing is drawn
+    prompt_logprobs: of the prompt tokens computed so far; None: not asked for
+    prompt_done: the whole prompt has been computed, maybe before a preemption
     """
 
     request_id: str
@@ -147,12 +153,26 @@ class Request:
     compressor: Compressor | None
     max_len: int
     seed: int
+    priority: int = 0
+    retention: tuple[Retention, ...] = ()
     scores: Scores | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrival_s: float = field(default_factory=time.perf_counter)
     error: str | None = None
     cached_tokens_known: bool = False
+    prompt_done: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Where it stands among all requests by importance, then by arrival; the least comes first."""
+        return self.priority, self.sequences[0].seq_id
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for and not all known."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -183,6 +203,7 @@ class Request:
             finished=self.finished,
             metrics=self.collect_metrics(),
             error=self.error,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
     def score_output(self) -> ScoreOutput:

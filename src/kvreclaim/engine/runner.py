@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -56,6 +56,20 @@ class PagedKVBatch:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Inputs:
+    """A step, flat: its tokens, and for each sequence the others' entry.
+
+    positions: of its tokens; rows: of the flat step whose logits are wanted; wanted: the positions of these
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    wanted: list[range] = field(default_factory=list)
+    slots: list[SequenceSlots] = field(default_factory=list)
+
+
 class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
 
@@ -83,47 +97,59 @@ class ModelRunner:
     def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
         """Compute the step and write its K/V.
 
-        Returns: logits [rows, V] and, for each scheduled sequence, the token positions whose
-        rows it owns, in order (position p predicts token p + 1).
+        Returns: logits [rows, V], at most as many rows as the step has tokens, and, for each scheduled
+        sequence, the token positions whose rows it owns, in order (position p predicts token p + 1).
+        If it raises, only slots that are written again have changed: any part of the step may be tried
+        once more.
         """
         self._prepare_blocks(step)
-        tokens: list[int] = []
-        positions: list[np.ndarray] = []
-        rows: list[np.ndarray] = []
-        wanted: list[range] = []
-        slots: list[SequenceSlots] = []
+        inputs, watched = self._inputs(step), self.signals.watches(step)
+        logits = self._replay(step, inputs, watched)
+        if logits is not None:
+            return logits, inputs.wanted
+        batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
+        observer = self.signals.observe(step, batch) if watched else None
+        try:
+            parts = split(step, batch, self.memory, self.cache, self.ops, self.signals.digests)
+            output = self.model(
+                input_ids=torch.tensor([inputs.tokens], device=self.device),
+                position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
+                kv_batch=PagedKVBatch(self.ops, self.cache, batch, observer, parts),
+            )
+        except Exception:
+            self.signals.forget(step, observer)
+            raise
+        return output.logits[0], inputs.wanted
+
+    def _inputs(self, step: list[Scheduled]) -> _Inputs:
+        inputs = _Inputs()
         for item in step:
             seq, start = item.seq, item.seq.num_computed
             want = _wanted_positions(item)
-            rows.append(np.arange(want.start, want.stop) - start + len(tokens))
-            wanted.append(want)
-            tokens += seq.token_ids[start : start + item.num_tokens]
-            slots.append(self._slots(item))
-            end = slots[-1].seq_len + slots[-1].shift
-            positions.append(np.arange(end - item.num_tokens, end))
-        watched = self.signals.watches(step)
-        if self.graphs is not None and all(
-            len(want) == item.num_tokens == 1 for want, item in zip(wanted, step, strict=True)
+            inputs.rows.append(np.arange(want.start, want.stop) - start + len(inputs.tokens))
+            inputs.wanted.append(want)
+            inputs.tokens += seq.token_ids[start : start + item.num_tokens]
+            slots = self._slots(item)
+            end = slots.seq_len + slots.shift
+            inputs.slots.append(slots)
+            inputs.positions.append(np.arange(end - item.num_tokens, end))
+        return inputs
+
+    def _replay(self, step: list[Scheduled], inputs: _Inputs, watched: bool) -> Tensor | None:
+        """The logits of a decode step from a CUDA graph; None if there is none for it."""
+        if self.graphs is None or not all(
+            len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)
         ):
-            if watched:
-                self.graphs.refuse("a policy keeps its queries or its attention")
-            elif any(has_head_tables(item.seq) for item in step):
-                self.graphs.refuse("heads have block tables of their own")
-            else:
-                logits = self.graphs.forward(tokens, np.concatenate(positions), tuple(slots))
-                if logits is not None:
-                    return logits, wanted
-        batch = AttentionBatch.build(tuple(slots), self.cache.block_size, self.device)
-        observer = self.signals.observe(step, batch) if watched else None
-        parts = split(step, batch, self.memory, self.cache, self.ops, self.signals.digests)
-        output = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.from_numpy(np.concatenate(positions))[None].to(self.device),
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(np.concatenate(rows)).to(self.device),
-            kv_batch=PagedKVBatch(self.ops, self.cache, batch, observer, parts),
-        )
-        return output.logits[0], wanted
+            return None
+        if watched:
+            self.graphs.refuse("a policy keeps its queries or its attention")
+        elif any(has_head_tables(item.seq) for item in step):
+            self.graphs.refuse("heads have block tables of their own")
+        else:
+            return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
+        return None
 
     def _prepare_blocks(self, step: list[Scheduled]) -> None:
         copies = [pair for item in step for pair in item.growth.copies]
@@ -147,11 +173,13 @@ class ModelRunner:
 
 
 def _wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk whose logits are needed: the last known token's, or, for a request
-    that is scored, every one that predicts a given continuation token."""
+    """The positions of this chunk whose logits are needed: the last known token's, and every one that
+    predicts a token whose probability is asked for, of a continuation that is scored or of the prompt."""
     seq, start = item.seq, item.seq.num_computed
-    end = start + item.num_tokens
-    known = len(seq.token_ids)
-    if seq.request.scores is not None:
+    request, end, known = seq.request, start + item.num_tokens, len(seq.token_ids)
+    if request.scores is not None:
         return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
-    return range(end - 1, end) if end == known else range(end, end)
+    first = end - 1 if end == known else end
+    if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
+        first = min(first, max(start, len(request.prompt_logprobs) - 1))
+    return range(first, end)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvreclaim.config import SamplingParams
+from kvreclaim.engine.logprobs import report
 from kvreclaim.engine.outputs import Logprob
 from kvreclaim.engine.truncation import Cut, race_among_kept
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,44 +36,80 @@ class SampleRow:
         """Whether the token is the row's argmax and nothing is to be reported."""
         p = self.params
         penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-        return p.temperature == 0 and p.logprobs is None and not self.forbidden and not penalties
+        changed = self.forbidden or penalties or p.logit_bias
+        return p.temperature == 0 and p.logprobs is None and not changed
+
+    def noise(self, vocab_size: int) -> Tensor | None:
+        """[V] fp32 on the CPU, from the row's own generator; None for a greedy row, which needs none."""
+        if self.params.temperature == 0:
+            return None
+        return torch.empty(vocab_size).exponential_(generator=self.generator)
 
 
-def draw(
-    logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]
-) -> tuple[list[int], list[dict[int, Logprob] | None]]:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token, and the log-probabilities asked for."""
+
+    token: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]) -> list[Drawn | Exception]:
     """A token for each ask from its row of logits [R, V]; best: [R] the rows' argmax, which is all that
     most greedy asks need.
 
-    Returns: token ids, and per ask the log-probabilities asked for.
+    An ask that cannot be met gives its error; the others get the tokens that they would have had.
     """
-    tokens = [best[row] for row in rows]
-    reports: list[dict[int, Logprob] | None] = [None] * len(rows)
-    if hard := [i for i, ask in enumerate(asked) if not ask.is_argmax]:
-        drawn = sample(logits[[rows[i] for i in hard]].float(), [asked[i] for i in hard])
-        for i, token, report in zip(hard, *drawn, strict=True):
-            tokens[i], reports[i] = token, report
-    return tokens, reports
+    found: list[Drawn | Exception] = [Drawn(best[row]) for row in rows]
+    noises: dict[int, Tensor | None] = {}
+    for i, ask in enumerate(asked):
+        if not ask.is_argmax:
+            try:
+                noises[i] = ask.noise(logits.shape[-1])
+            except Exception as error:
+                found[i] = error
+
+    def drawn(places: list[int]) -> list[Drawn]:
+        chosen = logits[[rows[i] for i in places]].float()
+        return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
+
+    hard = list(noises)
+    try:
+        for i, one in zip(hard, drawn(hard) if hard else [], strict=True):
+            found[i] = one
+    except Exception:
+        logger.exception("drawing %d tokens at once failed; drawing one at a time", len(hard))
+        for i in hard:
+            try:
+                found[i] = drawn([i])[0]
+            except Exception as error:
+                found[i] = error
+    return found
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
-    """Draw a token for each row of logits [N, V] fp32 (changed in place by penalties).
+    """Draw a token for each row of logits [N, V] fp32 (changed in place by biases and penalties).
 
     Returns: token ids, and per row the log-probabilities asked for.
     """
+    found = _sample(logits, rows, [row.noise(logits.shape[-1]) for row in rows])
+    return [one.token for one in found], [one.logprobs for one in found]
+
+
+@torch.inference_mode()
+def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn]:
+    """The same with noise that has been drawn: nothing but logits changes."""
     logprobs = _raw_logprobs(logits, rows)
     for i, row in enumerate(rows):
-        _penalise(logits[i], row)
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if len(drawn) == len(rows):
-        tokens = _draw(logits, rows).tolist()
-    else:
-        best = logits.argmax(-1)
-        if drawn:
-            best[drawn] = _draw(logits[drawn], [rows[i] for i in drawn])
-        tokens = best.tolist()
-    return tokens, [_report(logprobs, i, tokens[i], row) for i, row in enumerate(rows)]
+        _adjust(logits[i], row)
+    noisy = [i for i, noise in enumerate(noises) if noise is not None]
+    best = logits.argmax(-1) if len(noisy) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
+    if noisy:
+        noise = torch.stack([n for n in noises if n is not None]).to(logits.device)
+        chosen = logits if len(noisy) == len(rows) else logits[noisy]
+        best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
+    tokens = best.tolist()
+    return [Drawn(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)]
 
 
 def _raw_logprobs(logits: Tensor, rows: list[SampleRow]) -> Tensor | None:
@@ -81,20 +121,16 @@ def _raw_logprobs(logits: Tensor, rows: list[SampleRow]) -> Tensor | None:
 def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict[int, Logprob] | None:
     if logprobs is None or row.params.logprobs is None:
         return None
-    line = logprobs[i]
-    top = line.topk(min(row.params.logprobs, line.numel()))
-    report = {
-        t: Logprob(value, rank + 1)
-        for rank, (t, value) in enumerate(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    }
-    if token not in report:
-        report[token] = Logprob(float(line[token]), int((line > line[token]).sum()) + 1)
-    return report
+    return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
 
 
-def _penalise(logits: Tensor, row: SampleRow) -> None:
-    """vLLM's meanings: repetition sees prompt and output, presence and frequency the output."""
+def _adjust(logits: Tensor, row: SampleRow) -> None:
+    """Bias, then penalties, with vLLM's meanings: repetition sees prompt and output, presence and frequency
+    the output."""
     p = row.params
+    if p.logit_bias:
+        ids = torch.tensor(list(p.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     if p.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*row.prompt, *row.generated}), device=logits.device)
         values = logits[seen]
@@ -107,13 +143,12 @@ def _penalise(logits: Tensor, row: SampleRow) -> None:
         logits[list(row.forbidden)] = float("-inf")
 
 
-def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
+def _draw(logits: Tensor, rows: list[SampleRow], noise: Tensor) -> Tensor:
     """Temperature, then top-k, top-p and min-p; exponential race. A token's noise depends on its id and
     its row alone, so neither the batch nor the way the candidates are found changes a draw."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     logits = logits / temperatures[:, None].clamp_min(1e-5)
     keep_nonzero = torch.finfo(torch.float32).tiny
-    noise = torch.stack([_exponential(logits.shape[-1], row.generator, logits.device) for row in rows])
     race = logits - noise.clamp_min_(keep_nonzero).log_()
     cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
     cut = [i for i, c in enumerate(cuts) if not c.keeps_all]
@@ -122,8 +157,3 @@ def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     winners = race.argmax(-1)
     winners[cut] = race_among_kept(logits[cut], race[cut], [cuts[i] for i in cut])
     return winners
-
-
-def _exponential(size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Noise from the row's own generator, which lives on the CPU."""
-    return torch.empty(size).exponential_(generator=generator).to(device)

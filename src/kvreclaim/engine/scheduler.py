@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.admission import Lengths, slots_needed
 from kvreclaim.engine.due import decode_cap, first_compaction, tokens_until_compaction
+from kvreclaim.engine.outputs import EngineTotals, PreemptionReason
 from kvreclaim.engine.request import Sequence
 from kvreclaim.engine.signals import first_hit_limit
 from kvreclaim.memory.manager import Growth, MemoryManager
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,26 +27,63 @@ class Scheduled:
     growth: Growth
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step in the making. budget: tokens that may still be added; lost: ids of preempted sequences."""
+
+    budget: int
+    chosen: dict[int, Scheduled] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+    def add(self, item: Scheduled) -> None:
+        self.chosen[item.seq.seq_id] = item
+        self.budget -= item.num_tokens
+
+    def lose(self, seq: Sequence) -> None:
+        self.lost.add(seq.seq_id)
+        dropped = self.chosen.pop(seq.seq_id, None)
+        self.budget += dropped.num_tokens if dropped else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what the scheduler does to a sequence.
+
+    freed:  its id; it has just lost its blocks
+    failed: scheduling it raised this error; its request must be ended
+    """
+
+    freed: Callable[[int], None]
+    failed: Callable[[Sequence, Exception], None]
+
+
 class Scheduler:
-    """First come, first served; decodes before prefill chunks; the last to come is preempted first.
+    """Decodes before prefill chunks; who comes first among them, and who is preempted, says the policy.
 
-    A preempted sequence loses its blocks, keeps its tokens and waits in front of all others.
+    fcfs:     by arrival. The last one admitted is preempted first.
+    priority: by priority, the lowest number first, then by arrival. The last in this order is preempted
+              first, when a running sequence needs blocks. Who waits preempts nobody, however important: it
+              is admitted before all less important ones as soon as there is room (as in vLLM).
 
-    on_free: told the id of a sequence that has just lost its blocks
+    A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority.
     """
 
     def __init__(
-        self, config: EngineConfig, memory: MemoryManager, on_free: Callable[[int], None] = lambda _: None
+        self, config: EngineConfig, memory: MemoryManager, totals: EngineTotals, listener: Listener
     ) -> None:
         self.config = config
         self.memory = memory
-        self._on_free = on_free
-        self.waiting: deque[Sequence] = deque()
+        self.totals = totals
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self._listener = listener
+        self._by_priority = config.scheduling_policy == "priority"
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        if self._by_priority:
+            insort(self.waiting, seq, key=_rank)
+        else:
+            self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence wherever it is and return its blocks."""
@@ -53,57 +94,66 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The sequences of the next step, room for their tokens included. Empty: nothing can run."""
-        chosen: dict[int, Scheduled] = {}
-        budget = self.config.max_num_batched_tokens
-        preempted = False
-        for seq in sorted(self.running, key=_is_prefill):
-            if budget == 0:
+        step = _Step(self.config.max_num_batched_tokens)
+        for seq in sorted(self.running, key=self._turn):
+            if step.budget == 0:
                 break
-            if seq not in self.running:
-                continue
-            num_tokens = self._chunk(seq, budget)
-            while not self.memory.can_grow(seq.seq_id, num_tokens):
-                preempted = True
-                victim = self.running[-1]
-                self._preempt(victim)
-                dropped = chosen.pop(victim.seq_id, None)
-                budget += dropped.num_tokens if dropped else 0
-                if victim is seq:
+            if seq.seq_id not in step.lost and seq.finish_reason is None:
+                try:
+                    self._continue(seq, step)
+                except Exception as error:
+                    self._listener.failed(seq, error)
+        while not step.lost and step.budget > 0 and self.waiting:
+            seq = self.waiting[0]
+            try:
+                if not self._admit(seq, step):
                     break
-            if seq in self.running:
-                chosen[seq.seq_id] = Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens))
-                budget -= num_tokens
-        if not preempted:
-            self._admit(chosen, budget)
-        return list(chosen.values())
+            except Exception as error:
+                self._listener.failed(seq, error)
+        return [item for item in step.chosen.values() if item.seq.finish_reason is None]
+
+    def _turn(self, seq: Sequence) -> tuple[bool, tuple[int, ...]]:
+        """Its place in the order in which running sequences take tokens of a step."""
+        return _is_prefill(seq), _rank(seq) if self._by_priority else ()
+
+    def _continue(self, seq: Sequence, step: _Step) -> None:
+        """Let a running sequence compute its next tokens, at the expense of others if it must be."""
+        num_tokens = self._chunk(seq, step.budget)
+        while not self.memory.can_grow(seq.seq_id, num_tokens):
+            victim = max(self.running, key=_rank) if self._by_priority else self.running[-1]
+            step.lose(victim)
+            self._preempt(victim, seq)
+            if victim is seq:
+                return
+        step.add(Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens)))
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         limit = tokens_until_compaction(seq, self.config.max_num_batched_tokens)
         return min(seq.num_uncomputed, budget, limit)
 
-    def _admit(self, chosen: dict[int, Scheduled], budget: int) -> None:
-        seats = sum(seq.seats for seq in self.running)
-        while self.waiting and budget > 0:
-            seq = self.waiting[0]
-            if seats + seq.seats > self.config.max_num_seqs:
-                return
-            most_hit, most_held = self._limits(seq)
-            salt = seq.request.params.cache_salt
-            match = self.memory.match_prefix(seq.token_ids, cache_salt=salt, max_tokens=most_hit)
-            needed = max(1, most_held - match.num_tokens) + self._known_growth()
-            if not self.memory.can_admit(match, needed):
-                return
-            self.waiting.popleft()
-            self.memory.admit(seq.seq_id, match, token_ids=seq.token_ids, cache_salt=salt)
-            seq.num_computed = match.num_tokens
-            if not seq.request.cached_tokens_known:
-                seq.request.metrics.num_cached_tokens = match.num_tokens
-                seq.request.cached_tokens_known = True
-            self.running.append(seq)
-            seats += seq.seats
-            num_tokens = self._chunk(seq, budget)
-            chosen[seq.seq_id] = Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens))
-            budget -= num_tokens
+    def _admit(self, seq: Sequence, step: _Step) -> bool:
+        """Let the first that waits begin. Returns: whether there was room."""
+        if sum(other.seats for other in self.running) + seq.seats > self.config.max_num_seqs:
+            return False
+        request = seq.request
+        most_hit, most_held = self._limits(seq)
+        salt = request.params.cache_salt
+        match = self.memory.match_prefix(seq.token_ids, cache_salt=salt, max_tokens=most_hit)
+        needed = max(1, most_held - match.num_tokens) + self._known_growth()
+        if not self.memory.can_admit(match, needed):
+            return False
+        self.memory.admit(
+            seq.seq_id, match, token_ids=seq.token_ids, cache_salt=salt, priority=request.priority
+        )
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.num_computed = match.num_tokens
+        if not request.cached_tokens_known:
+            request.metrics.num_cached_tokens = match.num_tokens
+            request.cached_tokens_known = True
+        num_tokens = self._chunk(seq, step.budget)
+        step.add(Scheduled(seq, num_tokens, self.memory.grow(seq.seq_id, num_tokens)))
+        return True
 
     def _known_growth(self) -> int:
         """Slots that running sequences will still take and whose number is known: up to the next pass of
@@ -122,6 +172,8 @@ class Scheduler:
         """(tokens that a prefix hit may cover, slots to hold before decoding begins anew)."""
         known = len(seq.token_ids)
         hit = known if seq.request.scores is None else seq.num_prompt - 1
+        if seq.request.lacks_prompt_logprobs:
+            hit = 0
         compressor = seq.request.compressor
         if compressor is None or not compressor.evicts:
             return hit, known
@@ -132,14 +184,39 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.memory.free(seq.seq_id)
-        self._on_free(seq.seq_id)
+        self._listener.freed(seq.seq_id)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._free(seq)
-        seq.reset()
-        seq.request.metrics.preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+    def _preempt(self, victim: Sequence, needy: Sequence) -> None:
+        """Take a sequence's blocks for one that needs some, itself maybe."""
+        reason: PreemptionReason = "prefill" if _is_prefill(needy) else "decode"
+        if victim is needy:
+            reason = "itself"
+        logger.info(
+            "request %s (output %d, priority %d) is preempted for request %s (priority %d), reason %s: "
+            "%d of %d blocks in use, %d tokens to compute again",
+            victim.request.request_id,
+            victim.index,
+            victim.request.priority,
+            needy.request.request_id,
+            needy.request.priority,
+            reason,
+            self.memory.pool.num_in_use,
+            self.memory.pool.num_blocks,
+            victim.num_computed,
+        )
+        self._free(victim)
+        victim.reset()
+        victim.request.metrics.preemptions += 1
+        self.totals.preemptions[reason] += 1
+        if self._by_priority:
+            insort(self.waiting, victim, key=_rank)
+        else:
+            self.waiting.insert(0, victim)
+
+
+def _rank(seq: Sequence) -> tuple[int, ...]:
+    """Its place by importance and arrival; the outputs of a request stand together."""
+    return *seq.request.rank, seq.index
 
 
 def _is_prefill(seq: Sequence) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -109,6 +111,16 @@ class MassStore(RowStore):
         """Room for so many slots in every row."""
         if num_slots > self.tensor.shape[-1]:
             self._resize(-1, max(num_slots, 2 * self.tensor.shape[-1]))
+
+    def saved(self, seq_ids: list[int]) -> Callable[[], None]:
+        """What puts the rows of these sequences back as they are now, while they have them."""
+        before = self.tensor[self.index(seq_ids)]
+
+        def restore() -> None:
+            self.tensor[self.index(seq_ids), ..., : before.shape[-1]] = before
+            self.tensor[self.index(seq_ids), ..., before.shape[-1] :] = 0
+
+        return restore
 
     def add(self, rows: Tensor, layer: int, sums: Tensor) -> None:
         """Add sums [n, K, C] to slots 0 .. C - 1 of n different rows."""

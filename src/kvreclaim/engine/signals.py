@@ -35,9 +35,13 @@ QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observer:
-    """Sees the attention calls of one step, after their keys have been written."""
+    """Sees the attention calls of one step, after their keys have been written.
+
+    undo: takes back what it has added so far
+    """
 
     writes: tuple[Callable[[AttentionCall], None], ...]
+    undo: Callable[[], None] = lambda: None
 
     def see(self, call: AttentionCall) -> None:
         for write in self.writes:
@@ -106,9 +110,18 @@ class Signals:
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
-        if mass:
-            writes.append(self._mass_write([(step[i], starts[i]) for i in mass], mass, batch))
-        return Observer(tuple(writes))
+        if not mass:
+            return Observer(tuple(writes))
+        writes.append(self._mass_write([(step[i], starts[i]) for i in mass], mass, batch))
+        return Observer(tuple(writes), self._mass.saved([step[i].seq.seq_id for i in mass]))
+
+    def forget(self, step: list[Scheduled], observer: Observer | None) -> None:
+        """A step has failed half-way: its tokens may be computed again as if it had not been. Queries are
+        written again where they lie, attention is taken back, digests are made anew."""
+        if observer is not None:
+            observer.undo()
+        for item in step:
+            self.digests.drop(item.seq.seq_id)
 
     def of(self, seq: Sequence, layer: int, live: Tensor | None = None) -> LayerSignals:
         """What the sequence's policy needs of one layer, for the slots written so far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvreclaim.memory.prefix_index import Link
+from kvreclaim.memory.prefix_index import Entry, Link
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +20,9 @@ class BlockTable:
     exact_len:    leading slots that hold what full attention would; ends with exact
     version:      changes whenever block_ids change
     chain, tail:  where the prefix hash stands, and the tokens after it; no chain: not hashed
+    entries:      of the leading full blocks, those that they were served from or entered as, whatever
+                  became of the blocks since: of an equal block of another sequence, too
+    priority:     of the request; a lower number is more important
     """
 
     chain: Link | None
@@ -29,6 +32,8 @@ class BlockTable:
     exact: bool = True
     version: int = 0
     tail: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    priority: int = 0
     _exact_len: int = 0
 
     @property
@@ -67,6 +72,8 @@ class BlockTable:
             physical_len=self.physical_len,
             exact=self.exact,
             tail=self.tail.copy(),
+            entries=self.entries.copy(),
+            priority=self.priority,
             _exact_len=self._exact_len,
         )
 

@@ -15,9 +15,14 @@ class FreeQueue:
 
     __slots__ = ("_next", "_num_blocks", "_prev", "_size")
 
-    def __init__(self, num_blocks: int) -> None:
-        """Queue every block, in ascending order."""
+    def __init__(self, num_blocks: int, *, filled: bool = True) -> None:
+        """Queue every block, in ascending order, or none."""
         self._num_blocks = num_blocks
+        if not filled:
+            self._next = array("i", range(num_blocks + 1))
+            self._prev = array("i", range(num_blocks + 1))
+            self._size = 0
+            return
         self._next = array("i", range(1, num_blocks + 2))
         self._next[num_blocks] = 0
         self._prev = array("i", range(-1, num_blocks))

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 
+from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.check import check_memory
+from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
+from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_is_shared, unshare_tail
+from kvreclaim.memory.marks import INDEXED
+from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix_index import HashFunction, PrefixIndex, sha256
-from kvreclaim.memory.prefix_match import PrefixMatch, chain_after, find_match
+from kvreclaim.memory.prefix_cache import PrefixCache
+from kvreclaim.memory.prefix_index import NUM_REMEMBERED, HashFunction, PrefixIndex, sha256
+from kvreclaim.memory.prefix_match import PrefixMatch
+from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.shrink import ShrinkPlan, Shrunk, check_plan
-from kvreclaim.memory.stats import MemoryStats
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What grow changed.
-
-    new_blocks: appended to the table
-    copies:     (source, destination) blocks whose bytes the caller copies before it writes
-    """
-
-    new_blocks: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...]
-
-
-NO_GROWTH = Growth((), ())
+from kvreclaim.memory.stats import MemoryStats, memory_stats
 
 
 class MemoryManager:
@@ -42,6 +34,10 @@ class MemoryManager:
         enable_prefix_caching: off: nothing is hashed, every match is empty
         fingerprint:           what the K/V depend on besides the tokens (model, dtype, KV format)
         hash_function:         of the prefix chain; tests inject one that collides
+        eviction_policy:       in which order cached blocks are reused: a name, or an order of its own
+        max_pinned_fraction:   most of the pool that may be pinned at a time, 0 to 1
+        residency_sample:      share of the cached blocks that drain_residency tells of, 0 to 1
+        clock:                 seconds, never backwards; of pins and residency
     """
 
     def __init__(
@@ -52,15 +48,29 @@ class MemoryManager:
         enable_prefix_caching: bool = True,
         fingerprint: str = "",
         hash_function: HashFunction = sha256,
+        eviction_policy: str | EvictionOrder = DEFAULT_ORDER,
+        max_pinned_fraction: float = 0.5,
+        residency_sample: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")
+        check_number("max_pinned_fraction", max_pinned_fraction, 0, 1)
+        check_number("residency_sample", residency_sample, 0, 1)
+        if isinstance(eviction_policy, str):
+            eviction_policy = make_order(eviction_policy, max(num_blocks, 0), block_size)
+        remembered = max(1, min(num_blocks, NUM_REMEMBERED))
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, PrefixIndex(block_size, fingerprint, hash_function))
+        self.pool = BlockPool(
+            num_blocks,
+            PrefixIndex(block_size, fingerprint, hash_function, remembered=remembered),
+            order=eviction_policy,
+            max_pinned=int(max_pinned_fraction * num_blocks),
+            residency_sample=residency_sample,
+            clock=clock,
+        )
+        self.prefix = PrefixCache(self.pool, enabled=enable_prefix_caching)
         self._tables: dict[int, BlockTable] = {}
-        self._query_tokens = 0
-        self._hit_tokens = 0
         self._freed_by_compression = 0
         self._cow_copies = 0
 
@@ -80,8 +90,13 @@ class MemoryManager:
 
     def indexed(self, seq_id: int) -> tuple[bool, ...]:
         """Per table entry, whether a prefix hit can find the block; a hole can't be found."""
-        index = self.pool.index
-        return tuple(block is not None and block in index for block in self.table(seq_id).block_ids)
+        marks = self.pool.marks
+        return tuple(b is not None and marks[b] & INDEXED > 0 for b in self.table(seq_id).block_ids)
+
+    def indexed_len(self, seq_id: int) -> int:
+        """Leading tokens of the sequence that were served from the prefix index or entered into it, even
+        if they have been evicted, compressed or forgotten since."""
+        return len(self.table(seq_id).entries) * self.block_size
 
     def writable(self, seq_id: int) -> tuple[bool, ...]:
         """Per table entry, whether the sequence may change the block's bytes; a hole has none."""
@@ -96,8 +111,7 @@ class MemoryManager:
         At least one token of the prompt stays to be computed, and max_tokens is not exceeded.
         A pure question: no order, count or statistic changes.
         """
-        limit = len(token_ids) - 1 if max_tokens is None else min(len(token_ids) - 1, max_tokens)
-        return find_match(self.pool.index, token_ids, limit, cache_salt)
+        return self.prefix.match(token_ids, cache_salt, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed: a queued hit is no longer free."""
@@ -107,22 +121,32 @@ class MemoryManager:
         return needed <= self.pool.num_free - queued
 
     def admit(
-        self, seq_id: int, match: PrefixMatch, *, token_ids: Sequence[int], cache_salt: str | None = None
+        self,
+        seq_id: int,
+        match: PrefixMatch,
+        *,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
-        """Begin a sequence with the blocks of a match of this very prompt and salt, made in this step."""
+        """Begin a sequence with the blocks of a match of this very prompt and salt, made in this step.
+
+        A pin of one of these blocks begins anew. priority: of the request, a lower number is more
+        important; the eviction order may look at it.
+        """
         self._refuse_known(seq_id)
         assert match.num_tokens == len(match.block_ids) * self.block_size <= max(0, len(token_ids) - 1), (
             f"{match.num_tokens} tokens in {len(match.block_ids)} blocks for {len(token_ids)} tokens"
         )
-        chain = chain_after(self.pool.index, match, token_ids, cache_salt)
-        for block in match.block_ids:
-            self.pool.touch(block)
-        table = BlockTable(chain if self.enable_prefix_caching else None, list(match.block_ids))
-        table.advance(match.num_tokens)
-        self._tables[seq_id] = table
-        if self.enable_prefix_caching:
-            self._query_tokens += len(token_ids)
-            self._hit_tokens += match.num_tokens
+        self._tables[seq_id] = self.prefix.begin(match, token_ids, cache_salt, priority)
+
+    def pin(self, seq_id: int, retention: Sequence[Retention]) -> None:
+        """Keep the full blocks of this sequence's beginning when others are reused, as long as
+        max_pinned_fraction allows: the blocks beyond it, the last ones, are refused and counted.
+
+        To be called when the tokens in question have been computed; what is not indexed is not pinned.
+        """
+        self.prefix.pin(self.table(seq_id), retention)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Begin a sequence that shares every written block of another; room past them is not shared."""
@@ -148,9 +172,9 @@ class MemoryManager:
         needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
         if needed < 0:
             needed = 0
-        if num_tokens and self._tail_is_shared(table):
+        if num_tokens and tail_is_shared(table, self.pool, self.block_size):
             needed += 1
-        return needed <= len(self.pool.free_queue)
+        return needed <= self.pool.num_free
 
     def grow(self, seq_id: int, num_tokens: int) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
@@ -160,11 +184,12 @@ class MemoryManager:
         """
         table = self.table(seq_id)
         needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
-        shared = num_tokens > 0 and self._tail_is_shared(table)
+        shared = num_tokens > 0 and tail_is_shared(table, self.pool, self.block_size)
         if needed <= 0 and not shared:
             return NO_GROWTH
         blocks = self.pool.allocate(max(needed, 0) + shared)
-        copies = (self._unshare_tail(table, blocks.pop(0)),) if shared else ()
+        copies = (unshare_tail(table, self.pool, self.block_size, blocks.pop(0)),) if shared else ()
+        self._cow_copies += shared
         table.append(blocks)
         return Growth(tuple(blocks), copies)
 
@@ -174,13 +199,15 @@ class MemoryManager:
         start, num_tokens = table.physical_len, len(token_ids)
         room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
-        assert not num_tokens or not self._tail_is_shared(table), f"sequence {seq_id}: wrote a shared block"
+        assert not num_tokens or not tail_is_shared(table, self.pool, self.block_size), (
+            f"sequence {seq_id}: wrote a shared block"
+        )
         table.advance(num_tokens)
         if table.chain is not None:
             tail = table.tail
             tail.extend(token_ids)
             if len(tail) >= self.block_size:
-                self._enter_full_blocks(table, start // self.block_size)
+                self.prefix.enter_full_blocks(table, start // self.block_size)
 
     def can_shrink(self, plan: ShrinkPlan) -> bool:
         """Whether the fresh blocks that the plan needs are free now."""
@@ -238,19 +265,12 @@ class MemoryManager:
         self.pool.reset_peak()
 
     def stats(self) -> MemoryStats:
-        pool = self.pool
-        return MemoryStats(
-            num_blocks=pool.num_blocks,
-            in_use=pool.num_in_use,
-            cached=pool.num_cached,
-            free=pool.num_free - pool.num_cached,
-            peak_in_use=pool.peak_in_use,
-            prefix_query_tokens=self._query_tokens,
-            prefix_hit_tokens=self._hit_tokens,
-            prefix_evictions=pool.num_evictions,
-            blocks_freed_by_compression=self._freed_by_compression,
-            cow_copies=self._cow_copies,
-        )
+        """What is where now, and counts since the start; a pin whose time is over is not counted."""
+        return memory_stats(self.pool, self.prefix, self._freed_by_compression, self._cow_copies)
+
+    def drain_residency(self) -> list[BlockResidency]:
+        """Of the sampled cached blocks that were reused since the last call, the last 8,192."""
+        return self.pool.residency.drain()
 
     def check(self) -> None:
         """Verify the whole structure, O(pool). Raises AssertionError."""
@@ -269,32 +289,3 @@ class MemoryManager:
         wrong = [index for index in indices if not 0 <= index < full]
         assert not wrong, f"sequence {seq_id}: entry {wrong[0]} is not one of {full} full blocks"
         return table
-
-    def _tail_is_shared(self, table: BlockTable) -> bool:
-        """Whether the next slot lies in a begun block that others hold too."""
-        index, used = divmod(table.physical_len, self.block_size)
-        if not used:
-            return False
-        block = table.block_ids[index]
-        assert block is not None, f"entry {index} is written next and is a hole"
-        return self.pool.refs[block] > 1
-
-    def _unshare_tail(self, table: BlockTable, copy: int) -> tuple[int, int]:
-        """Let a fresh block stand for the shared one. Returns: (source, destination) of the bytes."""
-        index = table.physical_len // self.block_size
-        source = table.block_ids[index]
-        assert source is not None, f"entry {index} is written next and is a hole"
-        table.replace(index, copy)
-        self.pool.release((source,))
-        self._cow_copies += 1
-        return source, copy
-
-    def _enter_full_blocks(self, table: BlockTable, first: int) -> None:
-        """Index the table's entries from first on, as far as the tail's tokens fill them."""
-        size, tail, done = self.block_size, table.tail, 0
-        while len(tail) - done >= size and table.chain is not None:
-            block = table.block_ids[first]
-            assert block is not None, f"entry {first} was written and is a hole"
-            table.chain = self.pool.enter(block, table.chain, tail[done : done + size])
-            first, done = first + 1, done + size
-        table.tail = [] if table.chain is None else tail[done:]

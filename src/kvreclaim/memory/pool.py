@@ -2,93 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from array import array
+from collections.abc import Callable, Iterable
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.eviction.base import EvictionOrder
+from kvreclaim.memory.eviction.lru import LRU
+from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
+from kvreclaim.memory.pins import Pins
 from kvreclaim.memory.prefix_index import Entry, Link, PrefixIndex
+from kvreclaim.memory.residency import Residency
 
 
 class BlockPool:
     """Every block is in use (references > 0) or queued for reuse; a queued block that is still
     indexed is cached: a prefix hit can take it back until it is reused.
 
-    Every operation costs O(blocks it names), whatever the size of the pool.
+    Every operation costs O(blocks it names), whatever the size of the pool, times what the eviction
+    order takes for one.
+
+    Args:
+        order:            of reuse; least recently used by default
+        max_pinned:       blocks that may be pinned at a time
+        residency_sample: share of the cached blocks whose residency is measured
+        clock:            seconds, of pins and residency
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        index: PrefixIndex | None = None,
+        *,
+        order: EvictionOrder | None = None,
+        max_pinned: int = 0,
+        residency_sample: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"num_blocks is {num_blocks}; a pool has at least 1 block; give the KV cache more memory"
             )
         self.num_blocks = num_blocks
         self.index = PrefixIndex(1) if index is None else index
-        self.refs = [0] * num_blocks
-        self.free_queue = FreeQueue(num_blocks)
+        self.refs = array("i", bytes(array("i").itemsize * num_blocks))
+        self.marks = bytearray(num_blocks)
+        self.free_queue: EvictionOrder = LRU(num_blocks) if order is None else order
+        self.pins = Pins(self.marks, max_pinned, clock)
+        self.residency = Residency(residency_sample, clock, self.marks)
+        self.num_free = num_blocks
+        """Blocks that allocate can give, cached and pinned ones included."""
         self.num_cached = 0
         self.num_evictions = 0
         self.peak_in_use = 0
 
     @property
-    def num_free(self) -> int:
-        """Blocks that allocate can give, cached ones included."""
-        return len(self.free_queue)
-
-    @property
     def num_in_use(self) -> int:
-        return self.num_blocks - len(self.free_queue)
+        return self.num_blocks - self.num_free
 
     def ref_count(self, block: int) -> int:
         return self.refs[block]
 
     def is_writable(self, block: int) -> bool:
         """Whether its one holder may change its bytes: nobody shares it, nobody can hit it."""
-        return self.refs[block] == 1 and block not in self.index
+        return self.refs[block] == 1 and not self.marks[block] & INDEXED
 
     def allocate(self, n: int) -> list[int]:
-        """Take the n least recently used blocks, one reference each; what they cached is forgotten.
+        """Take the n blocks whose turn it is, one reference each; what they cached is forgotten.
 
-        The caller has asked num_free first.
+        Pinned blocks come after all others. The caller has asked num_free first.
         """
-        assert 0 <= n <= len(self.free_queue), f"{n} blocks wanted, {len(self.free_queue)} free"
-        blocks = []
+        assert 0 <= n <= self.num_free, f"{n} blocks wanted, {self.num_free} free"
+        pop, refs, marks = self.free_queue.pop, self.refs, self.marks
+        if self.pins:
+            self.pins.expire()
+            pop = self._pop_sparing
+        blocks, cached = [], []
         for _ in range(n):
-            block = self.free_queue.pop_front()
-            if block in self.index:
-                self.index.remove(block)
-                self.num_cached -= 1
-                self.num_evictions += 1
-            self.refs[block] = 1
+            block = pop()
+            if marks[block]:
+                cached.append(block)
+            refs[block] = 1
             blocks.append(block)
+        self.num_free -= n
+        if cached:
+            self._evict(cached)
         self._note_peak()
         return blocks
 
     def touch(self, block: int) -> None:
         """Add a reference; a queued block leaves the queue."""
         if self.refs[block] == 0:
-            self.free_queue.remove(block)
-            if block in self.index:
-                self.num_cached -= 1
+            if block in self.pins.aside:
+                self.pins.take_back(block)
+            else:
+                self.free_queue.remove(block)
+            self.num_cached -= self.marks[block] & INDEXED
+            self.num_free -= 1
             self._note_peak()
         self.refs[block] += 1
 
+    def hit(self, blocks: Iterable[int], priority: int) -> None:
+        """Add a reference to indexed blocks that a request was found in."""
+        for block in blocks:
+            self.touch(block)
+        if self.free_queue.watches:
+            for block in blocks:
+                self.free_queue.used(block, priority)
+        if self.pins:
+            self.pins.refresh(blocks)
+        if self.residency:
+            for block in blocks:
+                if self.marks[block] & SAMPLED:
+                    self.residency.use(block)
+
     def release(self, blocks: Iterable[int]) -> int:
-        """Drop one reference each, in this order: what reaches 0 joins the tail of the queue.
+        """Drop one reference each, in this order: what reaches 0 is queued.
 
         Returns: how many reached 0.
         """
-        freed = 0
+        freed, marks, push = 0, self.marks, self.free_queue.push
         for block in blocks:
             refs = self.refs[block] - 1
             assert refs >= 0, f"block {block} is released but not referenced"
             self.refs[block] = refs
             if refs == 0:
-                self.free_queue.push_back(block)
-                self.num_cached += block in self.index
+                push(block)
+                self.num_cached += marks[block] & INDEXED
                 freed += 1
+        self.num_free += freed
         return freed
 
-    def enter(self, block: int, parent: Link, token_ids: list[int]) -> Entry | None:
+    def enter(self, block: int, parent: Link, token_ids: list[int], priority: int = 0) -> Entry | None:
         """Index a full block that is in use, whose content will not change any more.
 
         If an equal prefix is indexed already, that entry stays and this block is not indexed.
@@ -105,40 +150,95 @@ class BlockPool:
         entry = self.index.at(digest)
         if entry is not None:
             if self.index.follows(entry, parent, tokens):
+                if self.free_queue.watches:
+                    self.free_queue.used(entry.block, priority)
                 return entry
             if entry is parent:
                 return None
             self.strip(entry.block)
+        self.marks[block] = INDEXED
+        if self.free_queue.watches:
+            self.free_queue.entered(block, parent.block if isinstance(parent, Entry) else None, priority)
+        self.residency.until_next -= 1
+        if not self.residency.until_next:
+            self.residency.begin(block)
         return self.index.add(parent, digest, tokens, block)
 
     def strip(self, block: int) -> None:
-        """Forget what the block caches, if anything; it keeps its place and its references."""
-        if block in self.index:
+        """Forget what the block caches, if anything; it keeps its references."""
+        if self.marks[block]:
             self.index.remove(block)
             self.num_cached -= self.refs[block] == 0
+            self._unmark(block)
+            if self.free_queue.watches:
+                self.free_queue.forgot(block)
 
     def clear_index(self) -> None:
-        """Forget what every block caches."""
+        """Forget what every block caches. O(pool)."""
+        for entry in list(self.index):
+            self._unmark(entry.block)
+            if self.free_queue.watches:
+                self.free_queue.forgot(entry.block)
         self.index.clear()
         self.num_cached = 0
 
     def reset_peak(self) -> None:
         self.peak_in_use = self.num_in_use
 
+    def reuse_order(self) -> list[int]:
+        """All queued blocks as they would be reused if nothing else happened. O(pool); for checks."""
+        return self.pins.sequence(self.free_queue)
+
+    def _pop_sparing(self) -> int:
+        return self.pins.take(self.free_queue)
+
+    def _evict(self, blocks: list[int]) -> None:
+        """Forget what these blocks cache, which are being reused."""
+        marks = self.marks
+        self.index.evict(blocks)
+        self.num_cached -= len(blocks)
+        self.num_evictions += len(blocks)
+        for block in blocks:
+            if self.free_queue.watches:
+                self.free_queue.forgot(block)
+            if marks[block] != INDEXED:
+                if marks[block] & SAMPLED:
+                    self.residency.end(block)
+                if marks[block] & PINNED:
+                    self.pins.drop(block)
+            marks[block] = 0
+
+    def _unmark(self, block: int) -> None:
+        """Nothing can hit the block any more, nobody has reused it."""
+        if self.marks[block] & SAMPLED:
+            self.residency.forget(block)
+        if self.marks[block] & PINNED:
+            self.pins.drop(block)
+        self.marks[block] = 0
+
     def _note_peak(self) -> None:
-        in_use = self.num_blocks - len(self.free_queue)
+        in_use = self.num_blocks - self.num_free
         if in_use > self.peak_in_use:
             self.peak_in_use = in_use
 
     def check(self) -> None:
-        """Counts, queue and index agree. Raises AssertionError."""
+        """Counts, queue, marks and index agree. Raises AssertionError."""
         self.free_queue.check()
         self.index.check()
+        self.pins.check()
         unreferenced = [block for block, refs in enumerate(self.refs) if refs == 0]
         assert min(self.refs) >= 0, f"a reference count is {min(self.refs)}"
-        assert sorted(self.free_queue) == unreferenced, (
-            f"{len(self.free_queue)} blocks queued, {len(unreferenced)} unreferenced"
+        queued = [*self.free_queue, *self.pins.aside]
+        assert sorted(queued) == unreferenced, (
+            f"{len(queued)} blocks queued, {len(unreferenced)} unreferenced"
         )
-        cached = sum(1 for block in unreferenced if block in self.index)
+        assert len(queued) == self.num_free, f"{len(queued)} blocks queued, {self.num_free} counted"
+        indexed = {block for block, mark in enumerate(self.marks) if mark & INDEXED}
+        assert indexed == {entry.block for entry in self.index}, f"{len(indexed)} marked as indexed"
+        bare = [block for block, mark in enumerate(self.marks) if mark and not mark & INDEXED]
+        assert not bare, f"block {bare[0]} has marks {self.marks[bare[0]]} but is not indexed"
+        sampled = sum(1 for mark in self.marks if mark & SAMPLED)
+        assert sampled == len(self.residency), f"{sampled} sampled, {len(self.residency)} measured"
+        cached = sum(1 for block in unreferenced if block in indexed)
         assert cached == self.num_cached, f"{cached} blocks are cached, {self.num_cached} counted"
         assert self.num_in_use <= self.peak_in_use <= self.num_blocks, f"peak {self.peak_in_use}"

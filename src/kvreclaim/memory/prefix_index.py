@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from struct import Struct
 
+from kvreclaim.memory.misses import COLD, CORRUPT, EVICTED, SALT
+
 HashFunction = Callable[[bytes], bytes]
+NUM_REMEMBERED = 65_536
 
 
 def sha256(message: bytes) -> bytes:
@@ -55,10 +59,20 @@ class PrefixIndex:
         block_size:    tokens per block
         fingerprint:   what else the K/V depend on (model, dtype, KV format)
         hash_function: bytes to digest; tests inject one that collides
+        remembered:    digests of evicted blocks that are remembered: the last ones, at least so many
+                       and at most twice as many
     """
 
-    def __init__(self, block_size: int, fingerprint: str = "", hash_function: HashFunction = sha256) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        fingerprint: str = "",
+        hash_function: HashFunction = sha256,
+        *,
+        remembered: int = NUM_REMEMBERED,
+    ) -> None:
         self.block_size = block_size
+        self.remembered = remembered
         self._hash = hash_function
         self._fingerprint = _field(b"f", fingerprint.encode("utf-8", "surrogatepass"))
         self._packer = Struct(f"<{block_size}q")
@@ -66,6 +80,9 @@ class PrefixIndex:
         self._root_serial = next(self._serials)
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}
+        self._firsts: dict[bytes, int] = {}
+        self._evicted: set[bytes] = set()
+        self._evicted_before: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -121,16 +138,54 @@ class PrefixIndex:
         entry = Entry(digest, next(self._serials), parent.salt, block, tokens, parent.serial)
         self._by_digest[digest] = entry
         self._by_block[block] = entry
+        if parent.serial == self._root_serial:
+            self._firsts[tokens] = self._firsts.get(tokens, 0) + 1
         return entry
 
     def remove(self, block: int) -> None:
         """Forget a block that is indexed."""
-        del self._by_digest[self._by_block.pop(block).digest]
+        entry = self._by_block.pop(block)
+        del self._by_digest[entry.digest]
+        if entry.parent == self._root_serial:
+            self._drop_first(entry)
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forget blocks that are indexed, but remember for a while that they were there."""
+        by_block, by_digest, root = self._by_block, self._by_digest, self._root_serial
+        for block in blocks:
+            entry = by_block.pop(block)
+            del by_digest[entry.digest]
+            if len(self._evicted) >= self.remembered:
+                self._evicted_before, self._evicted = self._evicted, set()
+            self._evicted.add(entry.digest)
+            if entry.parent == root:
+                self._drop_first(entry)
+
+    def _drop_first(self, entry: Entry) -> None:
+        others = self._firsts[entry.tokens] - 1
+        if others:
+            self._firsts[entry.tokens] = others
+        else:
+            del self._firsts[entry.tokens]
+
+    def why_missing(self, parent: Link, digest: bytes, tokens: bytes) -> str:
+        """The reason (misses.py) why find(parent, tokens) is None. Changes nothing."""
+        entry = self._by_digest.get(digest)
+        if entry is not None and (entry.tokens != tokens or entry.salt != parent.salt):
+            return CORRUPT
+        if entry is not None or digest in self._evicted or digest in self._evicted_before:
+            return EVICTED
+        if parent.serial == self._root_serial and tokens in self._firsts:
+            return SALT
+        return COLD
 
     def clear(self) -> None:
         """Forget everything, and let no chain that began before go on."""
         self._by_digest.clear()
         self._by_block.clear()
+        self._firsts.clear()
+        self._evicted.clear()
+        self._evicted_before.clear()
         self._root_serial = next(self._serials)
 
     def check(self) -> None:
@@ -140,3 +195,6 @@ class PrefixIndex:
             assert digest == entry.digest, f"block {entry.block} lies under another digest than its own"
             assert self._by_block.get(entry.block) is entry, f"block {entry.block} maps to another entry"
             assert entry.parent < entry.serial, f"serial {entry.serial} has the later parent {entry.parent}"
+        firsts = Counter(e.tokens for e in self._by_digest.values() if e.parent == self._root_serial)
+        assert firsts == self._firsts, f"{firsts.total()} chains begin, {sum(self._firsts.values())} counted"
+        assert len(self._evicted) <= self.remembered, f"{len(self._evicted)} evicted digests remembered"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,9 +15,12 @@ class MemoryStats:
 
     in_use, cached, free:        referenced; unreferenced but still to be hit; neither
     peak_in_use:                 the most blocks in use since the start or the last reset_peak
-    prefix_query_tokens:         prompt tokens of the sequences admitted while caching is on
+    pinned:                      blocks with a live pin, in use or not; some of in_use and cached
+    prefix_query_tokens:         prompt tokens of the sequences admitted
     prefix_hit_tokens:           those of them that were found
+    misses:                      the others, by each reason of MISS_REASONS
     prefix_evictions:            cached blocks reused for something else
+    pins_refused:                blocks that were not pinned because too many others were
     blocks_freed_by_compression: net of fresh blocks, so it can fall while siblings hold the rest
     cow_copies:                  shared tail blocks that had to be copied before a write
     """
@@ -28,3 +35,26 @@ class MemoryStats:
     prefix_evictions: int
     blocks_freed_by_compression: int
     cow_copies: int
+    pinned: int
+    pins_refused: int
+    misses: Mapping[str, int]
+
+
+def memory_stats(pool: BlockPool, prefix: PrefixCache, freed: int, cow_copies: int) -> MemoryStats:
+    """The snapshot; freed: blocks freed by compression."""
+    pool.pins.expire()
+    return MemoryStats(
+        num_blocks=pool.num_blocks,
+        in_use=pool.num_in_use,
+        cached=pool.num_cached,
+        free=pool.num_free - pool.num_cached,
+        peak_in_use=pool.peak_in_use,
+        prefix_query_tokens=prefix.query_tokens,
+        prefix_hit_tokens=prefix.hit_tokens,
+        prefix_evictions=pool.num_evictions,
+        blocks_freed_by_compression=freed,
+        cow_copies=cow_copies,
+        pinned=len(pool.pins),
+        pins_refused=pool.pins.num_refused,
+        misses=prefix.misses.copy(),
+    )

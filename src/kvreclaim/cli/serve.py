@@ -1,0 +1,126 @@
+"""`kvreclaim serve`: a model behind OpenAI's and Anthropic's protocols."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvreclaim.cli import options as opt
+from kvreclaim.cli.compression import compression_of
+
+if TYPE_CHECKING:
+    from kvreclaim.server.config import ServerConfig
+
+SERVER = "server"
+
+
+def _option(*names: str, **facts: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=SERVER, **facts)
+
+
+def serve(
+    model: opt.ModelOption = None,
+    served_model_name: Annotated[list[str] | None, _option(help="Names in the API; the model's own.")] = None,
+    host: Annotated[str, _option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _option(help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[list[str] | None, _option(envvar="KVRECLAIM_API_KEY", help="One per tenant.")] = None,
+    operator_key: Annotated[str | None, _option(envvar="KVRECLAIM_OPERATOR_KEY")] = None,
+    max_body_bytes: Annotated[int, _option()] = 16 << 20,
+    max_n: Annotated[int, _option(help="Outputs per request.")] = 64,
+    max_queue_len: Annotated[int, _option(help="Waiting requests; more get a 429.")] = 1024,
+    max_concurrent_requests_per_key: Annotated[int | None, _option()] = None,
+    default_max_tokens: Annotated[int, _option(help="Of a completion that names no limit.")] = 16,
+    shutdown_timeout: Annotated[float, _option(help="Seconds for running requests after SIGTERM.")] = 30.0,
+    chat_template: Annotated[Path | None, _option(help="Jinja file instead of the model's own.")] = None,
+    tool_call_parser: Annotated[str | None, _option(help="How the model writes tool calls: hermes.")] = None,
+    log_level: Annotated[str, _option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, _option(help="json, text, or auto: text on a terminal.")] = "auto",
+    log_prompts: Annotated[bool, _option("--log-prompts", help="Prompts and answers too.")] = False,
+    otlp_traces_endpoint: Annotated[str | None, _option(help="OTLP over HTTP.")] = None,
+    dtype: opt.DType = "auto",
+    device: opt.Device = "auto",
+    kernels: opt.Kernels = "auto",
+    block_size: opt.EngineInt = 16,
+    num_gpu_blocks_override: opt.NumBlocks = None,
+    max_num_seqs: opt.EngineInt = 64,
+    max_num_batched_tokens: opt.EngineInt = 2048,
+    max_model_len: opt.EngineLimit = None,
+    enable_prefix_caching: opt.PrefixCaching = True,
+    seed: opt.EngineInt = 0,
+    kv_compression: opt.Policy = None,
+    kv_budget: opt.Budget = None,
+    kv_compression_interval: opt.CompressionInt = None,
+    kv_compression_mode: opt.CompressionText = None,
+    kv_compression_stats: opt.CompressionText = None,
+    kv_sinks: opt.CompressionInt = None,
+    kv_recent: opt.CompressionInt = None,
+    kv_protect_prompt: opt.ProtectPrompt = False,
+) -> None:
+    """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
+    given = dict(locals())
+    with opt.usage_errors():
+        _run(given)
+
+
+ENGINE = (
+    "dtype",
+    "device",
+    "kernels",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enable_prefix_caching",
+    "seed",
+)
+SERVER_FIELDS = (
+    "host",
+    "port",
+    "operator_key",
+    "max_body_bytes",
+    "max_n",
+    "max_queue_len",
+    "max_concurrent_requests_per_key",
+    "default_max_tokens",
+    "tool_call_parser",
+    "log_prompts",
+    "otlp_traces_endpoint",
+)
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Listens before the model is loaded, so that a port in use is said at once."""
+    from kvreclaim import LLM, demo_model
+    from kvreclaim.model.loader import hide_progress_bars
+    from kvreclaim.server.logs import configure_logging
+    from kvreclaim.server.run import bind, serve
+
+    hide_progress_bars()
+    configure_logging(given["log_format"], given["log_level"], log_prompts=given["log_prompts"])
+    config = _server_config(given)
+    listener = bind(config.host, config.port)
+    llm = LLM(
+        given["model"] or demo_model(),
+        num_blocks=given["num_gpu_blocks_override"],
+        compression=compression_of(given),
+        **{name: given[name] for name in ENGINE},
+    )
+    serve(llm, config, listener)
+
+
+def _server_config(given: dict[str, Any]) -> ServerConfig:
+    from kvreclaim.errors import InvalidArgumentError
+    from kvreclaim.server.config import ServerConfig
+
+    template = given["chat_template"]
+    if template is not None and not template.is_file():
+        raise InvalidArgumentError(f"--chat-template {template} is no file; pass a Jinja template.")
+    return ServerConfig(
+        served_model_name=tuple(given["served_model_name"] or (given["model"] or "kvreclaim-demo",)),
+        api_keys=tuple(given["api_key"] or ()),
+        shutdown_timeout_s=given["shutdown_timeout"],
+        chat_template=template.read_text() if template is not None else None,
+        **{name: given[name] for name in SERVER_FIELDS},
+    )

@@ -1,0 +1,135 @@
+"""What becomes of a step's logits: tokens, scores and log-probabilities; then who is due is compressed."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.compression import CompressionPass
+from kvreclaim.engine.due import is_due
+from kvreclaim.engine.lifecycle import Lifecycle
+from kvreclaim.engine.logprobs import report_prompt
+from kvreclaim.engine.request import Sequence
+from kvreclaim.engine.sampler import Drawn, SampleRow, draw
+from kvreclaim.engine.scheduler import Scheduled
+
+
+class Answers:
+    """Gives each sequence what its rows of the logits say. A failure ends its own request only."""
+
+    def __init__(self, config: EngineConfig, lifecycle: Lifecycle, compression: CompressionPass) -> None:
+        self.config = config
+        self.lifecycle = lifecycle
+        self.compression = compression
+        self.totals = lifecycle.totals
+        self._eos_token_ids = lifecycle.loaded.eos_token_ids
+
+    def take(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> None:
+        """logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order."""
+        draws: list[tuple[Sequence, int]] = []
+        best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
+        finite = best.values.isfinite().tolist()
+        row = 0
+        for item, positions in zip(step, wanted, strict=True):
+            seq, request, rows = item.seq, item.seq.request, slice(row, row + len(positions))
+            row = rows.stop
+            if not positions or seq.finish_reason is not None:
+                continue
+            self.lifecycle.touched[request.request_id] = request
+            if not all(finite[rows]):
+                error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
+                self.lifecycle.fail(request, error, "computing")
+                continue
+            if request.lacks_prompt_logprobs:
+                self._note_prompt(seq, positions, logits[rows])
+            if request.scores is not None:
+                self._score(seq, positions, logits[rows])
+            elif positions.stop == len(seq.token_ids):
+                draws.append((seq, row - 1))
+        self._draw(draws, logits, best.indices.tolist())
+        for item in step:
+            if item.seq.finish_reason is None and is_due(item.seq, self.config.max_num_batched_tokens):
+                self.compress(item.seq)
+
+    def compress(self, seq: Sequence) -> None:
+        """Bring a sequence that is due back to its budget."""
+        with self.lifecycle.contained(seq.request, "compressing"), torch.inference_mode():
+            self.compression.run(seq, self.totals)
+
+    def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
+        """The prompt tokens that these positions predict; logits [len(positions), V]."""
+        request = seq.request
+        known, num_top = request.prompt_logprobs, request.params.prompt_logprobs
+        assert known is not None, f"request {request.request_id} did not ask"
+        assert num_top is not None, f"request {request.request_id} did not ask"
+        with self.lifecycle.contained(request, "reading the prompt's log-probabilities of"):
+            first = positions.start + 1
+            assert first == len(known), f"token {first} comes after {len(known)} known ones"
+            given = request.prompt_token_ids[first : positions.stop + 1]
+            known += report_prompt(logits[: len(given)], given, num_top)
+
+    def _score(self, seq: Sequence, positions: range, logits: Tensor) -> None:
+        """The continuation tokens that these positions predict; logits [len(positions), V]."""
+        scores = seq.request.scores
+        assert scores is not None, f"request {seq.request.request_id} is not scored"
+        with self.lifecycle.contained(seq.request, "scoring"):
+            given = seq.token_ids[positions.start + 1 : positions.stop + 1]
+            scores.record(positions.start + 1 - seq.num_prompt, given, logits)
+            if seq.num_computed >= len(seq.token_ids) - 1:
+                self.lifecycle.end(seq, "length")
+
+    def _draw(self, draws: list[tuple[Sequence, int]], logits: Tensor, best: list[int]) -> None:
+        """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
+        outputs: list[Sequence] = []
+        rows: list[int] = []
+        asked: list[SampleRow] = []
+        for seq, row in draws:
+            with self.lifecycle.contained(seq.request, "asking for a token of"):
+                siblings = self._siblings(seq)
+                asks = [one.sample_row(self._eos_token_ids) for one in siblings]
+                outputs += siblings
+                rows += [row] * len(siblings)
+                asked += asks
+        if not outputs:
+            return
+        for seq, drawn in zip(outputs, draw(logits, best, rows, asked), strict=True):
+            if seq.finish_reason is None:
+                self._take_token(seq, drawn)
+
+    def _siblings(self, seq: Sequence) -> list[Sequence]:
+        """Those that draw from a sequence's row: itself, and with a prompt that is complete now its forks."""
+        if not seq.waits_for_fork:
+            return [seq]
+        if is_due(seq, self.config.max_num_batched_tokens):
+            self.compress(seq)
+        return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
+
+    def _take_token(self, seq: Sequence, drawn: Drawn | Exception) -> None:
+        if isinstance(drawn, Exception):
+            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            return
+        with self.lifecycle.contained(seq.request, "taking a token of"):
+            if drawn.logprobs is not None:
+                seq.logprobs.append(drawn.logprobs)
+            self._append(seq, drawn.token)
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        request, params = seq.request, seq.request.params
+        if request.metrics.ttft_s is None:
+            request.metrics.ttft_s = time.perf_counter() - request.arrival_s
+        seq.token_ids.append(token)
+        self.totals.generation_tokens += 1
+        may_stop = seq.num_generated >= params.min_tokens
+        is_eos = token in self._eos_token_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        stop = None
+        if seq.detokenizer is not None and not (may_stop and (is_eos or is_stop)):
+            stop = seq.detokenizer.append(token, may_stop=may_stop)
+        if may_stop and (is_eos or is_stop or stop is not None):
+            seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
+            self.lifecycle.end(seq, "stop")
+        elif len(seq.token_ids) >= request.max_len:
+            self.lifecycle.end(seq, "length")

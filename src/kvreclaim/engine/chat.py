@@ -1,0 +1,157 @@
+"""A conversation as token ids, through the model's chat template."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from kvreclaim.checks import check_bool, check_text
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.loader import LoadedModel, Tokenizer
+
+RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
+"""What has a meaning of its own on the way to the template, so that template_kwargs may not set it."""
+
+Message = Mapping[str, Any]
+
+
+def render_chat(loaded: LoadedModel, messages: Sequence[Message], **options: Any) -> list[int]:
+    """The token ids of chat_text, which takes the same options and raises the same errors."""
+    text = chat_text(loaded, messages, **options)
+    assert loaded.tokenizer is not None, "chat_text refuses a model without tokenizer"
+    return list(loaded.tokenizer.encode(text, add_special_tokens=False))
+
+
+def chat_text(
+    loaded: LoadedModel,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt of the assistant's next turn, as text that holds its special tokens too.
+
+    Args:
+        messages:               each a mapping with "role" and what else the template reads; None is left out
+        tools:                  definitions as JSON values, for a template that has a place for them
+        chat_template:          Jinja text in place of the tokenizer's own
+        add_generation_prompt:  end with what begins the assistant's turn
+        continue_final_message: leave the last message open instead, for its continuation
+        template_kwargs:        further variables of the template
+
+    Raises: InvalidArgumentError without tokenizer or template, for what the template does not read, and with
+    the template's own words where it raises.
+    """
+    _check_messages(messages)
+    _check_ending(add_generation_prompt, continue_final_message)
+    tokenizer, template = _template(loaded, chat_template, with_tools=bool(tools))
+    variables = dict(template_kwargs or {})
+    _check_variables(variables, tools, template, loaded.facts.name)
+    variables |= {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": [dict(tool) for tool in tools] if tools else None,
+    }
+    text = _rendered(tokenizer, messages, template, variables)
+    check_text("what the chat template made of the messages and tools", text)
+    return text
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str, variables: dict[str, Any]
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], chat_template=template, tokenize=False, **variables
+        )
+    except Exception as error:  # a template is foreign code, and raises whatever comes of it
+        raise InvalidArgumentError(
+            f"the chat template cannot render these messages ({_reason(error)}); change the messages or pass "
+            "another template."
+        ) from error
+    return str(text)
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidArgumentError(
+            f"messages is {'empty' if not messages else 'a ' + type(messages).__name__}; pass a list of at "
+            "least one message with a role and content."
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidArgumentError(
+                f"message {index} is a {type(message).__name__} without a role; pass mappings with a role "
+                "and content."
+            )
+
+
+def _check_ending(add_generation_prompt: bool, continue_final_message: bool) -> None:
+    check_bool("add_generation_prompt", add_generation_prompt)
+    check_bool("continue_final_message", continue_final_message)
+    if continue_final_message and add_generation_prompt:
+        raise InvalidArgumentError(
+            "continue_final_message and add_generation_prompt are both true; the last message is either "
+            "continued or answered; set one to false."
+        )
+
+
+def _template(loaded: LoadedModel, given: str | None, *, with_tools: bool) -> tuple[Tokenizer, str]:
+    """The tokenizer, and the template's text: the one given, or the tokenizer's (some have one of their own
+    for tools)."""
+    tokenizer, name = loaded.tokenizer, loaded.facts.name
+    if tokenizer is None:
+        raise InvalidArgumentError(
+            f"{name} has no tokenizer, so no chat template; pass a prompt as token ids."
+        )
+    if given is not None and (not isinstance(given, str) or not given):
+        raise InvalidArgumentError("chat_template is empty or no text; pass the text of a Jinja template.")
+    if given is None and not tokenizer.chat_template:
+        raise InvalidArgumentError(
+            f"{name} has no chat template; pass one, or a prompt as text or token ids without messages."
+        )
+    try:
+        return tokenizer, str(tokenizer.get_chat_template(given, [{}] if with_tools else None))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{name} has several chat templates ({_reason(error)}); pass the text of one as chat_template."
+        ) from error
+
+
+def _check_variables(
+    variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, template: str, name: str
+) -> None:
+    """What the template does not mention would be accepted and ignored."""
+    if tools and not _mentions(template, "tools"):
+        raise InvalidArgumentError(
+            f"tools are given, but the chat template of {name} has no place for them; leave them out or "
+            "pass a template that renders tools."
+        )
+    for variable in variables:
+        if variable in RESERVED:
+            raise InvalidArgumentError(
+                f"template_kwargs sets {variable!r}, which is no variable of a template; remove it, or pass "
+                "it as the argument of this name."
+            )
+        if not _mentions(template, variable):
+            raise InvalidArgumentError(
+                f"template_kwargs sets {variable!r}, which the chat template of {name} does not read; remove "
+                "it."
+            )
+
+
+def _mentions(template: str, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+def _reason(error: Exception) -> str:
+    """What a template's author wrote, or the kind of error and its first line, without a message's text."""
+    first = str(error).strip().split("\n", 1)[0].split("Final message to continue", 1)[0].strip().rstrip(".")
+    return first if isinstance(error, TemplateError) else f"{type(error).__name__}: {first}"

@@ -1,0 +1,83 @@
+"""The block pool at a glance, for a page that draws it: what each block is and whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvreclaim.engine.compression import block_row
+from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.request import Request, Sequence
+from kvreclaim.memory import marks
+
+FREE: Final = 0
+CACHED: Final = 1
+PINNED: Final = 2
+IN_USE: Final = 3
+SHARED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request that holds blocks; lengths and counts are sums over its outputs that run.
+
+    num_blocks:  entries of its block tables; a block that several outputs share counts for each
+    num_evicted: tokens that each head no longer attends to
+    """
+
+    request_id: str
+    num_sequences: int
+    logical_len: int
+    physical_len: int
+    num_blocks: int
+    num_evicted: int
+    blocks_freed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolView:
+    """Copies, valid as long as the caller keeps them.
+
+    state:    [B] uint8: FREE, CACHED (a prefix hit can find it), PINNED (and it is reused last),
+              IN_USE (by one sequence), SHARED (by several)
+    owner:    [B] int32 index into requests; of several holders the first in the order of requests; -1: none
+    requests: those that hold blocks, in the order in which they were admitted
+    """
+
+    state: np.ndarray
+    owner: np.ndarray
+    requests: tuple[RequestView, ...]
+
+
+def pool_view(engine: Engine) -> PoolView:
+    """The pool between two steps; called in the engine's thread. O(blocks of the pool), in numpy."""
+    pool = engine.memory.pool
+    pool.pins.expire()
+    refs = np.frombuffer(pool.refs, dtype=np.int32)
+    bits = np.frombuffer(pool.marks, dtype=np.uint8)
+    cached = np.where(bits & marks.PINNED, PINNED, np.where(bits & marks.INDEXED, CACHED, FREE))
+    state = np.where(refs == 0, cached, np.where(refs == 1, IN_USE, SHARED)).astype(np.uint8)
+    running: dict[str, list[Sequence]] = {}
+    for seq in engine.scheduler.running:
+        running.setdefault(seq.request.request_id, []).append(seq)
+    owner = np.full(pool.num_blocks, -1, dtype=np.int32)
+    for index, sequences in reversed(list(enumerate(running.values()))):
+        for seq in sequences:
+            owner[block_row(seq, engine.memory)] = index
+    requests = tuple(_request_view(engine, seqs[0].request, seqs) for seqs in running.values())
+    return PoolView(state, owner, requests)
+
+
+def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -> RequestView:
+    tables = [engine.memory.table(seq.seq_id) for seq in sequences]
+    return RequestView(
+        request_id=request.request_id,
+        num_sequences=len(sequences),
+        logical_len=sum(table.logical_len for table in tables),
+        physical_len=sum(table.physical_len for table in tables),
+        num_blocks=sum(len(table.blocks()) for table in tables),
+        num_evicted=sum(seq.state.num_evicted for seq in sequences),
+        blocks_freed=sum(seq.state.blocks_freed for seq in sequences),
+    )

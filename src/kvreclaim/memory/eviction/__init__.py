@@ -1,0 +1,6 @@
+"""Orders in which cached blocks are reused: one file each, found by name."""
+
+from kvreclaim.memory.eviction.base import EvictionOrder
+from kvreclaim.memory.eviction.registry import DEFAULT_ORDER, eviction_orders, make_order
+
+__all__ = ["DEFAULT_ORDER", "EvictionOrder", "eviction_orders", "make_order"]

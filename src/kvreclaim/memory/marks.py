@@ -1,0 +1,12 @@
+"""What one byte per block says at a glance; a reader may map the pool's marks as an array."""
+
+from __future__ import annotations
+
+from typing import Final
+
+INDEXED: Final = 1
+"""A prefix hit can find the block."""
+PINNED: Final = 2
+"""A pin holds, so the block is indexed, too."""
+SAMPLED: Final = 4
+"""The block's residency is being measured."""

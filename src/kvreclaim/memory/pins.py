@@ -1,0 +1,157 @@
+"""Pins: a bias in the order of reuse that is bounded in blocks and in time. Never a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import isfinite
+
+from kvreclaim.checks import check_int
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.block_heap import BlockHeap
+from kvreclaim.memory.eviction.base import EvictionOrder
+from kvreclaim.memory.marks import PINNED
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keep the full blocks of the first num_tokens tokens for ttl_s seconds after their last hit."""
+
+    num_tokens: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        check_int("num_tokens of a retention", self.num_tokens, 0)
+        if not isinstance(self.ttl_s, (int, float)) or not isfinite(self.ttl_s) or self.ttl_s <= 0:
+            raise InvalidArgumentError(
+                f"ttl_s of a retention is {self.ttl_s!r}; it must be a finite number of seconds > 0."
+            )
+
+
+def ttls(retention: Sequence[Retention], block_size: int) -> Iterator[float]:
+    """Per leading full block that a retention covers, the longest time that one keeps it."""
+    ends = sorted((kept.num_tokens // block_size, kept.ttl_s) for kept in retention)
+    begin = 0
+    for i, (end, _) in enumerate(ends):
+        longest = max(ttl_s for _, ttl_s in ends[i:])
+        yield from (longest for _ in range(begin, end))
+        begin = end
+
+
+class Pins:
+    """Which blocks are pinned, until when, and which of them have been passed over.
+
+    A pinned block stands in the eviction order like any other. When its turn comes it is put aside
+    with the number of its turn. If the pin ends first, the block's turn is the very next one, as it
+    would have been; if nothing else is left to reuse, the blocks put aside go in the order of their
+    turns. So a pin costs its place to nobody, no pool is ever scanned, and a pool is never stuck.
+
+    Passing a block over is paid by the release that queued it: everything is O(log pins) amortised.
+
+    Args:
+        marks: the pool's; PINNED is kept here
+        limit: most blocks with a live pin, in use or not
+        clock: seconds, never backwards
+    """
+
+    def __init__(self, marks: bytearray, limit: int, clock: Callable[[], float]) -> None:
+        self.limit = limit
+        self.num_refused = 0
+        self.aside: dict[int, int] = {}
+        """Queued blocks whose turn has come while they were pinned, to the number of that turn."""
+        self._marks, self._clock = marks, clock
+        self._ttl_s: dict[int, float] = {}
+        self._ends: BlockHeap[float] = BlockHeap()
+        self._kept: BlockHeap[int] = BlockHeap()
+        self._due: BlockHeap[int] = BlockHeap()
+        self._turns = count()
+
+    def __len__(self) -> int:
+        return len(self._ttl_s)
+
+    def __bool__(self) -> bool:
+        """Whether the order of reuse is not the eviction order's alone."""
+        return bool(self._ttl_s or self.aside)
+
+    def pin(self, block: int, ttl_s: float) -> bool:
+        """Pin an indexed block for this long from now on; of two pins of a block the longer one holds.
+
+        The caller has called expire. Returns: whether it is pinned; if not, there were limit others.
+        """
+        ends, longest = self._clock() + ttl_s, ttl_s
+        if block in self._ttl_s:
+            ends, longest = max(ends, self._ends.key(block)), max(ttl_s, self._ttl_s[block])
+        elif len(self._ttl_s) >= self.limit:
+            self.num_refused += 1
+            return False
+        elif block in self.aside:
+            self._due.remove(block)
+            self._kept.push(block, self.aside[block])
+        self._ttl_s[block] = longest
+        self._ends.push(block, ends)
+        self._marks[block] |= PINNED
+        return True
+
+    def refresh(self, blocks: Iterable[int]) -> None:
+        """These blocks have been hit: the pins that still hold begin anew."""
+        self.expire()
+        now = self._clock()
+        for block in blocks:
+            ttl_s = self._ttl_s.get(block)
+            if ttl_s is not None:
+                self._ends.push(block, max(now + ttl_s, self._ends.key(block)))
+
+    def expire(self) -> None:
+        """End the pins whose time is over."""
+        now = self._clock()
+        while (first := self._ends.first()) is not None and first[0] <= now:
+            self.drop(first[1])
+
+    def drop(self, block: int) -> None:
+        """End the pin of a block."""
+        del self._ttl_s[block]
+        self._ends.remove(block)
+        self._marks[block] &= ~PINNED
+        if block in self.aside:
+            self._kept.remove(block)
+            self._due.push(block, self.aside[block])
+
+    def clear(self) -> None:
+        """End all pins."""
+        for block in list(self._ttl_s):
+            self.drop(block)
+
+    def take_back(self, block: int) -> None:
+        """A block that was put aside is referenced again."""
+        del self.aside[block]
+        (self._kept if block in self._kept else self._due).remove(block)
+
+    def take(self, order: EvictionOrder) -> int:
+        """The block to be reused next, of those put aside and those in the order; there is one."""
+        if not self._due:
+            while len(order):
+                block = order.pop()
+                if not self._marks[block] & PINNED:
+                    return block
+                self.aside[block] = turn = next(self._turns)
+                self._kept.push(block, turn)
+        block = (self._due or self._kept).pop()
+        del self.aside[block]
+        return block
+
+    def sequence(self, order: EvictionOrder) -> list[int]:
+        """All queued blocks as they would be reused if nothing else happened. O(pool log pool)."""
+        queued = list(order)
+        free = [block for block in queued if not self._marks[block] & PINNED]
+        return [*self._due, *free, *self._kept, *(b for b in queued if self._marks[b] & PINNED)]
+
+    def check(self) -> None:
+        """Marks, times and what was put aside agree. Raises AssertionError."""
+        for heap in (self._ends, self._kept, self._due):
+            heap.check()
+        marked = {block for block, mark in enumerate(self._marks) if mark & PINNED}
+        assert marked == set(self._ttl_s) == set(self._ends), f"{len(marked)} marked, {len(self)} pinned"
+        assert len(self) <= self.limit, f"{len(self)} pins, {self.limit} allowed"
+        assert set(self._kept) == {block for block in self.aside if block in marked}, "kept: not the pinned"
+        assert set(self._due) == set(self.aside) - marked, "due: not those whose pins ended"

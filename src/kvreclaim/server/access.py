@@ -1,0 +1,123 @@
+"""What is known about an HTTP request once it is over: for the log, the metrics and the trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvreclaim.engine.outputs import RequestMetrics
+from kvreclaim.engine.request import Request
+from kvreclaim.server.service import Service
+
+CLIENT_LEFT = 499
+"""Of an answer that nobody waited for (nginx's number; no client sees it)."""
+
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
+
+
+@dataclass(slots=True)
+class Access:
+    """One HTTP request and its answer.
+
+    route:     the path as it is declared; "unmatched" for one that is not
+    status:    CLIENT_LEFT if the client closed its connection before the end
+    tenant:    digest of the API key; model, user: as the request names them
+    requests:  what the engine was asked to do; their figures are final unless they were aborted just now
+    """
+
+    method: str
+    path: str
+    route: str
+    status: int
+    request_id: str
+    started_ns: int
+    elapsed_s: float
+    traceparent: dict[str, str]
+    tenant: str | None = None
+    model: str | None = None
+    user: str | None = None
+    requests: Sequence[Request] = ()
+    metrics: list[RequestMetrics] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = [request.collect_metrics() for request in self.requests]
+
+    def total(self, figure: str) -> int:
+        """A figure of RequestMetrics, over all prompts of the request."""
+        return sum(getattr(metrics, figure) for metrics in self.metrics)
+
+    def first(self, figure: str) -> float | None:
+        """The smallest of the values that are known: of a time, when it first happened."""
+        found = [getattr(metrics, figure) for metrics in self.metrics]
+        return min((value for value in found if value is not None), default=None)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of every output; one that had not ended when the client left is being aborted."""
+        return [seq.finish_reason or "abort" for request in self.requests for seq in request.sequences]
+
+
+Watcher = Callable[[Access], None]
+
+
+class Watch:
+    """Plain ASGI, around everything else: tells the watchers of every HTTP request that is over."""
+
+    def __init__(self, app: ASGIApp, service: Service, watchers: Sequence[Watcher]) -> None:
+        self.app = app
+        self.service = service
+        self.watchers = watchers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, started_ns = time.perf_counter(), time.time_ns()
+        status, complete = CLIENT_LEFT, False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting)
+        except Exception:
+            status, complete = 500, True  # ServerErrorMiddleware answers, outside of us
+            raise
+        finally:
+            elapsed_s = time.perf_counter() - started
+            self._tell(scope, status if complete else CLIENT_LEFT, started_ns, elapsed_s)
+
+    def _tell(self, scope: Scope, status: int, started_ns: int, elapsed_s: float) -> None:
+        state: dict[str, Any] = scope["state"]
+        tenant = state.get("tenant")
+        access = Access(
+            method=scope["method"] if scope["method"] in METHODS else "other",
+            path=scope["path"],
+            route=getattr(scope.get("route"), "path", "unmatched"),
+            status=status,
+            request_id=state["request_id"],
+            started_ns=started_ns,
+            elapsed_s=elapsed_s,
+            traceparent=_traceparent(scope),
+            tenant=tenant.name if tenant is not None else None,
+            model=state.get("model"),
+            user=state.get("user"),
+            requests=self.service.requests_of.pop(state["request_id"], ()),
+        )
+        for watcher in self.watchers:
+            watcher(access)
+
+
+def _traceparent(scope: Scope) -> dict[str, str]:
+    """The W3C headers that name the caller's span."""
+    wanted = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}

@@ -1,0 +1,153 @@
+"""A message in the making."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from kvreclaim.engine.outputs import RequestMetrics
+from kvreclaim.engine.stream import OutputDelta, RequestStream, Update
+from kvreclaim.server.anthropic.content import BlockEvents, Splitter, content_blocks, stop_of
+from kvreclaim.server.anthropic.fields import MessageRequest
+from kvreclaim.server.anthropic.usage import input_usage, whole_usage
+from kvreclaim.server.errors import failed
+from kvreclaim.server.events import event
+from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.tool_calls import Piece, ToolCallParser
+
+logger = logging.getLogger(__name__)
+
+PING_S = 10.0
+"""Silence after which a stream sends a ping, so that nothing on the way to the client gives it up."""
+PING = event({"type": "ping"}, "ping")
+
+
+class Answer:
+    """One request to /v1/messages that has been checked."""
+
+    def __init__(
+        self,
+        body: MessageRequest,
+        service: Service,
+        request_id: str,
+        prompt: Prompt,
+        parser: ToolCallParser | None,
+    ) -> None:
+        self.body = body
+        self.service = service
+        self.request_id = request_id
+        self.prompt = prompt
+        self.splitter = Splitter(parser)
+
+    async def message(self) -> dict[str, Any]:
+        """The whole answer. Raises: ApiError 500 if the request failed."""
+        async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
+            update = await stream.next()
+            while not update.finished:
+                update.extend(await stream.next())
+            _check(stream, update)
+        pieces = self._pieces(update)
+        return {
+            **self._head(),
+            "content": content_blocks(pieces),
+            **self._stop(update),
+            "usage": whole_usage(_metrics(update), self.prompt.retention, self._block_size),
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes. Raises: ApiError 500 if the request failed."""
+        blocks, begun, last_sent = BlockEvents(), False, asyncio.get_running_loop().time()
+        async with (
+            self.service.submit(self.request_id, [self.prompt]) as (stream,),
+            aclosing(_updates(stream)) as updates,
+        ):
+            async for update in updates:
+                now = asyncio.get_running_loop().time()
+                if update is None:
+                    last_sent = now
+                    yield PING
+                    continue
+                chunks = [] if begun else [self._message_start(update)]
+                chunks += blocks.write(self._pieces(update))
+                if update.finished:
+                    chunks += [*blocks.end(), self._message_delta(update), _MESSAGE_STOP]
+                begun = True
+                if not chunks and now - last_sent >= PING_S:
+                    chunks = [PING]
+                if chunks:
+                    last_sent = now
+                    yield b"".join(chunks)
+
+    @property
+    def _block_size(self) -> int:
+        return self.service.engine.llm.engine.config.block_size
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.request_id.replace("req-", "msg_", 1),
+            "type": "message",
+            "role": "assistant",
+            "model": self.body.model,
+        }
+
+    def _pieces(self, update: Update) -> list[Piece]:
+        return self.splitter.take(_delta(update).text, last=update.finished)
+
+    def _stop(self, update: Update) -> dict[str, str | None]:
+        metrics, num_calls = _metrics(update), self.splitter.num_calls
+        return stop_of(_delta(update), metrics, self.body.max_tokens, num_calls)
+
+    def _message_start(self, update: Update) -> bytes:
+        """Follows the first token: only then is it known what the cache served."""
+        metrics = _metrics(update)
+        usage = input_usage(metrics, self.prompt.retention, self._block_size)
+        message = {
+            **self._head(),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**usage, "output_tokens": metrics.num_generated_tokens},
+        }
+        return event({"type": "message_start", "message": message}, "message_start")
+
+    def _message_delta(self, update: Update) -> bytes:
+        usage = whole_usage(_metrics(update), self.prompt.retention, self._block_size)
+        data = {"type": "message_delta", "delta": self._stop(update), "usage": usage}
+        return event(data, "message_delta")
+
+
+_MESSAGE_STOP = event({"type": "message_stop"}, "message_stop")
+
+
+async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]:
+    """Every update, and None where none came for a while. Raises: ApiError 500 if the request failed."""
+    finished = False
+    while not finished:
+        try:
+            async with asyncio.timeout(PING_S):
+                update = await stream.next()
+        except TimeoutError:
+            yield None
+            continue
+        _check(stream, update)
+        finished = update.finished
+        yield update
+
+
+def _check(stream: RequestStream, update: Update) -> None:
+    if update.error is not None:
+        logger.error("request %s failed: %s", stream.request_id, update.error)
+        raise failed(stream.request_id)
+
+
+def _delta(update: Update) -> OutputDelta:
+    """Of the one output; empty if it ended before it began."""
+    return update.deltas[0]
+
+
+def _metrics(update: Update) -> RequestMetrics:
+    assert update.metrics is not None, "the first update and the last one have metrics"
+    return update.metrics

@@ -1,0 +1,152 @@
+"""A conversation in Anthropic's blocks as the messages and tools that chat templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from kvreclaim.server.anthropic.fields import (
+    AnyBlock,
+    Block,
+    ConversationFields,
+    TextBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from kvreclaim.server.errors import ApiError
+
+ALTERED = "\ue000"
+"""Put in front of what is to differ; a character of no script."""
+
+TemplateMessage = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A cache_control, behind the first `place` pieces of the conversation."""
+
+    place: int
+    ttl: str
+    where: str
+
+
+@dataclass(slots=True)
+class Writer:
+    """Translates a conversation, piece by piece in the order tools, system, messages.
+
+    A piece is a tool, a block, or a text within a tool result. intact: behind so many pieces the others are
+    altered, so that a rendering shows where they begin to matter; None alters nothing.
+    """
+
+    body: ConversationFields
+    intact: int | None = None
+    place: int = 0
+    marks: list[Mark] = field(default_factory=list)
+
+    def tools(self) -> list[dict[str, Any]]:
+        tools = list(enumerate(self.body.tools or []))
+        if self.body.tool_choice is not None and self.body.tool_choice.type == "none":
+            for i, tool in tools:
+                self._mark(tool, f"tools.{i}")
+            return []
+        return [self._tool(tool, f"tools.{i}") for i, tool in tools]
+
+    def messages(self) -> list[TemplateMessage]:
+        """To be called after tools(). Neighbours of one role are one turn. Raises: ApiError."""
+        written: list[TemplateMessage] = []
+        if self.body.system is not None:
+            texts = [self._text(block, f"system.{i}") for i, block in enumerate(self.body.system)]
+            written.append({"role": "system", "content": "\n".join(texts)})
+        names: dict[str, str] = {}
+        for role, located in groupby(_blocks_of(self.body), key=lambda item: item[0]):
+            for kind, same in groupby(located, key=lambda item: item[2].type):
+                written += self._run(role, kind, [(where, block) for _, where, block in same], names)
+        return list(_joined(written))
+
+    def _run(
+        self, role: str, kind: str, located: list[tuple[str, AnyBlock]], names: dict[str, str]
+    ) -> list[TemplateMessage]:
+        """Blocks of one kind that follow each other."""
+        if kind == "text":
+            texts = [self._text(block, where) for where, block in located if isinstance(block, TextBlock)]
+            return [{"role": role, "content": "\n".join(texts)}]
+        if kind == "tool_use":
+            uses = [(where, block) for where, block in located if isinstance(block, ToolUseBlock)]
+            names |= {block.id: block.name for _, block in uses}
+            first = self.intact is not None and self.place >= self.intact
+            calls = [self._call(block, where) for where, block in uses]
+            return [{"role": role, "content": ALTERED if first else "", "tool_calls": calls}]
+        results = [(where, block) for where, block in located if isinstance(block, ToolResultBlock)]
+        return [self._result(block, where, names) for where, block in results]
+
+    def _tool(self, tool: Tool, where: str) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self._piece(tool.name)}
+        if tool.description is not None:
+            function["description"] = self._same(tool.description)
+        function["parameters"] = tool.input_schema
+        self._mark(tool, where)
+        return {"type": "function", "function": function}
+
+    def _text(self, block: TextBlock, where: str) -> str:
+        text = self._piece(block.text)
+        self._mark(block, where)
+        return text
+
+    def _call(self, block: ToolUseBlock, where: str) -> dict[str, Any]:
+        function = {"name": self._piece(block.name), "arguments": block.input}
+        self._mark(block, where)
+        return {"id": block.id, "type": "function", "function": function}
+
+    def _result(self, block: ToolResultBlock, where: str, names: dict[str, str]) -> TemplateMessage:
+        lead = "Error: " if block.is_error else ""
+        texts = [self._text(part, f"{where}.content.{i}") for i, part in enumerate(block.content)]
+        if not texts:
+            texts = [self._piece("")]
+        self._mark(block, where)
+        name = names.get(block.tool_use_id)
+        if name is None:
+            raise ApiError(
+                400,
+                f"{where}.tool_use_id is {block.tool_use_id!r}, which is the id of no tool_use before it; "
+                "pass the id of the call that it answers.",
+            )
+        content = lead + "\n".join(texts)
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+
+    def _piece(self, text: str) -> str:
+        """The next piece."""
+        self.place += 1
+        return self._same(text)
+
+    def _same(self, text: str) -> str:
+        """More of the piece that came last."""
+        return text if self.intact is None or self.place <= self.intact else ALTERED + text
+
+    def _mark(self, block: Block, where: str) -> None:
+        if block.cache_control is not None:
+            self.marks.append(Mark(self.place, block.cache_control.ttl, where))
+
+
+def _blocks_of(body: ConversationFields) -> Iterator[tuple[str, str, AnyBlock]]:
+    """(role, where it stands, block) of every block of the messages."""
+    for i, message in enumerate(body.messages):
+        for j, block in enumerate(message.content):
+            yield message.role, f"messages.{i}.content.{j}", block
+
+
+def _joined(written: list[TemplateMessage]) -> Iterator[TemplateMessage]:
+    """Text and the calls right behind it are one message, as templates write them."""
+    pending: TemplateMessage | None = None
+    for message in written:
+        if pending is None:
+            pending = message
+        elif pending["role"] == "assistant" and "tool_calls" in message and "tool_calls" not in pending:
+            pending = {**message, "content": pending["content"] + message["content"]}
+        else:
+            yield pending
+            pending = message
+    if pending is not None:
+        yield pending

@@ -1,0 +1,134 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens; any other field is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from kvreclaim.server.fields import Fields, KVCompression, StopList, refusal
+
+TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
+BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use"),
+    "system": ("text",),
+}
+
+
+def as_blocks(content: Any) -> Any:
+    """A string stands for one block of text."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class CacheControl(Fields):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Block(Fields):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+TextBlocks = Annotated[
+    list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: TextBlocks = Field(default_factory=list)
+    is_error: bool = False
+
+
+AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+AnyBlocks = Annotated[list[AnyBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[AnyBlock])]
+
+
+class Message(Fields):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[AnyBlocks, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Message:
+        allowed = BLOCKS_OF_ROLE[self.role]
+        for index, block in enumerate(self.content):
+            if block.type not in allowed:
+                kinds = " and ".join(allowed)
+                raise refusal(f"content.{index} is a {block.type} block; {self.role} messages hold {kinds}")
+        return self
+
+
+class Tool(Block):
+    """type: only tools that the client runs itself are there to be called"""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Fields):
+    """Nothing can force a call: generation is not guided."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class Thinking(Fields):
+    type: Literal["disabled"]
+
+
+class Metadata(Fields):
+    user_id: str | None = None
+
+
+class ConversationFields(Fields):
+    """What makes the prompt: all that count_tokens takes."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: TextBlocks | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessageRequest(ConversationFields):
+    """docs/api.md says what each field does; None is the default that it names there."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: StopList | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1)
+    priority: int = 0
+    kv_compression: KVCompression | None = None

@@ -1,0 +1,146 @@
+"""A conversation as token ids, and where its cache breakpoints lie among them.
+
+A breakpoint covers what the chat template writes before the first thing that follows the marked block in the
+order tools, system, messages: the conversation is rendered once more with all that follows altered, and as
+long as the two texts agree nothing that follows has mattered yet. Where the template writes tools behind the
+system prompt, a breakpoint on a tool reaches to the end of that tool, with the system prompt in front of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvreclaim.engine.chat import chat_text
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.pins import Retention
+from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
+from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.service import Service
+
+MAX_BREAKPOINTS = 4
+EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": ALTERED, "parameters": {}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """breakpoints: in the order of the request; num_tokens counts whole tokens."""
+
+    token_ids: list[int]
+    breakpoints: tuple[Retention, ...]
+
+
+def render(body: ConversationFields, service: Service) -> Rendered:
+    """The prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
+    _check_tools(body)
+    writer = Writer(body)
+    tools, messages = writer.tools(), writer.messages()
+    marks = _marks(body, writer.marks, writer.place)
+    text = _text(body, service, tools, messages)
+    tokenizer = service.engine.llm.tokenizer
+    if not marks:
+        return Rendered(list(tokenizer.encode(text, add_special_tokens=False)), ())
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [end for _, end in encoding["offset_mapping"]]
+    chars: dict[int, int] = {0: 0, writer.place: len(text)}
+    for place in {mark.place for mark in marks} - chars.keys():
+        altered = Writer(body, intact=place)
+        others = altered.tools()
+        chars[place] = _common(text, _text(body, service, others, altered.messages()))
+        if place <= len(tools):
+            alone = _common(text, _text(body, service, [*others, EXTRA_TOOL], messages))
+            chars[place] = max(chars[place], alone)
+    points = [Retention(bisect_right(ends, chars[mark.place]), TTL_S[mark.ttl]) for mark in marks]
+    return Rendered(list(encoding["input_ids"]), tuple(points))
+
+
+def _text(
+    body: ConversationFields, service: Service, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
+) -> str:
+    """Rendered; a last message of the assistant is left open."""
+    prefill = body.messages[-1].role == "assistant"
+    variables = dict(body.chat_template_kwargs or {})
+    if body.thinking is not None:
+        if "enable_thinking" in variables:
+            raise ApiError(
+                400, "thinking and chat_template_kwargs.enable_thinking are both set; leave one out."
+            )
+        variables["enable_thinking"] = False
+    try:
+        return chat_text(
+            service.engine.llm.loaded,
+            messages,
+            tools=tools,
+            chat_template=service.config.chat_template,
+            add_generation_prompt=not prefill,
+            continue_final_message=prefill,
+            template_kwargs=variables,
+        )
+    except InvalidArgumentError as error:
+        if body.thinking is not None and "'enable_thinking'" in str(error):
+            raise ApiError(
+                400,
+                "thinking is 'disabled', but the model's chat template has no switch for it "
+                "(enable_thinking); leave thinking out.",
+            ) from error
+        raise
+
+
+def _check_tools(body: ConversationFields) -> None:
+    """Raises: ApiError for what would be of no effect or cannot be."""
+    names: set[str] = set()
+    for tool in body.tools or []:
+        if tool.name in names:
+            raise ApiError(400, f"tools holds {tool.name!r} twice; names of tools are unique.")
+        names.add(tool.name)
+    if body.tool_choice is not None and not names:
+        raise ApiError(400, "tool_choice is set, but there are no tools; leave it out.")
+    last = body.messages[-1]
+    if last.role == "assistant" and last.content[-1].type != "text":
+        raise ApiError(
+            400,
+            f"messages.{len(body.messages) - 1} ends with a tool_use, which cannot be continued; add its "
+            "tool_result.",
+        )
+
+
+def _marks(body: ConversationFields, marks: list[Mark], last: int) -> list[Mark]:
+    """The breakpoints, the automatic one included. Raises: ApiError for too many, or in a wrong order."""
+    if body.cache_control is not None:
+        ttl = body.cache_control.ttl
+        same = [mark for mark in marks if mark.place == last]
+        if any(mark.ttl != ttl for mark in same):
+            raise ApiError(
+                400,
+                f"cache_control has ttl {ttl}, but the last block's own has {same[-1].ttl}; leave one out.",
+            )
+        marks = marks if same else [*marks, Mark(last, ttl, "cache_control")]
+    if len(marks) > MAX_BREAKPOINTS:
+        raise ApiError(
+            400,
+            f"cache_control is set {len(marks)} times, at most {MAX_BREAKPOINTS} are allowed; remove the one "
+            f"of {marks[MAX_BREAKPOINTS].where}.",
+        )
+    for before, after in pairwise(marks):
+        if TTL_S[after.ttl] > TTL_S[before.ttl]:
+            raise ApiError(
+                400,
+                f"cache_control of {after.where} has ttl {after.ttl} behind one of {before.ttl} "
+                f"({before.where}); in the order tools, system, messages the longer ones come first.",
+            )
+    return marks
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,90 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from kvreclaim.server.anthropic.answer import Answer
+from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
+from kvreclaim.server.anthropic.prompt import Rendered, render
+from kvreclaim.server.anthropic.schemas import ERRORS, TokensCount, streamed
+from kvreclaim.server.events import answer_json, stream_events
+from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.sampling import compression_of, sampling_of
+from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
+from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.tool_calls import ToolCallParser, make_parser
+
+router = APIRouter(tags=["anthropic"])
+ServiceDep = Annotated[Service, Depends(service_of)]
+TenantDep = Annotated[Tenant, Depends(tenant_of)]
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+@router.post("/v1/messages", responses=ERRORS | streamed(), response_class=Response)
+async def create_message(
+    body: MessageRequest, request: Request, service: ServiceDep, tenant: TenantDep
+) -> Response:
+    """The assistant's next turn."""
+    _note(body, request, service)
+    if body.metadata is not None and body.metadata.user_id is not None:
+        request.scope["state"]["user"] = body.metadata.user_id
+    given = {name: getattr(body, name) for name in SAMPLING} | {"stop": body.stop_sequences}
+    params = sampling_of(given, tenant.salt(body.cache_salt), MessageRequest.model_fields)
+    compression = compression_of(body.kv_compression, service.engine.llm.compression)
+    service.check_room()
+    rendered = await _render(body, service)
+    prompt = Prompt(
+        token_ids=rendered.token_ids,
+        params=params,
+        compression=compression,
+        priority=body.priority,
+        retention=rendered.breakpoints,
+    )
+    answer = Answer(body, service, request_id_of(request.scope), prompt, _parser(body, service))
+    if body.stream:
+        return await stream_events(answer.events(), request)
+    return await answer_json(answer.message(), request)
+
+
+@router.post("/v1/messages/count_tokens", responses=ERRORS)
+async def count_tokens(body: ConversationFields, request: Request, service: ServiceDep) -> TokensCount:
+    """Tokens of the prompt that /v1/messages would compute, through the chat template."""
+    _note(body, request, service)
+    rendered = await _render(body, service)
+    return TokensCount(input_tokens=len(rendered.token_ids))
+
+
+def _note(body: ConversationFields, request: Request, service: Service) -> None:
+    """What logs and traces tell of a request. Raises: ApiError 404."""
+    request.scope["state"]["model"] = service.check_model(body.model)
+
+
+async def _render(body: ConversationFields, service: Service) -> Rendered:
+    """In a thread: a long conversation takes its time, and nobody else should have to wait for it."""
+    return await asyncio.to_thread(render, body, service)
+
+
+def _parser(body: MessageRequest, service: Service) -> ToolCallParser | None:
+    """Calls are looked for where the model has been told of tools."""
+    name = service.config.tool_call_parser
+    offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
+    return make_parser(name) if name is not None and offered else None

@@ -1,0 +1,153 @@
+"""Errors as the two dialects' clients expect them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from kvreclaim.errors import EngineDeadError, KVReclaimError, RequestTooLongError
+from kvreclaim.server.ids import request_id_of
+
+logger = logging.getLogger(__name__)
+
+ANTHROPIC_PREFIX = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+@dataclass(slots=True, eq=False)
+class ApiError(Exception):
+    """An answer that is not 200.
+
+    param: the field that is to blame; code: OpenAI's machine-readable reason
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Exception.__init__(self, self.message)
+
+
+class OpenAIErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """The body of every answer that is no success, but for /v1/messages."""
+
+    error: OpenAIErrorBody
+
+
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """The body of every answer of /v1/messages that is no success."""
+
+    type: str
+    error: AnthropicErrorBody
+    request_id: str
+
+
+def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
+    """The JSON of an error in the dialect of the path; also sent as an event of a stream."""
+    if path.startswith(ANTHROPIC_PREFIX):
+        kind = ANTHROPIC_TYPES.get(error.status, "api_error")
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": error.message},
+            "request_id": request_id,
+        }
+    kind = OPENAI_TYPES.get(error.status, "invalid_request_error")
+    body = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": body}
+
+
+def from_engine(error: KVReclaimError) -> ApiError:
+    """A refusal of the engine as an answer."""
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error))
+    code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
+    return ApiError(400, str(error), code=code)
+
+
+def failed(request_id: str) -> ApiError:
+    """The request itself failed; the log has the reason under its id."""
+    return ApiError(500, f"the request failed inside the engine; the log says why under {request_id}.")
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first problem of a body, naming its field."""
+    problems = error.errors()
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    if first["type"] == "extra_forbidden":
+        message = f"{where} is not supported here; remove it."
+    elif first["type"] == "json_invalid":
+        message, where = f"the body is not JSON: {first['ctx']['error']}.", ""
+    else:
+        message = f"{where or 'the body'}: {first['msg']}."
+    return ApiError(400, message, param=where or None)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every exception that is an answer in the dialect of the path; the gate has the others."""
+
+    def answer(request: Request, error: ApiError) -> Response:
+        body = error_body(error, request.url.path, request_id_of(request.scope))
+        return JSONResponse(body, error.status, headers=error.headers)
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return answer(request, error)
+
+    async def engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, KVReclaimError)
+        return answer(request, from_engine(error))
+
+    async def validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return answer(request, from_validation(error))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail.rstrip('.')}."
+        return answer(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(KVReclaimError, engine_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(HTTPException, http_error)

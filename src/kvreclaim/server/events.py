@@ -1,0 +1,114 @@
+"""Server-sent events, and noticing that nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.server.errors import ANTHROPIC_PREFIX, ApiError, error_body, failed, from_engine
+from kvreclaim.server.ids import request_id_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event; data becomes JSON, a string is sent as it is."""
+    text = data.encode() if isinstance(data, str) else to_json(data)
+    head = f"event: {name}\n".encode() if name is not None else b""
+    return head + b"data: " + text + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends a generator's events as they come. The generator is closed when the client goes, so that what it
+    holds is released in its `finally`; an exception becomes the last event.
+
+    first: what it has yielded already
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await or_disconnect(self._send_all(scope, send), receive)
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for chunk in self._events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            last = b""
+        except Exception as error:
+            last = error_event(error, scope)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def error_event(error: Exception, scope: Scope) -> bytes:
+    """What went wrong after the answer had begun, in the dialect of the path."""
+    request_id, path = request_id_of(scope), scope["path"]
+    if isinstance(error, KVReclaimError):
+        error = from_engine(error)
+    if not isinstance(error, ApiError):
+        logger.error("request %s failed", request_id, exc_info=error)
+        error = failed(request_id)
+    name = "error" if path.startswith(ANTHROPIC_PREFIX) else None
+    return event(error_body(error, path, request_id), name)
+
+
+async def stream_events(events: AsyncGenerator[bytes, None], request: Request) -> Response:
+    """Answer with events. Waits for the first one, so that an error before it gets its own status."""
+
+    async def begin() -> bytes:
+        return await anext(events)
+
+    first = await or_disconnect(begin(), request.receive)
+    return gone() if first is None else EventStream(first, events)
+
+
+async def answer_json(work: Coroutine[Any, Any, Any], request: Request) -> Response:
+    """Answer with what the work returns; it is cancelled when the client goes."""
+    body = await or_disconnect(work, request.receive)
+    return gone() if body is None else Response(to_json(body), media_type="application/json")
+
+
+def gone() -> Response:
+    """To a client that closed its connection; nobody reads it."""
+    return Response(status_code=499)
+
+
+async def or_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """Run to the end, or cancel at once when the client disconnects (then: None).
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

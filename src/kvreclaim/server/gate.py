@@ -1,0 +1,132 @@
+"""What every HTTP request passes first: an id, the key, the limits. Plain ASGI, so streams flow through."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.errors import ApiError, error_body, failed
+from kvreclaim.server.ids import new_request_id
+from kvreclaim.server.tenants import Tenant, Tenants
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health",)
+OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/docs", "/openapi.json")
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+
+
+class Gate:
+    """Refuses what no route should see, and puts `request_id` and `tenant` into the scope's state."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app = app
+        self.config = config
+        self.tenants = Tenants(config)
+        self.running: Counter[str | None] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["request-id"] = request_id
+            await send(message)
+
+        try:
+            tenant = self._admit(scope)
+        except ApiError as error:
+            await self._refuse(error, scope, receive, send_with_id)
+            return
+        scope["state"]["tenant"] = tenant
+        counted = scope["path"] in GENERATING_PATHS
+        self.running[tenant.name] += counted
+        try:
+            await self.app(scope, _Limited(receive, self.config.max_body_bytes), send_with_id)
+        except Exception as error:
+            logger.error("request %s failed", request_id, exc_info=error)
+            if begun:
+                raise  # the client sees the connection break
+            await self._refuse(failed(request_id), scope, receive, send_with_id)
+        finally:
+            self.running[tenant.name] -= counted
+            if not self.running[tenant.name]:
+                del self.running[tenant.name]
+
+    def _admit(self, scope: Scope) -> Tenant:
+        path, headers = scope["path"], Headers(scope=scope)
+        tenant = self.tenants.of(headers)
+        if tenant is None:
+            if path in OPEN_PATHS:
+                return Tenant(None, operator=False)
+            message = (
+                "the API key is missing or unknown; send it as `Authorization: Bearer KEY` or `x-api-key`."
+            )
+            challenge = {"www-authenticate": 'Basic realm="kvreclaim", Bearer'}
+            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
+        if _is_operators(path) and not tenant.operator:
+            challenge = {"www-authenticate": 'Basic realm="kvreclaim operator", Bearer'}
+            raise ApiError(
+                401,
+                f"{path} tells about all tenants; send the operator key (--operator-key).",
+                code="operator_only",
+                headers=challenge,
+            )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self.config.max_body_bytes:
+            raise ApiError(413, _too_large(self.config.max_body_bytes))
+        limit = self.config.max_concurrent_requests_per_key
+        if limit is not None and path in GENERATING_PATHS and self.running[tenant.name] >= limit:
+            raise ApiError(
+                429,
+                f"{self.running[tenant.name]} requests of this key are running, the limit is {limit}; "
+                "try again when one has ended.",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+        return tenant
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        body = error_body(error, scope["path"], scope["state"]["request_id"])
+        await JSONResponse(body, error.status, headers=error.headers)(scope, receive, send)
+
+
+class _Limited:
+    """A request's receive channel that counts the bytes of its body, whatever its headers say."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._seen = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if self._seen > self._limit:
+                raise HTTPException(413, _too_large(self._limit))  # of all errors the one that FastAPI keeps
+        return message
+
+
+def _too_large(limit: int) -> str:
+    return f"the body exceeds {limit} bytes; send a smaller one."
+
+
+def _is_operators(path: str) -> bool:
+    return path in OPERATOR_PATHS or path.startswith("/page/")

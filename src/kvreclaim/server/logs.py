@@ -1,0 +1,179 @@
+"""Structured logs: one line per record, without what users wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from pydantic_core import to_json
+
+from kvreclaim.checks import check_choice
+from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.server.access import Access
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("auto", "json", "text")
+QUIET_ROUTES = ("/health", "/metrics", "/load", "/version")
+"""Asked again and again by machines: logged at DEBUG."""
+
+REQUEST_ID = re.compile(r"req-[0-9a-f]{32}")
+TEXTLESS = re.compile(
+    r"(torch|transformers\.models|kvreclaim\.(ops|memory|compression|model"
+    r"|engine\.(admission|compression|engine|graphs|parts|runner|sampler|scheduler|signals|uneven)))\b"
+    r"(?!.*token)"
+)
+"""Modules that see token ids and tensors but no text: what their exceptions say is fit for a log."""
+
+WITHHELD = "(message withheld: it may quote a prompt; --log-prompts shows it)"
+
+access_logger = logging.getLogger("kvreclaim.access")
+
+
+class StructuredFormatter(logging.Formatter):
+    """A record as a JSON object or as text with key=value pairs; `extra={"fields": {...}}` adds fields.
+
+    A line that is about a request has its `request_id`.
+    """
+
+    def __init__(self, style: Literal["json", "text"], *, log_prompts: bool) -> None:
+        super().__init__()
+        self.json = style == "json"
+        self.log_prompts = log_prompts
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        fields: dict[str, Any] = dict(getattr(record, "fields", {}))
+        if "request_id" not in fields and (found := REQUEST_ID.search(message)):
+            fields["request_id"] = found[0]
+        trace = ""
+        if record.exc_info and record.exc_info[1] is not None:
+            trace = "".join(describe(record.exc_info[1], log_prompts=self.log_prompts))
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        if self.json:
+            head = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": message}
+            tail = {"exception": trace} if trace else {}
+            return to_json({**head, **fields, **tail}, fallback=str).decode()
+        pairs = "".join(f" {name}={to_json(value, fallback=str).decode()}" for name, value in fields.items())
+        line = f"{at} {record.levelname} {record.name}: {message}{pairs}"
+        return f"{line}\n{trace.rstrip()}" if trace else line
+
+
+def describe(error: BaseException, *, log_prompts: bool) -> Iterator[str]:
+    """A traceback with the exceptions' messages only where they cannot quote a user's text."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield from describe(cause, log_prompts=log_prompts)
+        yield "\n... and then:\n"
+    yield from traceback.format_tb(error.__traceback__)
+    spoken = log_prompts or TEXTLESS.match(_raised_in(error))
+    yield f"{type(error).__module__}.{type(error).__qualname__}: {error if spoken else WITHHELD}\n"
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield "\n... one of them:\n"
+            yield from describe(part, log_prompts=log_prompts)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module of the innermost frame."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+
+
+def configure_logging(
+    log_format: str, level: str, *, log_prompts: bool, stream: TextIO | None = None
+) -> None:
+    """Send every log line of the process to stderr. Others than kvreclaim speak from WARNING on, so that a
+    library's debugging does not write what a user sent.
+
+    Raises: InvalidArgumentError.
+    """
+    check_choice("log_format", log_format, FORMATS)
+    check_choice("log_level", level, LEVELS)
+    stream = stream if stream is not None else sys.stderr
+    if log_format == "auto":
+        log_format = "text" if stream.isatty() else "json"
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        StructuredFormatter("json" if log_format == "json" else "text", log_prompts=log_prompts)
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("kvreclaim").setLevel(level.upper())
+    own = logging.getLogger("transformers")  # has a handler of its own
+    own.handlers.clear()
+    own.propagate = True
+
+
+def log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """For loop.set_exception_handler: asyncio's own writes the exception's text into the message."""
+    logging.getLogger("asyncio").error("%s", context["message"], exc_info=context.get("exception"))
+
+
+class AccessLog:
+    """A watcher that writes one line per HTTP request.
+
+    log_prompts: with the texts of prompts and answers
+    """
+
+    def __init__(self, loaded: LoadedModel, *, log_prompts: bool) -> None:
+        self.loaded = loaded
+        self.log_prompts = log_prompts
+
+    def __call__(self, access: Access) -> None:
+        level = logging.DEBUG if access.route in QUIET_ROUTES and access.status < 400 else logging.INFO
+        if not access_logger.isEnabledFor(level):
+            return
+        fields: dict[str, Any] = {
+            "request_id": access.request_id,
+            "method": access.method,
+            "path": access.path,
+            "status": access.status,
+            "duration_s": round(access.elapsed_s, 6),
+        }
+        optional = {"tenant": access.tenant, "model": access.model, "user": access.user}
+        fields |= {name: value for name, value in optional.items() if value is not None}
+        if access.requests:
+            fields |= _figures(access)
+            if self.log_prompts:
+                fields |= self._texts(access)
+        access_logger.log(
+            level, "%s %s %d", access.method, access.path, access.status, extra={"fields": fields}
+        )
+
+    def _texts(self, access: Access) -> dict[str, list[str]]:
+        tokenizer = self.loaded.tokenizer
+        given = [request.prompt_token_ids for request in access.requests]
+        return {
+            "prompts": [str(tokenizer.decode(ids) if tokenizer is not None else ids) for ids in given],
+            "answers": [
+                _text_of(seq.detokenizer, seq.token_ids[seq.num_prompt :])
+                for request in access.requests
+                for seq in request.sequences
+            ],
+        }
+
+
+def _text_of(detokenizer: Detokenizer | None, token_ids: list[int]) -> str:
+    return detokenizer.text if detokenizer is not None else str(token_ids)
+
+
+def _figures(access: Access) -> dict[str, Any]:
+    times = {"queue_s": access.first("queue_s"), "ttft_s": access.first("ttft_s")}
+    return {
+        "prompt_tokens": access.total("num_prompt_tokens"),
+        "cached_tokens": access.total("num_cached_tokens"),
+        "completion_tokens": access.total("num_generated_tokens"),
+        "tokens_evicted": access.total("tokens_evicted"),
+        "blocks_freed": access.total("blocks_freed"),
+        "preemptions": access.total("preemptions"),
+        "finish_reasons": access.finish_reasons,
+        **{name: round(value, 6) for name, value in times.items() if value is not None},
+    }

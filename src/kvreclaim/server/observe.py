@@ -1,0 +1,37 @@
+"""Puts metrics, logs and traces around an app."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI
+
+from kvreclaim.server.access import Watch, Watcher
+from kvreclaim.server.logs import AccessLog
+from kvreclaim.server.metrics import Metrics
+from kvreclaim.server.metrics.routes import router
+from kvreclaim.server.service import Service
+
+
+def observe(app: FastAPI, service: Service) -> None:
+    """Watch every request and every engine step. Called last, so that its middleware sees everything."""
+    config, engine = service.config, service.engine
+    metrics = Metrics(engine.llm.engine, config.served_model_name[0])
+    engine.observers = (*engine.observers, metrics.observer)
+    app.state.metrics = metrics
+    app.include_router(router)
+    log = AccessLog(engine.llm.loaded, log_prompts=config.log_prompts)
+    watchers: list[Watcher] = [metrics.http, log]
+    app.state.tracing = None
+    if config.otlp_traces_endpoint is not None:
+        from kvreclaim.server.tracing import Tracing  # OpenTelemetry's SDK is not loaded in vain
+
+        app.state.tracing = Tracing(config.otlp_traces_endpoint)
+        watchers.append(app.state.tracing)
+    app.add_middleware(Watch, service=service, watchers=tuple(watchers))
+
+
+async def stop_observing(app: FastAPI) -> None:
+    """Send the last spans."""
+    if app.state.tracing is not None:
+        await asyncio.to_thread(app.state.tracing.shutdown)

@@ -1,0 +1,171 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from kvreclaim.engine import request as engine
+from kvreclaim.engine.stream import OutputDelta
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import Fields, described
+from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.openai.answer import Answer
+from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
+from kvreclaim.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, num_characters, render
+from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
+from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
+from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
+from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.tool_calls import Piece, ToolCall, ToolCallParser, make_parser
+
+router = APIRouter(tags=["openai"])
+
+ToolChoice = Annotated[
+    Literal["auto", "none"],
+    described('"auto" or "none"; a call cannot be forced here, because decoding is not guided by a grammar'),
+]
+
+
+class ResponseFormat(Fields):
+    """Only text: decoding is not guided by a grammar."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationFields, ConversationOptions):
+    messages: Messages
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+
+
+@router.post("/v1/chat/completions", responses=ERRORS | streamed(ChatCompletion), response_class=Response)
+async def chat_completions(
+    body: ChatRequest,
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    tenant: Annotated[Tenant, Depends(tenant_of)],
+) -> Response:
+    """The assistant's next turn."""
+    check_options(body, service, request.scope)
+    _check(body)
+    prompt = await _prompt(body, service, tenant)
+    return await ChatAnswer(body, service, request_id_of(request.scope), [prompt]).respond(request)
+
+
+def _check(body: ChatRequest) -> None:
+    limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(limits) > 1:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ; pass one of them.", "max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(
+            400, "top_logprobs is set, but logprobs is not true; set it or remove it.", "top_logprobs"
+        )
+    if body.tool_choice is not None and not body.tools:
+        raise ApiError(400, "tool_choice is set, but there are no tools; remove it.", "tool_choice")
+
+
+async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt:
+    params = sampling_params(
+        body,
+        tenant,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+    def encode() -> list[int]:
+        return render(body.messages, body, service, with_tools=body.tool_choice != "none")
+
+    ids = await tokenized(num_characters(body.messages), encode)
+    return engine_prompt(ids, params, body, service)
+
+
+class ChatAnswer(Answer):
+    """Choices with a `message`, or in chunks a `delta` whose first has the role."""
+
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    fields: ChatRequest
+
+    def __init__(self, fields: ChatRequest, service: Service, request_id: str, prompts: list[Prompt]) -> None:
+        super().__init__(fields, service, request_id, prompts)
+        name = service.config.tool_call_parser
+        self._parser_name = name if fields.tools and fields.tool_choice != "none" else None
+        self._parsers: dict[int, ToolCallParser] = {}
+        self._num_calls: dict[int, int] = {}
+
+    def choice(self, index: int, delta: OutputDelta, request: engine.Request) -> dict[str, Any]:
+        pieces = self._pieces(index, delta)
+        calls = [self._call(index, piece) for piece in pieces if isinstance(piece, ToolCall)]
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        if calls:
+            message["tool_calls"] = calls
+        return self._about(index, delta) | {"message": message}
+
+    def chunk_choices(
+        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+    ) -> list[dict[str, Any]]:
+        choices: list[dict[str, Any]] = []
+        if first:
+            role = {"role": "assistant", "content": ""}
+            choices.append({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+        said: dict[str, Any] = {}
+        for piece in self._pieces(index, delta):
+            if isinstance(piece, str):
+                said["content"] = said.get("content", "") + piece
+            else:
+                call = {"index": self._num_calls.get(index, 0), **self._call(index, piece)}
+                said.setdefault("tool_calls", []).append(call)
+        tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
+        if said or tokens or delta.finish_reason:
+            choices.append(self._about(index, delta) | {"delta": said})
+        return choices
+
+    def extras(self, request: engine.Request) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        if self.fields.prompt_logprobs is not None:
+            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
+            made["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
+        if self.fields.return_token_ids:
+            made["prompt_token_ids"] = request.prompt_token_ids
+        return made
+
+    def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        """All but what was said."""
+        reason: str | None = delta.finish_reason
+        if reason == "stop" and delta.stop_reason is None and self._num_calls.get(index):
+            reason = "tool_calls"
+        logprobs = None
+        if self.fields.logprobs:
+            top = self.fields.top_logprobs or 0
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, top, self.vocabulary)
+        about: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
+        about["stop_reason"] = delta.stop_reason
+        if self.fields.return_token_ids:
+            about["token_ids"] = delta.token_ids
+        return about
+
+    def _pieces(self, index: int, delta: OutputDelta) -> list[Piece]:
+        if self._parser_name is None:
+            return [delta.text] if delta.text else []
+        if index not in self._parsers:
+            self._parsers[index] = make_parser(self._parser_name)
+        parser = self._parsers[index]
+        pieces = parser.feed(delta.text)
+        return pieces + parser.finish() if delta.finish_reason is not None else pieces
+
+    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
+        self._num_calls[index] = self._num_calls.get(index, 0) + 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

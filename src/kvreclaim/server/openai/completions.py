@@ -1,0 +1,180 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, PlainValidator
+from starlette.responses import Response
+
+from kvreclaim.engine import request as engine
+from kvreclaim.engine.stream import OutputDelta
+from kvreclaim.model.loader import Tokenizer
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import refusal
+from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.openai.answer import Answer
+from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
+from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs, prompt_logprobs
+from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
+from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
+from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
+from kvreclaim.server.tenants import Tenant
+
+router = APIRouter(tags=["openai"])
+
+PROMPT_TYPE = str | list[str] | list[int] | list[list[int]]
+JOINT = 6
+"""Tokens of a prompt's end that decide how the answer's first token is joined to it."""
+
+
+def _as_list(value: Any) -> list[str] | list[list[int]]:
+    """One or several prompts as a list of them."""
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    alike = (_is_text, _is_tokens)
+    if isinstance(prompts, list) and prompts and any(all(map(kind, prompts)) for kind in alike):
+        return prompts
+    raise refusal("it must be text, a list of token ids, or a list of one or more of these")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[
+        list[str] | list[list[int]], PlainValidator(_as_list, json_schema_input_type=PROMPT_TYPE)
+    ]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool | None = None
+
+
+@router.post("/v1/completions", responses=ERRORS | streamed(Completion), response_class=Response)
+async def completions(
+    body: CompletionRequest,
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    tenant: Annotated[Tenant, Depends(tenant_of)],
+) -> Response:
+    """Continue a text, or each of several."""
+    check_options(body, service, request.scope)
+    answer = CompletionAnswer(
+        body, service, request_id_of(request.scope), await _prompts(body, service, tenant)
+    )
+    return await answer.respond(request)
+
+
+async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) -> list[Prompt]:
+    limit = service.config.default_max_tokens if body.max_tokens is None else body.max_tokens
+    if not limit and not body.echo:
+        raise ApiError(
+            400, "max_tokens is 0 without echo, so nothing is asked for; raise it or set echo.", "max_tokens"
+        )
+    more = {"max_tokens": max(1, limit), "logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        more["prompt_logprobs"] = body.logprobs
+    params = sampling_params(body, tenant, **more)
+    special = body.add_special_tokens is not False
+
+    def encode() -> list[list[int]]:
+        given = body.prompt
+        return [service.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
+
+    ids = await tokenized(sum(map(len, body.prompt)), encode)
+    return [engine_prompt(tokens, params, body, service) for tokens in ids]
+
+
+class CompletionAnswer(Answer):
+    """Choices with `text`; with echo the prompt comes first, in text, tokens and log-probabilities."""
+
+    id_prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+    fields: CompletionRequest
+
+    def __init__(
+        self, fields: CompletionRequest, service: Service, request_id: str, prompts: list[Prompt]
+    ) -> None:
+        super().__init__(fields, service, request_id, prompts)
+        self._offsets: dict[int, TextOffsets] = {}
+
+    def choice(self, index: int, delta: OutputDelta, request: engine.Request) -> dict[str, Any]:
+        return self._choice(index, delta, request, first=True)
+
+    def chunk_choices(
+        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+    ) -> list[dict[str, Any]]:
+        tells = delta.text or delta.finish_reason or (first and self.fields.echo)
+        silent = not tells and self.fields.logprobs is None and not self.fields.return_token_ids
+        return [] if silent else [self._choice(index, delta, request, first=first)]
+
+    def usage(self) -> dict[str, Any]:
+        """The token that is drawn for want of a way to draw none does not count."""
+        if self.fields.max_tokens == 0:
+            for metrics in self._metrics.values():
+                metrics.num_generated_tokens = 0
+        return super().usage()
+
+    def _choice(
+        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+    ) -> dict[str, Any]:
+        fields, text = self.fields, delta.text
+        if fields.max_tokens == 0:
+            delta = OutputDelta(delta.index, finish_reason="length")
+            text = ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if first and fields.echo:
+            choice["text"] = self._echo(index, delta, request) + text
+        if fields.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, delta, request, first=first)
+        if first and fields.prompt_logprobs is not None:
+            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
+        if fields.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = request.prompt_token_ids
+        return choice
+
+    def _echo(self, index: int, delta: OutputDelta, request: engine.Request) -> str:
+        """The prompt, and what joins it to the answer."""
+        tokenizer = self.vocabulary.tokenizer
+        given = self.fields.prompt[index // (self.fields.n or 1)]
+        tokens = request.prompt_token_ids
+        text = given if isinstance(given, str) else str(tokenizer.decode(tokens, skip_special_tokens=True))
+        return text + (joint(tokenizer, tokens, delta.token_ids[0]) if delta.token_ids else "")
+
+    def _logprobs(
+        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+    ) -> dict[str, list[Any]]:
+        offsets = self._offsets.setdefault(index, TextOffsets(self.vocabulary.tokenizer))
+        token_ids: list[int] = delta.token_ids
+        reports: list[Report | None] = [*delta.logprobs]
+        if first and self.fields.echo:
+            assert request.prompt_logprobs is not None, f"{request.request_id} echoes with logprobs"
+            token_ids, reports = request.prompt_token_ids + token_ids, [*request.prompt_logprobs, *reports]
+        return completion_logprobs(token_ids, reports, self.vocabulary, offsets)
+
+
+def joint(tokenizer: Tokenizer, prompt: list[int], token_id: int) -> str:
+    """What a text that is decoded on its own lacks at its beginning, such as a space."""
+
+    def text(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    end = prompt[-JOINT:]
+    before, both, alone = text(end), text([*end, token_id]), text([token_id])
+    added = both.removeprefix(before)
+    return added.removesuffix(alone) if both.startswith(before) and added.endswith(alone) else ""

@@ -1,0 +1,177 @@
+"""A conversation as /v1/chat/completions and /tokenize take it, and as a chat template wants it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import Fields, described
+from kvreclaim.server.service import Service
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | list[TextPart], described("text or a list of text parts; images, audio and files are not supported")
+]
+
+
+class FunctionCall(Fields):
+    """arguments: JSON text, as answers have it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallMessage(Fields):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    """Of any role. What an answer's message has besides may be sent back as long as it is null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: None = None
+
+
+class FunctionDefinition(Fields):
+    """strict: true would promise arguments that follow the schema, which nothing here enforces."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+Tools = Annotated[list[Tool], Field(min_length=1)]
+
+
+class ConversationOptions(Fields):
+    """What goes through the template besides the messages."""
+
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def render(
+    messages: Sequence[Message], options: ConversationOptions, service: Service, *, with_tools: bool = True
+) -> list[int]:
+    """Token ids of the prompt. Raises: ApiError naming the message, InvalidArgumentError of the template."""
+    _check_calls(messages)
+    developer = "developer" if _template_knows(service, "developer") else "system"
+    made = [_for_template(message, developer) for message in messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in options.tools or ()] if with_tools else []
+    goes_on = bool(options.continue_final_message)
+    answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
+
+    def tokens(conversation: list[dict[str, Any]]) -> list[int]:
+        return service.render(
+            conversation,
+            tools=tools or None,
+            add_generation_prompt=answers,
+            continue_final_message=goes_on,
+            template_kwargs=options.chat_template_kwargs,
+        )
+
+    ids = tokens(made)
+    for role in sorted({message["role"] for message in made if "name" in message}):
+        if ids == tokens([_nameless(message) if message["role"] == role else message for message in made]):
+            place = next(i for i, message in enumerate(made) if message["role"] == role and "name" in message)
+            field = f"messages.{place}.name"
+            raise ApiError(400, f"{field} changes nothing in this model's chat template; remove it.", field)
+    return ids
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    """About as many as are to be tokenized."""
+    contents = [message.content or "" for message in messages]
+    return sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
+
+
+def _for_template(message: Message, developer: str) -> dict[str, Any]:
+    """Text in one piece (templates of text models take nothing else), arguments as objects."""
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content or ())
+    role = developer if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_calls:
+        made["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    return made
+
+
+def _call(call: ToolCallMessage) -> dict[str, Any]:
+    arguments = json.loads(call.function.arguments)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Calls belong to the assistant, are JSON, and each answer to one of them."""
+    known: set[str] = set()
+    for place, message in enumerate(messages):
+        where = f"messages.{place}"
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            raise ApiError(400, f"{where}.content is missing; pass text.", f"{where}.content")
+        if message.tool_calls and message.role != "assistant":
+            field = f"{where}.tool_calls"
+            raise ApiError(400, f"{field} belongs to the assistant, not to {message.role}; remove it.", field)
+        for call in message.tool_calls or ():
+            _check_arguments(call.function.arguments, f"{where}.tool_calls")
+            known.add(call.id)
+        if (message.role == "tool") != (message.tool_call_id is not None):
+            verb = "is missing" if message.role == "tool" else "belongs to tool messages; remove it"
+            raise ApiError(400, f"{where}.tool_call_id {verb}.", f"{where}.tool_call_id")
+        if message.tool_call_id is not None and message.tool_call_id not in known:
+            field = f"{where}.tool_call_id"
+            raise ApiError(400, f"{field} is the id of no call before it; pass the call's id.", field)
+
+
+def _check_arguments(text: str, field: str) -> None:
+    try:
+        valid = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise ApiError(400, f"{field}: arguments must be the JSON text of an object.", field)
+
+
+def _nameless(message: dict[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in message.items() if field != "name"}
+
+
+def _template_knows(service: Service, word: str) -> bool:
+    template = service.config.chat_template or service.engine.llm.tokenizer.chat_template
+    return re.search(rf"\b{word}\b", str(template)) is not None

@@ -1,0 +1,101 @@
+"""What a request asks of the engine, from the fields of its body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.memory.pins import Retention
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
+from kvreclaim.server.sampling import compression_of, sampling_of
+from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.tenants import Tenant
+
+T = TypeVar("T")
+
+LONG = 4096
+"""Characters from which on a text is tokenized in a thread, so that nobody else has to wait."""
+
+SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "prompt_logprobs",
+)
+
+
+async def tokenized(size: int, work: Callable[[], T]) -> T:
+    """Do what turns so many characters into tokens."""
+    return await asyncio.to_thread(work) if size >= LONG else work()
+
+
+def check_options(fields: GenerationFields, service: Service, scope: Scope) -> None:
+    """What concerns neither prompt nor sampling. Raises: ApiError."""
+    scope["state"]["model"] = service.check_model(fields.model)
+    _check_stream(fields)
+    most = service.config.max_n
+    if fields.n is not None and fields.n > most:
+        raise ApiError(400, f"n is {fields.n}, but this server gives at most {most} outputs; lower it.", "n")
+    users = {name for name in (fields.user, fields.safety_identifier) if name is not None}
+    if len(users) > 1:
+        raise ApiError(400, "user and safety_identifier differ; pass one of them.", "user")
+    if users:
+        scope["state"]["user"] = users.pop()
+
+
+def sampling_params(fields: GenerationFields, tenant: Tenant, **more: Any) -> SamplingParams:
+    """more: of SamplingParams, where the dialect has names of its own. Raises: ApiError naming the field."""
+    given = {name: getattr(fields, name) for name in SAMPLING} | more
+    return sampling_of(given, tenant.salt(fields.cache_salt), type(fields).model_fields)
+
+
+def engine_prompt(
+    token_ids: list[int], params: SamplingParams, fields: GenerationFields, service: Service
+) -> Prompt:
+    """One prompt with everything that its request says about it. Raises: ApiError."""
+    return Prompt(
+        token_ids=token_ids,
+        params=params,
+        compression=compression_of(fields.kv_compression, service.engine.llm.compression),
+        priority=fields.priority,
+        retention=_retention(fields, len(token_ids)),
+    )
+
+
+def _check_stream(fields: GenerationFields) -> None:
+    options = fields.stream_options
+    if options is not None and not fields.stream:
+        raise ApiError(
+            400, "stream_options is set, but stream is not; set stream or leave it out.", "stream_options"
+        )
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise ApiError(
+            400, "continuous_usage_stats needs include_usage; set both or neither.", "stream_options"
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise ApiError(
+            400, "prompt_logprobs are not streamed; leave out stream or prompt_logprobs.", "prompt_logprobs"
+        )
+
+
+def _retention(fields: GenerationFields, num_tokens: int) -> tuple[Retention, ...]:
+    """A key without a retention asks for the shorter one."""
+    if fields.prompt_cache_retention is None and fields.prompt_cache_key is None:
+        return ()
+    return (Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]),)

@@ -1,0 +1,57 @@
+"""A request's streams of updates, to the end at once or as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.server.errors import failed
+
+logger = logging.getLogger(__name__)
+
+Updates = AsyncGenerator[tuple[int, Update], None]
+
+
+async def collect(streams: Sequence[RequestStream]) -> list[Update]:
+    """Everything of each stream, once all have ended. Raises: ApiError 500 if one failed."""
+    answers = []
+    for stream in streams:
+        answer = await stream.rest()
+        _check(stream, answer)
+        answers.append(answer)
+    return answers
+
+
+def updates(streams: Sequence[RequestStream]) -> Updates:
+    """Updates as they come, each with the place of its stream. Raises: ApiError 500 if a request failed."""
+    return _one(streams[0]) if len(streams) == 1 else _merged(streams)
+
+
+async def _one(stream: RequestStream) -> Updates:
+    async for update in stream:
+        _check(stream, update)
+        yield 0, update
+
+
+async def _merged(streams: Sequence[RequestStream]) -> Updates:
+    waiting = {asyncio.ensure_future(stream.next()): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place, update = waiting.pop(task), task.result()
+                _check(streams[place], update)
+                if not update.finished:
+                    waiting[asyncio.ensure_future(streams[place].next())] = place
+                yield place, update
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _check(stream: RequestStream, update: Update) -> None:
+    if update.error is not None:
+        logger.error("request %s failed: %s", stream.request_id, update.error)
+        raise failed(stream.request_id)

@@ -1,0 +1,157 @@
+"""What answers look like, for the OpenAPI description; tests hold the answers against it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvreclaim.server.errors import OpenAIError
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptTokensDetails(Shape):
+    cached_tokens: int
+
+
+class KVCacheUsage(Shape):
+    tokens_evicted: int
+    blocks_freed: int
+    peak_blocks: int
+    reclaim_efficiency: float | None
+
+
+class Usage(Shape):
+    """kv_cache is there once the request has ended."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_cache: KVCacheUsage | None = None
+
+
+class PromptLogprob(Shape):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Shape):
+    """Also the shape of a chunk."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprob(Shape):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatTokenLogprob]
+
+
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Shape):
+    """index only in chunks."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Shape):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | Literal["tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatChunkChoice(Shape):
+    index: int
+    delta: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    usage: Usage
+
+
+class ChatCompletionChunk(Shape):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {status: {"model": OpenAIError} for status in (400, 401, 404, 413, 429, 500, 503)}
+
+
+def streamed(model: type[BaseModel]) -> Responses:
+    """An answer that is one JSON object, or server-sent events with `stream`."""
+    events = {"schema": {"type": "string", "description": "`data:` lines, each a chunk; the last is [DONE]"}}
+    return {200: {"model": model, "description": "The answer.", "content": {"text/event-stream": events}}}

@@ -1,0 +1,122 @@
+"""`/`, its files, its feed, and what its form needs to know. The gate lets the operator in alone."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, policy_names
+from kvreclaim.compression.registry import DEFAULT_POLICY
+from kvreclaim.engine.engine import Engine
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.events import stream_events
+from kvreclaim.server.page.feed import Feed
+from kvreclaim.server.service import Service
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+INDEX = "index.html"
+CONTROL = f"evict-only({DEFAULT_POLICY})"
+"""The same choice without moving anything: what compaction adds is seen beside it."""
+
+
+class StaticFile:
+    """A file of the page, read once."""
+
+    def __init__(self, file: Traversable) -> None:
+        self._content = file.read_bytes()
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        self._headers = {
+            **HEADERS,
+            "etag": f'"{sha256(self._content).hexdigest()[:32]}"',
+            "content-type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
+        }
+
+    def answer(self, request: Request) -> Response:
+        """304 if the browser has it."""
+        if request.headers.get("if-none-match") == self._headers["etag"]:
+            kept = {name: value for name, value in self._headers.items() if name != "content-type"}
+            return Response(status_code=304, headers=kept)
+        return Response(self._content, headers=self._headers)
+
+
+def install_page(app: FastAPI, service: Service) -> None:
+    """Add the page's routes. They are no API: the description of the API leaves them out."""
+    router = APIRouter(include_in_schema=False)
+    folder = files("kvreclaim.server.page")
+    static = {file.name: StaticFile(file) for file in (folder / "static").iterdir() if file.is_file()}
+    examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
+    feed = Feed(service)
+
+    @router.get("/")
+    async def index(request: Request) -> Response:
+        return static[INDEX].answer(request)
+
+    @router.get("/page/static/{name}")
+    async def static_file(name: str, request: Request) -> Response:
+        if name not in static:
+            raise ApiError(404, f"the page has no file {name!r}.")
+        return static[name].answer(request)
+
+    @router.get("/page/feed")
+    async def events(request: Request) -> Response:
+        feed.check_room()
+        return await stream_events(feed.watch(), request)
+
+    @router.get("/page/settings")
+    async def settings() -> Response:
+        return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine)))
+
+    @router.get("/page/example")
+    async def example(index: int = 0) -> Response:
+        known = examples["demo" if _knows(service, examples["demo"][0]["prompt"]) else "text"]
+        return JSONResponse(known[index % len(known)])
+
+    app.include_router(router)
+    app.state.page_feed = feed
+
+
+def _settings(service: Service, engine: Engine) -> dict[str, Any]:
+    """What the page's form offers. Runs in the engine's thread, which builds a policy's parts."""
+    own = service.engine.llm.compression
+    others = [name for name in policy_names() if name != DEFAULT_POLICY]
+    return {
+        "models": service.config.served_model_name,
+        "num_blocks": engine.memory.pool.num_blocks,
+        "block_size": engine.memory.block_size,
+        "max_model_len": engine.max_model_len,
+        "policies": [
+            name for name in (DEFAULT_POLICY, CONTROL, *others) if _runs(service, engine, name)
+        ],
+        "default_policy": own.policy if own is not None else None,
+    }
+
+
+def _runs(service: Service, engine: Engine, name: str) -> bool:
+    """Whether this model can generate with the policy, as it is written and with its defaults."""
+    try:
+        if name != CONTROL and (name == "full" or issubclass(policy_class(name), Wrapper)):
+            return False
+        engine.signals.check(service.engine.llm.compressor(CompressionConfig(name)), scored=False)
+    except KVReclaimError:
+        return False
+    return True
+
+
+def _knows(service: Service, text: str) -> bool:
+    """Whether every word of the text is one token of the model: it is the demo model's language."""
+    tokenizer = service.engine.llm.loaded.tokenizer
+    return tokenizer is not None and len(service.encode(text)) == len(text.split())

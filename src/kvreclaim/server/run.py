@@ -1,0 +1,103 @@
+"""One process: uvicorn's event loop in the main thread, the engine in another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from kvreclaim.engine.async_engine import AsyncEngine
+from kvreclaim.engine.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.app import create_app
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.logs import log_loop_error
+from kvreclaim.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+LAST_BYTES_S = 2
+"""What clients get at least to read what has been written for them, also of answers cut short."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on an address; 0 takes a free port. Raises: InvalidArgumentError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --host or --port "
+            "(0: any free port)."
+        ) from error
+
+
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; then let running requests end, and return."""
+    asyncio.run(_serve(llm, config, listener))
+
+
+async def _serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
+    asyncio.get_running_loop().set_exception_handler(log_loop_error)
+    server = Server(Service(AsyncEngine(llm), config))
+    address = "http://{}:{}".format(*listener.getsockname()[:2])
+    logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
+    await server.serve(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """Lets running answers end within the timeout, and exits with 0 after a signal."""
+
+    def __init__(self, service: Service) -> None:
+        app = create_app(service)
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+        self.service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Begin to drain at the first signal, exit at the second; uvicorn's own would raise it again at
+        the end, so that the process would not exit with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.service.draining.is_set():
+            logger.warning("%s again: exiting at once", signal.Signals(number).name)
+            logging.shutdown()
+            os._exit(128 + number)  # an interpreter that shuts down waits for threads
+        name, running = signal.Signals(number).name, self.service.engine.num_requests
+        logger.info("%s: no new requests; %d to finish", name, running)
+        self.service.draining.set()
+        self._drain = asyncio.ensure_future(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        engine, timeout = self.service.engine, self.service.config.shutdown_timeout_s
+        deadline = time.monotonic() + timeout
+        try:
+            await asyncio.wait_for(engine.drained(), timeout)
+        except TimeoutError:
+            logger.warning("%d requests did not finish in %g s and are aborted", engine.num_requests, timeout)
+            await engine.abort_all()
+        finally:
+            # The last bytes of the answers may still be on their way to slow clients.
+            left = math.ceil(deadline - time.monotonic())
+            self.config.timeout_graceful_shutdown = max(LAST_BYTES_S, left)
+            self.should_exit = True

@@ -1,0 +1,133 @@
+"""What the routes of both dialects share: prompts into the engine, outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from kvreclaim.checks import check_text
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
+from kvreclaim.engine.chat import render_chat
+from kvreclaim.engine.request import Request as EngineRequest
+from kvreclaim.engine.stream import RequestStream
+from kvreclaim.memory.pins import Retention
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt and what a request wants to be done with it."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    compression: CompressionConfig | None = None
+    priority: int = 0
+    retention: tuple[Retention, ...] = ()
+
+
+class Service:
+    """One model behind the routes.
+
+    requests_of: what the engine was asked to do, by the id of the HTTP request, until that is over
+    """
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.draining = asyncio.Event()
+        self.started_s = time.time()
+        self.requests_of: dict[str, list[EngineRequest]] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.llm.engine.max_model_len
+
+    def check_model(self, model: str) -> str:
+        """The name if it is one of ours. Raises: ApiError 404."""
+        names = self.config.served_model_name
+        if model not in names:
+            raise ApiError(
+                404,
+                f"model {model!r} is not served here; this server has {', '.join(names)}.",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def check_room(self, num_new: int = 1) -> None:
+        """Raises: ApiError 429 if too many wait already, 400 if so many could never wait, 503 if the server is
+        shutting down."""
+        if self.draining.is_set():
+            raise ApiError(503, "the server is shutting down; send the request to another one.")
+        waiting, most = self.engine.num_queued, self.config.max_queue_len
+        if num_new > most:
+            raise ApiError(
+                400, f"the request has {num_new} prompts, the queue holds {most}; split it.", param="prompt"
+            )
+        if waiting + num_new > most:
+            raise ApiError(
+                429,
+                f"{waiting} requests wait already, the limit is {most}; try later.",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text prompt."""
+        check_text("the prompt", text)
+        return list(self.engine.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, through the chat template."""
+        return render_chat(
+            self.engine.llm.loaded, messages, chat_template=self.config.chat_template, **options
+        )
+
+    @asynccontextmanager
+    async def submit(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:
+        """Queue one request per prompt, all or none; what has not ended at the end of the block is aborted.
+
+        Their ids are request_id, or request_id-0, request_id-1, ... of several.
+        """
+        self.check_room(len(prompts))
+        news = [
+            NewRequest(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=prompt.params,
+                compression=prompt.compression,
+                priority=prompt.priority,
+                retention=prompt.retention,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        streams = await self.engine.add_all(news)
+        self.requests_of[request_id] = [stream.request for stream in streams]
+        try:
+            yield streams
+        finally:
+            for stream in streams:
+                if not stream.ended:
+                    self.engine.abort(stream.request_id)
+
+
+def service_of(request: Request) -> Service:
+    """The app's service (a FastAPI dependency)."""
+    service: Service = request.app.state.service
+    return service
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Who is asking (a FastAPI dependency)."""
+    tenant: Tenant = request.scope["state"]["tenant"]
+    return tenant

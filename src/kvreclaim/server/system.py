@@ -1,0 +1,75 @@
+"""Routes about the server itself."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel
+
+from kvreclaim import __version__
+from kvreclaim.engine.engine import Engine
+from kvreclaim.server.errors import ApiError, OpenAIError
+from kvreclaim.server.service import Service, service_of
+
+router = APIRouter(tags=["server"])
+ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+class Health(BaseModel):
+    status: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Load(BaseModel):
+    """Requests and blocks at this moment.
+
+    server_load: requests that are running or waiting (vLLM's field)
+    """
+
+    server_load: int
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_pinned: int
+    blocks_free: int
+
+
+@router.get("/health", responses={503: {"model": OpenAIError}})
+async def health(service: ServiceDep) -> Health:
+    """200 while the engine serves; 503 once it cannot, or while the server shuts down."""
+    if service.engine.death is not None:
+        raise ApiError(503, f"the engine has stopped ({service.engine.death}); restart the server.")
+    if service.draining.is_set():
+        raise ApiError(503, "the server is shutting down.")
+    return Health(status="ok")
+
+
+@router.get("/version", responses={401: {"model": OpenAIError}})
+async def version() -> Version:
+    return Version(version=__version__)
+
+
+@router.get("/load", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
+async def load(service: ServiceDep) -> Load:
+    """Read between two steps, so that the figures belong together."""
+
+    def read(engine: Engine) -> Load:
+        stats, scheduler = engine.memory.stats(), engine.scheduler
+        return Load(
+            server_load=len(engine.requests),
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            num_blocks=stats.num_blocks,
+            blocks_in_use=stats.in_use,
+            blocks_cached=stats.cached,
+            blocks_pinned=stats.pinned,
+            blocks_free=stats.free,
+        )
+
+    return await service.engine.call(read)

@@ -1,0 +1,66 @@
+"""Who is asking: an API key is a tenant, and tenants share no cached block."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvreclaim.server.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """name: a digest of the key, fit for logs; None without keys. operator: may see what concerns all."""
+
+    name: str | None
+    operator: bool
+
+    def salt(self, cache_salt: str | None) -> str | None:
+        """The engine's cache salt: the tenant's own, and within it the one that the request names."""
+        if self.name is None and cache_salt is None:
+            return None
+        return json.dumps([self.name, cache_salt])
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """The API key of a request: `Authorization: Bearer` (OpenAI), `x-api-key` (Anthropic), or the password
+    of HTTP Basic, which a browser asks its user for."""
+    if given := headers.get("x-api-key"):
+        return given
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip() or None
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2] or None
+        except (binascii.Error, UnicodeDecodeError):
+            return None
+    return None
+
+
+class Tenants:
+    """The keys of a server; compared in constant time."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._keys = [key.encode() for key in config.api_keys]
+        self._operator_key = config.operator_key.encode() if config.operator_key is not None else None
+
+    def of(self, headers: Mapping[str, str]) -> Tenant | None:
+        """The tenant of a request, None if its key is missing or unknown."""
+        if not self._keys and self._operator_key is None:
+            return Tenant(None, operator=True)
+        given = key_of(headers)
+        if given is None:
+            return Tenant(None, operator=False) if not self._keys else None
+        presented = given.encode()
+        matches = [hmac.compare_digest(presented, key) for key in self._keys]
+        operator = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
+        if not any(matches) and not operator:
+            return None
+        alone = self._operator_key is None and len(self._keys) == 1
+        return Tenant(hashlib.sha256(presented).hexdigest()[:16], operator or alone)

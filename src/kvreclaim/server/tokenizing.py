@@ -1,0 +1,92 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel
+
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import Fields
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, num_characters, render
+from kvreclaim.server.openai.prompts import tokenized
+from kvreclaim.server.openai.schemas import ERRORS, Responses
+from kvreclaim.server.service import Service, service_of
+
+router = APIRouter(tags=["tokenizer"])
+ServiceDep = Annotated[Service, Depends(service_of)]
+TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 413)}
+
+
+class TokenizeRequest(ConversationOptions):
+    """A prompt, or messages with what belongs to them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: list[int]
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@router.post("/tokenize", responses=TEXT_ERRORS)
+async def tokenize(body: TokenizeRequest, service: ServiceDep) -> Tokens:
+    """Token ids of a text, or of a conversation through the chat template."""
+    if body.model is not None:
+        service.check_model(body.model)
+    ids = await _ids(body, service)
+    strings = None
+    if body.return_token_strs:
+        strings = [str(token) for token in service.engine.llm.tokenizer.convert_ids_to_tokens(ids)]
+    return Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
+
+
+async def _ids(body: TokenizeRequest, service: Service) -> list[int]:
+    prompt, messages = body.prompt, body.messages
+    if messages is not None and prompt is None:
+        if body.add_special_tokens:
+            raise ApiError(
+                400,
+                "add_special_tokens is true, but a template writes its own; remove it.",
+                "add_special_tokens",
+            )
+        return await tokenized(num_characters(messages), lambda: render(messages, body, service))
+    if prompt is None or messages is not None:
+        raise ApiError(400, "pass either prompt or messages, and not both.", "prompt")
+    for name in OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} belongs to messages, but a prompt is given; remove it.", name)
+    special = body.add_special_tokens is not False
+    return await tokenized(len(prompt), lambda: service.encode(prompt, add_special_tokens=special))
+
+
+@router.post("/detokenize", responses=TEXT_ERRORS)
+async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Text:
+    """Text of token ids, special tokens included."""
+    if body.model is not None:
+        service.check_model(body.model)
+    llm = service.engine.llm
+    size = llm.loaded.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens holds {wrong}; the model's ids go from 0 to {size - 1}.", "tokens")
+    return Text(prompt=str(await tokenized(len(body.tokens), lambda: llm.tokenizer.decode(body.tokens))))

@@ -1,0 +1,359 @@
+"""The engine's thread: answers as alone, aborts at any moment, failures, and what its readers see."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import tiny
+from settings import assert_idle, small
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
+from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.errors import EngineDeadError, RequestTooLongError
+
+LIMIT_S = 60.0
+"""A test that waits longer has lost an update; nothing is timed."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+class Witness:
+    """An observer that remembers what it was told, and in which thread."""
+
+    def __init__(self) -> None:
+        self.added_ids: Counter[str] = Counter()
+        self.ended_ids: Counter[str] = Counter()
+        self.num_steps = 0
+        self.threads: set[str] = set()
+
+    def added(self, engine, request) -> None:
+        self._note(self.added_ids, request)
+
+    def stepped(self, engine, result) -> None:
+        self.num_steps += 1
+
+    def ended(self, engine, request) -> None:
+        assert request.finished or request.error is not None
+        self._note(self.ended_ids, request)
+
+    def _note(self, counter: Counter[str], request) -> None:
+        counter[request.request_id] += 1
+        self.threads.add(threading.current_thread().name)
+
+
+@dataclass
+class Answer:
+    """What a reader put together from updates."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+def take(answers: dict[int, Answer], update: Update) -> None:
+    for index, delta in update.deltas.items():
+        answer = answers.setdefault(index, Answer())
+        answer.text += delta.text
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs
+        answer.finish_reasons += [delta.finish_reason] if delta.finish_reason else []
+
+
+async def read(stream: RequestStream) -> dict[int, Answer]:
+    answers: dict[int, Answer] = {}
+    async for update in stream:
+        take(answers, update)
+    return answers
+
+
+@asynccontextmanager
+async def serving(llm, *observers) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(llm, observers)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, LIMIT_S))
+
+
+def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> NewRequest:
+    prompt = tiny.prompts((length,), seed=length)[0]
+    return NewRequest(request_id=name, prompt_token_ids=prompt, params=params, **fields)
+
+
+@pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
+def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
+    lengths = [3 + (7 * i) % 60 for i in range(40)]
+    compressions = [small() if i % 3 == 0 and num_blocks > 100 else None for i in range(40)]
+    llm = make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, block_size=8)
+    alone = make_llm(num_blocks=400, max_num_batched_tokens=64, block_size=8)
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)
+
+    async def main() -> list[dict[int, Answer]]:
+        async with serving(llm) as engine:
+            news = [
+                new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
+            ]
+            streams = await asyncio.gather(*(engine.add(each) for each in news))
+            return await asyncio.gather(*(read(stream) for stream in streams))
+
+    for answers, length, compression in zip(run(main()), lengths, compressions, strict=True):
+        [expected] = alone.generate(tiny.prompts((length,), seed=length), params, compression)[0].outputs
+        assert list(answers) == [0]
+        assert answers[0].token_ids == expected.token_ids
+        assert answers[0].text == expected.text
+        assert [set(report) for report in answers[0].logprobs] == [set(r) for r in expected.logprobs]
+        assert answers[0].finish_reasons == [expected.finish_reason]
+    assert_idle(llm)
+    assert (llm.engine.totals.num_preemptions > 0) == (num_blocks == 14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aborts_at_any_moment_leave_nothing(make_llm, seed) -> None:
+    llm, witness, rng = make_llm(num_blocks=60, block_size=8), Witness(), random.Random(seed)
+    drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
+
+    async def one(engine: AsyncEngine, name: str, how: str) -> None:
+        each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
+        if how == "cancel":
+            task = asyncio.ensure_future(engine.add(each))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                engine.abort((await task).request_id)
+            return
+        if how == "before":
+            engine.abort(name)
+        stream = await engine.add(each)
+        for _ in range(rng.randrange(6)):
+            if (await stream.next()).finished:
+                break
+        engine.abort(name)
+        if how == "twice":
+            engine.abort(name)
+
+    async def main() -> AsyncEngine:
+        async with serving(llm, witness) as engine:
+            hows = ["cancel", "before", "twice", "once"]
+            await asyncio.gather(*(one(engine, f"r{i}", rng.choice(hows)) for i in range(60)))
+            await engine.drained()
+            await engine.call(lambda _: assert_idle(llm))
+            assert engine.num_requests == engine.num_queued == 0
+        return engine
+
+    engine = run(main())
+    assert not engine._cursors
+    assert not engine._streams
+    assert not engine._outbox
+    assert witness.added_ids == witness.ended_ids
+    assert set(witness.ended_ids.values()) == {1}
+    assert witness.threads == {"kvreclaim-engine"}
+
+
+def test_a_slow_reader_finds_everything_in_one_update(make_llm) -> None:
+    llm = make_llm()
+    params = SamplingParams(temperature=0.0, max_tokens=25, logprobs=0)
+
+    async def main() -> Update:
+        async with serving(llm) as engine:
+            stream = await engine.add(new("slow", 20, params))
+            await engine.drained()
+            return await stream.next()
+
+    update = run(main())
+    [expected] = llm.generate(tiny.prompts((20,), seed=20), params)[0].outputs
+    assert update.finished
+    assert update.deltas[0].token_ids == expected.token_ids
+    assert update.deltas[0].text == expected.text
+    assert [list(report) for report in update.deltas[0].logprobs] == [[t] for t in expected.token_ids]
+    assert update.deltas[0].finish_reason == "length"
+    assert update.metrics.num_generated_tokens == 25
+
+
+def test_each_output_says_once_why_it_ended(make_llm) -> None:
+    llm = make_llm(max_num_seqs=8)
+    params = SamplingParams(temperature=1.5, n=6, seed=3, max_tokens=30, stop=["e", "t", "a"])
+
+    async def main() -> dict[int, Answer]:
+        async with serving(llm) as engine:
+            return await read(await engine.add(new("n", 20, params)))
+
+    answers = run(main())
+    expected = llm.generate(tiny.prompts((20,), seed=20), params)[0].outputs
+    assert {i: a.finish_reasons for i, a in answers.items()} == {o.index: [o.finish_reason] for o in expected}
+    assert {i: a.text for i, a in answers.items()} == {o.index: o.text for o in expected}
+
+
+def test_the_first_and_the_last_update_bring_metrics(make_llm) -> None:
+    async def main() -> list[Update]:
+        async with serving(make_llm()) as engine:
+            await read(await engine.add(new("first", 40)))
+            return [update async for update in await engine.add(new("again", 40))]
+
+    updates = run(main())
+    assert [update.metrics is not None for update in updates if update is not updates[-1]] == [
+        True,
+        *[False] * (len(updates) - 2),
+    ]
+    assert updates[0].metrics.num_cached_tokens == updates[-1].metrics.num_cached_tokens == 32
+    assert updates[-1].metrics.num_generated_tokens == 12
+
+
+def test_a_step_that_fails_ends_what_is_in_flight_and_nothing_else(make_llm, monkeypatch, caplog) -> None:
+    llm, witness = make_llm(), Witness()
+    real = llm.engine.step
+    plan = iter(["ok", "ok", "fail"])
+
+    def step():
+        if next(plan, "ok") == "fail":
+            raise ZeroDivisionError("of the test")
+        return real()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+
+    async def main() -> tuple[list[Update], dict[int, Answer]]:
+        async with serving(llm, witness) as engine:
+            streams = await engine.add_all([new("a", 9), new("b", 30)])
+            last = [[update async for update in stream][-1] for stream in streams]
+            await engine.call(lambda _: assert_idle(llm))
+            return last, await read(await engine.add(new("c", 9)))
+
+    last, after = run(main())
+    assert [update.error for update in last] == ["ZeroDivisionError: of the test"] * 2
+    monkeypatch.undo()
+    assert after[0].token_ids == llm.generate(tiny.prompts((9,), seed=9), GREEDY)[0].outputs[0].token_ids
+    assert witness.ended_ids == Counter("abc")
+    assert "ending requests ['a', 'b']" in caplog.text
+
+
+def test_what_ended_in_a_step_that_then_failed_is_told(make_llm, monkeypatch) -> None:
+    llm = make_llm()
+    real = llm.engine.step
+
+    def step():
+        result = real()
+        if result.requests and result.requests[0].finished:
+            raise ZeroDivisionError("after the fact")
+        return result
+
+    monkeypatch.setattr(llm.engine, "step", step)
+
+    async def main() -> dict[int, Answer]:
+        async with serving(llm) as engine:
+            return await read(await engine.add(new("a")))
+
+    assert run(main())[0].finish_reasons == ["length"]
+
+
+def test_a_dead_engine_tells_everybody(make_llm, monkeypatch) -> None:
+    llm, witness, stepping, go = make_llm(), Witness(), threading.Event(), threading.Event()
+
+    def broken(*_):
+        stepping.set()
+        go.wait(LIMIT_S)
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(llm.engine, "step", broken)
+    monkeypatch.setattr(llm.engine, "abort", broken)
+
+    async def main() -> None:
+        async with serving(llm, witness) as engine:
+            streams = await engine.add_all([new("a"), new("b")])
+            await asyncio.to_thread(stepping.wait, LIMIT_S)
+            waiting = asyncio.ensure_future(engine.call(lambda _: 1))
+            await asyncio.sleep(0)
+            go.set()
+            for stream in streams:
+                update = await stream.next()
+                assert update.finished
+                assert update.error == "ZeroDivisionError: broken"
+            with pytest.raises(EngineDeadError, match="ZeroDivisionError: broken"):
+                await waiting
+            with pytest.raises(EngineDeadError, match="restart the server"):
+                await engine.add(new("c"))
+            engine.abort("a")
+            await engine.abort_all()
+            await engine.drained()
+            assert engine.death == "ZeroDivisionError: broken"
+        assert witness.ended_ids == Counter("ab")
+
+    run(main())
+
+
+def test_requests_are_added_all_or_none(make_llm) -> None:
+    llm, witness = make_llm(max_model_len=64), Witness()
+
+    async def main() -> None:
+        async with serving(llm, witness) as engine:
+            with pytest.raises(RequestTooLongError):
+                await engine.add_all([new("a"), new("b", 65)])
+            await engine.call(lambda _: assert_idle(llm))
+            assert not witness.added_ids
+            assert (await read(await engine.add(new("a"))))[0].finish_reasons == ["length"]
+
+    run(main())
+
+
+def test_calls_of_several_tasks_run_in_the_engines_thread(make_llm) -> None:
+    async def main() -> None:
+        async with serving(make_llm()) as engine:
+            stream = await engine.add(new("busy"))
+            names = await asyncio.gather(
+                *(engine.call(lambda _: threading.current_thread().name) for _ in range(5))
+            )
+            assert set(names) == {"kvreclaim-engine"}
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda _: 1 // 0)
+            assert await engine.call(lambda its: its is engine.llm.engine)
+            await read(stream)
+
+    run(main())
+
+
+def test_stopping_ends_what_runs_and_refuses_the_rest(make_llm) -> None:
+    llm = make_llm()
+    long = SamplingParams(temperature=0.0, max_tokens=400)
+
+    async def main() -> None:
+        async with serving(llm) as engine:
+            stream = await engine.add(new("long", 9, long))
+            await stream.next()
+            adding = asyncio.ensure_future(engine.add(new("late", 9, long)))
+        assert (await read(stream))[0].finish_reasons == ["abort"]
+        with suppress(EngineDeadError):
+            assert (await read(await adding))[0].finish_reasons == ["abort"]
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await engine.call(lambda _: None)
+
+    run(main())
+    assert_idle(llm)
+
+
+def test_an_observer_that_fails_hurts_nobody(make_llm, caplog) -> None:
+    class Clumsy(Witness):
+        def stepped(self, engine, result) -> None:
+            raise RuntimeError("clumsy")
+
+    async def main() -> dict[int, Answer]:
+        async with serving(make_llm(), Clumsy(), witness) as engine:
+            return await read(await engine.add(new("a")))
+
+    witness = Witness()
+    assert run(main())[0].finish_reasons == ["length"]
+    assert witness.num_steps > 0
+    assert "Clumsy failed" in caplog.text

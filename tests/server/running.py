@@ -1,0 +1,66 @@
+"""A server in a thread of the test process, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+
+from kvreclaim import LLM, demo_model
+from kvreclaim.engine.async_engine import AsyncEngine
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.run import Server, bind
+from kvreclaim.server.service import Service
+
+MODEL = "kvreclaim-demo"
+
+
+@dataclass(frozen=True)
+class Running:
+    """base_url without /v1; service and app belong to the server's own event loop."""
+
+    base_url: str
+    service: Service
+    app: FastAPI
+    loop: asyncio.AbstractEventLoop
+    listener: socket.socket
+
+    @property
+    def llm(self) -> LLM:
+        return self.service.engine.llm
+
+
+@contextmanager
+def running_server(llm: LLM | None = None, **config: Any) -> Iterator[Running]:
+    """Serve until the block ends. config: of ServerConfig."""
+    llm = llm if llm is not None else LLM(demo_model(), num_blocks=2048, max_num_seqs=64)
+    listener = bind("127.0.0.1", 0)
+    settings = ServerConfig(**{"served_model_name": (MODEL,), **config})
+    started, box = threading.Event(), {}
+
+    async def main() -> None:
+        service = Service(AsyncEngine(llm), settings)
+        server = Server(service)
+        box.update(service=service, server=server, loop=asyncio.get_running_loop())
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        started.set()
+        await task
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), name="server")
+    thread.start()
+    started.wait()
+    try:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield Running(address, box["service"], box["server"].config.app, box["loop"], listener)
+    finally:
+        box["server"].config.timeout_graceful_shutdown = 5  # for what a failed test has left open
+        box["server"].should_exit = True
+        thread.join()

@@ -1,0 +1,238 @@
+"""A signal to the served process: what runs is answered, what comes is refused, and it exits."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx2
+import pytest
+from steering import LIMIT_S, until
+
+from kvreclaim import LLM, SamplingParams, demo_model
+
+KVRECLAIM = Path(sys.executable).parent / "kvreclaim"
+MODEL = "kvreclaim-demo"
+PROMPTS = ["GO wind wave", "GO sky sun", "GO k16 root", "GO c9 shore sand", "GO fish"]
+ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages"]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen
+    base_url: str
+    log: Path
+
+    def load(self) -> dict[str, int]:
+        return httpx2.get(f"{self.base_url}/load", timeout=LIMIT_S).json()
+
+    def exit_code(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+
+@contextmanager
+def served(tmp_path: Path, *options: str) -> Iterator[Served]:
+    """`kvreclaim serve` on the demo model and a free port."""
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        command = [KVRECLAIM, "serve", "--port", "0", "--log-format", "text", *options]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: re.search(r"at http://\S+", log.read_text()) or process.poll() is not None)
+        found = re.search(r"at (http://\S+)", log.read_text())
+        assert found is not None, log.read_text()
+        server = Served(process, found[1], log)
+        until(lambda: _answers(server))
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(server: Served) -> bool:
+    with suppress(httpx2.ConnectError):
+        return httpx2.get(f"{server.base_url}/health", timeout=LIMIT_S).status_code == 200
+    return False
+
+
+class Reader:
+    """A greedy request of its own thread: its text, why it ended, and what the client saw go wrong."""
+
+    def __init__(self, server: Served, path: str, prompt: str, num_tokens: int, *, stream: bool) -> None:
+        self.path, self.stream = path, stream
+        message = [{"role": "user", "content": prompt}]
+        asked = {"prompt": prompt} if path == ROUTES[0] else {"messages": message}
+        greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": num_tokens}
+        self.body = {"model": MODEL, "stream": stream, **asked, **greedy}
+        self.url = server.base_url + path
+        self.text = ""
+        self.reason: str | None = None
+        self.status: int | None = None
+        self.error: Exception | None = None
+        self.complete = False
+        self._thread = Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            with httpx2.stream("POST", self.url, json=self.body, timeout=LIMIT_S) as answer:
+                self.status = answer.status_code
+                if self.stream:
+                    self._events(answer.iter_lines())
+                else:
+                    self._whole(json.loads(answer.read()))
+        except httpx2.TransportError as error:
+            self.error = error
+
+    def _events(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            data = line.removeprefix("data: ")
+            if data == "[DONE]" or data == line:
+                self.complete = self.complete or data == "[DONE]"
+                continue
+            event = json.loads(data)
+            self.complete = self.complete or event.get("type") == "message_stop"
+            for choice in event.get("choices", ()):
+                self.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                self.reason = choice["finish_reason"] or self.reason
+            delta = event.get("delta", {})
+            self.text += delta.get("text", "")
+            self.reason = delta.get("stop_reason") or self.reason
+
+    def _whole(self, answer: dict[str, Any]) -> None:
+        if "choices" in answer:
+            [choice] = answer["choices"]
+            self.text, self.reason = (
+                choice.get("text") or choice["message"]["content"],
+                choice["finish_reason"],
+            )
+        else:
+            self.text = "".join(block["text"] for block in answer["content"])
+            self.reason = answer["stop_reason"]
+        self.complete = True
+
+    def join(self) -> Reader:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+        assert self.error is None, self.error
+        assert self.status == 200
+        assert self.complete
+        return self
+
+
+def start(server: Served, num_tokens: int) -> list[Reader]:
+    """One request of each route and kind; returns once all of them run."""
+    kinds = [(path, stream) for path in ROUTES for stream in (True, False)]
+    readers = [
+        Reader(server, path, PROMPTS[i % len(PROMPTS)], num_tokens, stream=stream)
+        for i, (path, stream) in enumerate(kinds)
+    ]
+    until(lambda: server.load()["num_requests_running"] == len(kinds))
+    return readers
+
+
+def alone(prompt: str, num_tokens: int) -> str:
+    llm = LLM(demo_model(), num_blocks=512)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
+    return llm.generate(prompt, params)[0].outputs[0].text
+
+
+def prompt_of(reader: Reader) -> str:
+    return reader.body.get("prompt") or reader.body["messages"][0]["content"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_answers_are_finished_and_new_requests_refused(tmp_path: Path, number) -> None:
+    num_tokens = 1200
+    with served(tmp_path, "--shutdown-timeout", "60") as server:
+        readers = start(server, num_tokens)
+        server.process.send_signal(number)
+        until(lambda: f"{number.name}: no new requests; {len(readers)} to finish" in server.log.read_text())
+        for path in ROUTES:
+            assert refused(server, path)
+        for reader in readers:
+            expected = alone(prompt_of(reader), num_tokens)
+            assert reader.join().text == expected
+            assert reader.reason == ("max_tokens" if reader.path == ROUTES[2] else "length")
+        assert server.exit_code() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def refused(server: Served, path: str) -> bool:
+    """A 503 of its dialect, or no connection any more."""
+    asked = {"prompt": "GO"} if path == ROUTES[0] else {"messages": [{"role": "user", "content": "GO"}]}
+    try:
+        answer = httpx2.post(server.base_url + path, json={"model": MODEL, "max_tokens": 4, **asked})
+    except httpx2.TransportError:
+        return True
+    return answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_after_the_timeout_answers_end_with_what_they_have(tmp_path: Path) -> None:
+    num_tokens = 4000
+    with served(tmp_path, "--shutdown-timeout", "0.2") as server:
+        readers = start(server, num_tokens)
+        server.process.terminate()
+        for reader in readers:
+            text = reader.join().text
+            assert reader.reason == ABORTED[reader.path]
+            assert len(text.split()) < num_tokens
+            assert alone(prompt_of(reader), num_tokens).startswith(text)
+        assert server.exit_code() == 0
+        log = server.log.read_text()
+        assert f"{len(readers)} requests did not finish in 0.2 s" in log
+        assert "Traceback" not in log
+
+
+ABORTED = {ROUTES[0]: "abort", ROUTES[1]: "abort", ROUTES[2]: "pause_turn"}
+
+
+@pytest.mark.slow
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    with served(tmp_path, "--shutdown-timeout", "86400") as server:
+        Reader(server, ROUTES[0], PROMPTS[0], 4000, stream=True)
+        until(lambda: server.load()["num_requests_running"] == 1)
+        server.process.terminate()
+        until(lambda: "SIGTERM: no new requests" in server.log.read_text())
+        server.process.terminate()
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert "again: exiting at once" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_page_that_watches_does_not_hold_it_up(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, "--shutdown-timeout", "86400") as server,
+        httpx2.stream("GET", f"{server.base_url}/page/feed", timeout=LIMIT_S) as feed,
+    ):
+        lines = feed.iter_lines()
+        next(lines)
+        server.process.terminate()
+        for _ in lines:
+            pass
+        assert server.exit_code() == 0
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([KVRECLAIM, "serve", "--port", str(port)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [sentence] = done.stderr.strip().splitlines()
+    assert sentence == (
+        f"error: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --host or "
+        "--port (0: any free port)."
+    )

@@ -1,0 +1,256 @@
+"""Keys, limits and what no route understands: each is one clear error in the dialect of its path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from running import MODEL, Running, running_server
+from starlette.routing import Match
+from steering import Asking, paused, until
+
+from kvreclaim import LLM, demo_model
+
+TENANT, OTHER, OPERATOR = "key-of-a-tenant", "key-of-another", "key-of-the-operator"
+BODY_LIMIT = 4096
+PATHS = ("/v1/completions", "/v1/messages")
+COMPLETION = {"model": MODEL, "prompt": "GO wind", "max_tokens": 4}
+MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "GO wind"}], "max_tokens": 4}
+BODIES = dict(zip(PATHS, (COMPLETION, MESSAGE), strict=True))
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    llm = LLM(demo_model(), num_blocks=256, max_num_seqs=8, max_model_len=512)
+    with running_server(
+        llm,
+        api_keys=(TENANT, OTHER),
+        operator_key=OPERATOR,
+        max_body_bytes=BODY_LIMIT,
+        max_n=4,
+        max_queue_len=3,
+        max_concurrent_requests_per_key=2,
+    ) as running:
+        yield running
+
+
+def http(server: Running, key: str | None = TENANT, **options) -> httpx2.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(base_url=server.base_url, headers=headers, timeout=60, **options)
+
+
+def openai_client(server: Running, key: str = TENANT) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=key, max_retries=0)
+
+
+def anthropic_client(server: Running, key: str = TENANT) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.base_url, api_key=key, max_retries=0)
+
+
+def says(answer: httpx2.Response, status: int, *words: str) -> dict:
+    """The error of an answer, after checking that it is one of this path's dialect and says the words."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    error = body["error"]
+    if answer.request.url.path.startswith("/v1/messages"):
+        assert body["type"] == "error"
+        assert body["request_id"] == answer.headers["request-id"]
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert set(error) == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"]
+    for word in words:
+        assert word in error["message"]
+    return error
+
+
+def declared(server: Running) -> list[tuple[str, str]]:
+    """(method, path) of everything that the app answers: of its description, and of what it leaves out."""
+    app = server.app
+    described = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
+    for path in ("/openapi.json", "/metrics", "/", "/page/feed", "/page/app.js"):
+        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+        if any(route.matches(scope)[0] is not Match.NONE for route in app.routes):
+            described.append(("GET", path))
+    return sorted(set(described))
+
+
+def test_every_route_but_health_wants_a_key(guarded: Running) -> None:
+    routes = declared(guarded)
+    assert {path for _, path in routes} >= {"/v1/completions", "/health", "/version", "/load"}
+    for key in (None, "wrong"):
+        with http(guarded, key) as client:
+            for method, path in routes:
+                answer = client.request(method, path.replace("{", "").replace("}", ""))
+                if path == "/health":
+                    assert answer.status_code == 200
+                else:
+                    says(answer, 401, "API key")
+                    assert "Bearer" in answer.headers["www-authenticate"]
+            assert client.get("/health/").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/load", "/load/", "/metrics", "/openapi.json", "/", "/page/feed"])
+def test_what_tells_about_all_is_the_operators(guarded: Running, path: str) -> None:
+    with http(guarded, follow_redirects=True) as client:
+        says(client.get(path), 401, "operator")
+    for key in (OPERATOR, OTHER):
+        with http(guarded, key) as client:
+            assert (client.get("/load").status_code == 200) == (key == OPERATOR)
+
+
+def test_a_key_comes_in_three_ways(guarded: Running) -> None:
+    for headers, auth in (
+        ({"authorization": f"Bearer {TENANT}"}, None),
+        ({"x-api-key": TENANT}, None),
+        ({}, httpx2.BasicAuth("anybody", TENANT)),
+    ):
+        answer = httpx2.get(f"{guarded.base_url}/version", headers=headers, auth=auth)
+        assert answer.status_code == 200
+    for value in ("Basic !", f"Basic {TENANT}", "Bearer", TENANT, "Bearer \xff"):
+        answer = httpx2.get(f"{guarded.base_url}/version", headers={"authorization": value.encode("latin-1")})
+        assert answer.status_code == 401
+
+
+def test_the_clients_raise_their_own_classes(guarded: Running) -> None:
+    wrong, right = openai_client(guarded, "wrong"), openai_client(guarded)
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        wrong.completions.create(**COMPLETION)
+    with pytest.raises(openai.NotFoundError, match="nonesuch"):
+        right.completions.create(**{**COMPLETION, "model": "nonesuch"})
+    with pytest.raises(openai.BadRequestError, match="n is 5") as refused:
+        right.completions.create(**COMPLETION, n=5)
+    assert refused.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="512") as refused:
+        right.completions.create(**{**COMPLETION, "prompt": [5] * 600})
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.APIStatusError, match="4096 bytes") as refused:
+        right.completions.create(**{**COMPLETION, "prompt": "wind " * 1000})
+    assert refused.value.status_code == 413
+
+
+def test_anthropics_client_raises_its_own_classes(guarded: Running) -> None:
+    wrong, right = anthropic_client(guarded, "wrong"), anthropic_client(guarded)
+    with pytest.raises(anthropic.AuthenticationError, match="API key"):
+        wrong.messages.create(**MESSAGE)
+    with pytest.raises(anthropic.NotFoundError, match="nonesuch"):
+        right.messages.create(**{**MESSAGE, "model": "nonesuch"})
+    with pytest.raises(anthropic.BadRequestError, match="512"):
+        right.messages.create(**{**MESSAGE, "messages": [{"role": "user", "content": "wind " * 600}]})
+    with pytest.raises(anthropic.APIStatusError, match="4096 bytes") as refused:
+        right.messages.create(**{**MESSAGE, "messages": [{"role": "user", "content": "wind " * 1000}]})
+    assert refused.value.status_code == 413
+    assert refused.value.body["error"]["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_over_the_limit_is_refused_however_it_comes(guarded: Running, path: str) -> None:
+    body = json.dumps({**BODIES[path], "padding": "x" * BODY_LIMIT}).encode()
+    json_type = {"content-type": "application/json"}
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    with http(guarded) as client:
+        says(client.post(path, content=body, headers=json_type), 413, f"{BODY_LIMIT} bytes")
+        says(client.post(path, content=pieces(), headers=json_type), 413, f"{BODY_LIMIT} bytes")
+        fits = json.dumps(BODIES[path]).encode().ljust(BODY_LIMIT)
+        assert client.post(path, content=fits, headers=json_type).status_code == 200
+        says(client.post(path, content=fits + b" ", headers=json_type), 413)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        (b"no json", "application/json"),
+        (b"", "application/json"),
+        (b"[1]", "application/json"),
+        (b"null", "application/json"),
+        (b'{"model": "\\ud800"}', "application/json"),
+        (b"\xff\xfe\x00", "application/json"),
+        (b"[" * 3000, "application/json"),
+        (b'{"seed": ' + b"9" * 4000 + b"}", "application/json"),
+        (json.dumps(COMPLETION | MESSAGE).encode(), "text/plain"),
+        (json.dumps(COMPLETION | MESSAGE).encode(), "application/x-www-form-urlencoded"),
+        (json.dumps(COMPLETION | MESSAGE).encode(), None),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_a_400(guarded: Running, path: str, content, content_type) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    with http(guarded) as client:
+        says(client.post(path, content=content, headers=headers), 400)
+
+
+def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(guarded: Running) -> None:
+    half = "\ud800"
+    tool = {"name": "f", "description": half, "input_schema": {"type": "object"}}
+    changes = [
+        *((PATHS[0], {name: half}) for name in ("prompt", "model", "stop", "cache_salt", half)),
+        (PATHS[0], {"kv_compression": {"policy": half}}),
+        (PATHS[0], {"logit_bias": {half: 1}}),
+        (PATHS[1], {"messages": [{"role": "user", "content": half}]}),
+        (PATHS[1], {"system": half}),
+        (PATHS[1], {"tools": [tool]}),
+    ]
+    with http(guarded) as client:
+        for path, change in changes:
+            body = json.dumps(BODIES[path] | change)
+            answer = client.post(path, content=body, headers={"content-type": "application/json"})
+            says(answer, 404 if "model" in change else 400)
+
+
+@pytest.mark.parametrize("path", ["/nonesuch", "/v1/nonesuch", "/v1/messages/nonesuch"])
+def test_an_unknown_route_is_a_404_of_its_dialect(guarded: Running, path: str) -> None:
+    with http(guarded) as client:
+        says(client.get(path), 404, "Not Found")
+        says(client.post(path, json={}), 404, "Not Found")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_wrong_method_is_a_405(guarded: Running, path: str) -> None:
+    with http(guarded) as client:
+        answer = client.get(path)
+        says(answer, 405, "Method Not Allowed")
+        assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(guarded: Running, path: str) -> None:
+    asking = []
+    with paused(guarded), http(guarded) as client:
+        prompts = {**COMPLETION, "prompt": ["GO wind", "GO wave", "GO sky"]}
+        asking.append(Asking(guarded, PATHS[0], prompts, OTHER))
+        until(lambda: guarded.service.engine.num_queued == 3)
+        answer = client.post(path, json=BODIES[path])
+        says(answer, 429, "3 requests wait")
+        assert int(answer.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            openai_client(guarded).completions.create(**COMPLETION)
+        with pytest.raises(anthropic.RateLimitError):
+            anthropic_client(guarded).messages.create(**MESSAGE)
+    assert asking[0].answer().status_code == 200
+    with http(guarded) as client:
+        assert client.post(path, json=BODIES[path]).status_code == 200
+
+
+def test_a_key_has_so_many_requests_at_once(guarded: Running) -> None:
+    engine = guarded.service.engine
+    with paused(guarded), http(guarded) as client:
+        first = [Asking(guarded, path, BODIES[path], TENANT) for path in PATHS]
+        until(lambda: engine.num_requests == 2)
+        for path in PATHS:
+            answer = client.post(path, json=BODIES[path])
+            says(answer, 429, "2 requests of this key", "limit is 2")
+            assert int(answer.headers["retry-after"]) >= 1
+        other = Asking(guarded, PATHS[0], COMPLETION, OTHER)
+        until(lambda: engine.num_requests == 3)
+    assert [each.answer().status_code for each in (*first, other)] == [200, 200, 200]
+    with http(guarded) as client:
+        assert client.post(PATHS[0], json=COMPLETION).status_code == 200

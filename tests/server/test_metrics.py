@@ -1,0 +1,191 @@
+"""`/metrics` over HTTP: names, formats, who may read it, and what clients do to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+from exposition import Scrape
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from running import MODEL, Running, running_server
+from steering import until
+
+from kvreclaim import LLM, demo_model
+from kvreclaim.server.metrics.catalogue import CATALOGUE, Kind
+
+EXPECTED = {
+    "gauge": """
+        vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+        kvreclaim:reclaim_efficiency kvreclaim:pinned_blocks kvreclaim:blocks_peak vllm:cache_config_info
+        """,
+    "counter": """
+        vllm:prefix_cache_queries vllm:prefix_cache_hits vllm:prompt_tokens vllm:prompt_tokens_cached
+        vllm:generation_tokens vllm:num_preemptions vllm:request_success
+        kvreclaim:tokens_evicted kvreclaim:blocks_freed kvreclaim:compaction_seconds kvreclaim:scoring_seconds
+        kvreclaim:prefix_misses kvreclaim:preemptions
+        """,
+    "histogram": """
+        vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds vllm:e2e_request_latency_seconds
+        vllm:request_queue_time_seconds vllm:kv_block_lifetime_seconds
+        vllm:kv_block_idle_before_evict_seconds vllm:kv_block_reuse_gap_seconds
+        """,
+}
+"""The names that users of vLLM know, and those that are promised beside them."""
+
+LABELS = {"model_name": MODEL, "engine": "0"}
+
+
+@pytest.fixture(scope="module")
+def counted() -> Iterator[Running]:
+    """A server whose counts are this module's alone."""
+    with running_server(LLM(demo_model(), num_blocks=256, max_num_seqs=8, max_model_len=512)) as running:
+        yield running
+
+
+def scrape(server: Running, **headers: str) -> Scrape:
+    return Scrape.of(httpx2.get(f"{server.base_url}/metrics", headers=headers).text)
+
+
+def complete(server: Running, **fields) -> httpx2.Response:
+    body = {"model": MODEL, "prompt": "GO wind", "max_tokens": 4, **fields}
+    return httpx2.post(f"{server.base_url}/v1/completions", json=body, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in EXPECTED.items() for name in names.split()]
+)
+def test_promised_names(counted: Running, kind: str, name: str) -> None:
+    family = scrape(counted).families[name]
+    assert family.type == kind
+    assert len(family.documentation) > 5
+    assert family.samples
+    for sample in family.samples:
+        if not name.endswith("_info"):
+            assert LABELS.items() <= sample.labels.items()
+        if kind == "counter":
+            assert sample.name == f"{name}_total"
+
+
+def test_the_catalogue_is_what_is_exported(counted: Running) -> None:
+    complete(counted)
+    until(lambda: "http_requests_total" in scrape(counted).names)
+    families = scrape(counted).families
+    for metric in CATALOGUE:
+        family = families.pop(metric.name)
+        assert family.type == metric.kind.value, metric.name
+        assert family.documentation == metric.meaning
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(metric.labels), sample
+    assert all(name.startswith(("python_", "process_", "vllm:cache_config")) for name in families), families
+
+
+def test_buckets_end_at_the_longest_sequence(counted: Running) -> None:
+    rows = scrape(counted).rows("vllm:request_prompt_tokens_bucket")
+    bounds = [float(labels["le"]) for labels, _ in rows]
+    assert bounds == [1, 2, 5, 10, 20, 50, 100, 200, 500, math.inf]
+    for metric in CATALOGUE:
+        if metric.kind is Kind.HISTOGRAM:
+            bounds = metric.bounds(512)
+            assert list(bounds) == sorted(set(bounds)), metric.name
+
+
+def test_text_and_openmetrics(counted: Running) -> None:
+    plain = httpx2.get(f"{counted.base_url}/metrics")
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    modern = httpx2.get(
+        f"{counted.base_url}/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"}
+    )
+    assert modern.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in openmetrics_families(modern.text)}
+    assert {metric.name for metric in CATALOGUE} <= names
+
+
+def test_an_answer_that_has_come_is_counted(counted: Running) -> None:
+    """No client can see its answer before the metrics do."""
+    before = scrape(counted).value("vllm:request_success_total", finished_reason="length")
+    for turn in range(1, 9):
+        complete(counted, ignore_eos=True)
+        after = scrape(counted)
+        assert after.value("vllm:request_success_total", finished_reason="length") == before + turn
+        assert after.value("vllm:e2e_request_latency_seconds_count") == before + turn
+
+
+def test_usage_and_metrics_agree(counted: Running) -> None:
+    before = scrape(counted)
+    prompt = " ".join("GO wind oak fern".split() * 12)
+    usages = [complete(counted, prompt=prompt, cache_salt="usage").json()["usage"] for _ in range(2)]
+    after = scrape(counted)
+    for metric, told in {
+        "vllm:prompt_tokens_total": sum(u["prompt_tokens"] for u in usages),
+        "vllm:generation_tokens_total": sum(u["completion_tokens"] for u in usages),
+        "vllm:prompt_tokens_cached_total": sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages),
+    }.items():
+        assert told > 0
+        assert after.value(metric) - before.value(metric) == told, metric
+
+
+def test_answers_by_route_and_status(counted: Running) -> None:
+    name, route = "kvreclaim:http_responses_total", "/v1/completions"
+    before = scrape(counted)
+    for fields in ({}, {"nonsense": 1}, {"model": "other"}):
+        complete(counted, **fields)
+    httpx2.get(f"{counted.base_url}/no/such/route/4711")
+
+    def grown(status: int, handler: str) -> float:
+        labels = {"status": str(status), "handler": handler}
+        return scrape(counted).total(name, **labels) - before.total(name, **labels)
+
+    until(lambda: (grown(200, route), grown(400, route), grown(404, route)) == (1, 1, 1))
+    until(lambda: grown(404, "unmatched") == 1)
+    grouped = scrape(counted)
+    assert grouped.value("http_requests_total", handler=route, status="4xx") == sum(
+        grouped.total(name, handler=route, status=str(status)) for status in range(400, 500)
+    )
+    assert not any("4711" in str(sample) for sample in grouped.families["kvreclaim:http_responses"].samples)
+
+
+def test_a_client_that_leaves(counted: Running) -> None:
+    before = scrape(counted)
+    client = openai.OpenAI(base_url=f"{counted.base_url}/v1", api_key="x", max_retries=0)
+    stream = client.completions.create(
+        model=MODEL, prompt="GO wind", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+
+    def grown(name: str, **labels: str) -> float:
+        return scrape(counted).total(name, **labels) - before.total(name, **labels)
+
+    until(lambda: grown("vllm:request_success_total", finished_reason="abort") == 1)
+    until(lambda: grown("kvreclaim:http_responses_total", status="499") == 1)
+    assert grown("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_only_the_operator_reads_metrics() -> None:
+    llm = LLM(demo_model(), num_blocks=64, max_num_seqs=2, max_model_len=256)
+    with running_server(llm, api_keys=("tenant",), operator_key="operator") as server:
+        for key, status in (("tenant", 401), ("operator", 200), (None, 401)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert httpx2.get(f"{server.base_url}/metrics", headers=headers).status_code == status
+        names = scrape(server, authorization="Bearer operator").names
+        assert "vllm:num_requests_running" in names
+
+
+def test_two_servers_count_apart(counted: Running) -> None:
+    llm = LLM(demo_model(), num_blocks=64, max_num_seqs=2, max_model_len=256)
+    with running_server(llm, served_model_name=("other",)) as server:
+        assert complete(counted).status_code == 200
+        fresh = scrape(server)
+        assert fresh.value("vllm:generation_tokens_total", model_name="other") == 0
+
+
+def test_configuration(counted: Running) -> None:
+    [(labels, value)] = scrape(counted).rows("vllm:cache_config_info")
+    assert value == 1
+    assert labels["block_size"] == "16"
+    assert labels["num_gpu_blocks"] == "256"
+    assert labels["enable_prefix_caching"] == "True"
+    assert labels["cache_dtype"] == "float32"
