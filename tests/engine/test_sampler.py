@@ -256,3 +256,37 @@ def test_extreme_logits_stay_in_their_row() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [-torch.inf, 0.0, -torch.inf], [-3e38, -3e38, 3e38]])
     tokens, _ = sample(logits, [row(SamplingParams(temperature=100.0))] * 3)
     assert tokens == [0, 1, 2]
+
+
+def test_a_bias_is_added_before_penalties_and_temperature():
+    logits = noise(3, VOCAB)
+    bias = {2: 1.5, 7: -3.0, 11: 100.0}
+    params = SamplingParams(
+        temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=bias
+    )
+    changed = logits.clone()
+    for token, value in bias.items():
+        changed[token] += value
+    without = SamplingParams(
+        temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
+    )
+    seen = {"prompt": (2, 3), "generated": (7, 7, 11)}
+    want = draw(changed, row(without, **seen), 500)
+    assert draw(logits, row(params, **seen), 500) == want
+    assert draw(logits, row(without, **seen), 500) != want
+
+
+def test_log_probabilities_are_reported_as_they_were_before_the_bias():
+    logits = noise(4, 1, VOCAB)
+    tokens, reports = sample(
+        logits.clone(), [row(SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=VOCAB))]
+    )
+    assert tokens == [5]
+    expected = torch.log_softmax(logits[0], -1).tolist()
+    assert [reports[0][t].logprob for t in range(VOCAB)] == pytest.approx(expected)
+
+
+def test_a_bias_lifts_no_token_that_may_not_come_yet():
+    params = SamplingParams(temperature=0.0, logit_bias={5: 100.0})
+    tokens, _ = sample(noise(4, 1, VOCAB), [row(params, forbidden=(5,))])
+    assert tokens != [5]

@@ -7,14 +7,18 @@ so an exact slot's content is the number of that path in a trie; a lossy one is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+
+from .naive_orders import NAIVE
+from .naive_pins import NaivePins
 
 
 @dataclass
 class ShadowSequence:
-    """contents: per written slot; None in a hole. node: where hashing stands; None: it has ended."""
+    """contents: per written slot; None in a hole. node: where hashing stands; None: it has ended.
+    entries: nodes that the leading full blocks were served from or entered as."""
 
     salt: str | None
     path: int
@@ -24,6 +28,8 @@ class ShadowSequence:
     blocks: list[int | None] = field(default_factory=list)
     logical_len: int = 0
     exact: bool = True
+    entries: list[Node] = field(default_factory=list)
+    priority: int = 0
 
     def held(self) -> list[int]:
         return [block for block in self.blocks if block is not None]
@@ -39,9 +45,18 @@ class Node:
 
 
 class Shadow:
-    def __init__(self, num_blocks: int, block_size: int, caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        order: str = "lru",
+        max_pinned: int = 0,
+        clock: Callable[[], float] = float,
+    ) -> None:
         self.num_blocks, self.block_size, self.caching = num_blocks, block_size, caching
-        self.order = list(range(num_blocks))
+        self.queue = NAIVE[order](num_blocks, block_size)
+        self.pins = NaivePins(max_pinned, clock)
         self.refs: Counter[int] = Counter()
         self.contents: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.sequences: dict[int, ShadowSequence] = {}
@@ -50,6 +65,7 @@ class Shadow:
         self.numbers = count(1)
         self.root = 0
         self.paths: dict[Hashable, int] = {}
+        self.evicted: list[int] = []
         self.peak = self.evictions = self.queries = self.hits = self.freed = self.copies = 0
 
     def path(self, *key: Hashable) -> int:
@@ -67,10 +83,17 @@ class Shadow:
     def lossy(self) -> int:
         return self.path("lossy", len(self.paths))
 
+    @property
+    def order(self) -> list[int]:
+        """The blocks that nobody references, as they would be reused."""
+        return self.pins.sequence(self.queue)
+
     def allocate(self, n: int) -> list[int]:
-        taken, self.order = self.order[:n], self.order[n:]
-        assert len(taken) == n
+        taken = [self.pins.take(self.queue) for _ in range(n)]
         for block in taken:
+            path = self.path_of_block.get(block)
+            if path is not None:
+                self.evicted = [*(old for old in self.evicted if old != path), path]
             self.evictions += self.strip(block)
             self.refs[block] = 1
             self.contents[block] = [None] * self.block_size
@@ -78,8 +101,10 @@ class Shadow:
         return taken
 
     def touch(self, block: int) -> None:
-        if block in self.order:
-            self.order.remove(block)
+        if block in self.pins.aside:
+            self.pins.aside.remove(block)
+        elif self.refs[block] == 0:
+            self.queue.remove(block)
         self.refs[block] += 1
         self.peak = max(self.peak, self.num_blocks - len(self.order))
 
@@ -89,7 +114,7 @@ class Shadow:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 del self.refs[block]
-                self.order.append(block)
+                self.queue.push(block)
         return len(self.order) - before
 
     def write(self, block: int, slot: int, content: int | None) -> None:
@@ -108,11 +133,14 @@ class Shadow:
         path = self.path_of_block.pop(block, None)
         if path is not None:
             self.nodes.pop(path, None)
+            self.pins.ends.pop(block, None)
+            self.queue.forgot(block)
         return path is not None
 
     def reset_index(self) -> None:
-        self.nodes.clear()
-        self.path_of_block.clear()
+        for block in [node.block for node in self.nodes.values()]:
+            self.strip(block)
+        self.evicted.clear()
         self.root = next(self.numbers)
 
     def match(self, salt: str | None, tokens: Sequence[int], limit: int) -> list[int]:
@@ -141,9 +169,35 @@ class Shadow:
         if node is None or node.parent != parent:
             if node is not None:
                 self.strip(node.block)
+            before = [node.block for node in self.nodes.values() if node.number == parent]
             node = self.nodes[path] = Node(block, next(self.numbers), parent)
             self.path_of_block[block] = path
+            self.queue.entered(block, before[0] if before else None, sequence.priority)
+        else:
+            self.queue.used(node.block, sequence.priority)
         sequence.node = node.number
+        sequence.entries.append(node)
+
+    def pin(self, sequence: ShadowSequence, retention: Sequence[tuple[int, float]]) -> None:
+        for i, node in enumerate(sequence.entries):
+            ttls = [ttl_s for num_tokens, ttl_s in retention if num_tokens // self.block_size > i]
+            if not ttls or node not in self.nodes.values():
+                return
+            self.pins.pin(node.block, max(ttls))
+
+    def reasons(self, salt: str | None, tokens: Sequence[int], matched: int, limit: int) -> set[str]:
+        """Why the next full block after so many matched tokens may have been missed. Of what was evicted
+        at least the last num_blocks prefixes must be remembered, of the others any may be."""
+        if not self.caching or matched + self.block_size > limit:
+            return {"ineligible"}
+        path = self.expected(salt, tokens[: matched + self.block_size])[-1]
+        if path in self.nodes or path in self.evicted[-self.num_blocks :]:
+            return {"evicted"}
+        others = {key[1] for key in self.paths if key[0] == "salt"} if matched == 0 else set()
+        firsts = {self.expected(other, tokens[: self.block_size])[-1] for other in others}
+        there = {path for path, node in self.nodes.items() if node.parent == self.root}
+        known = {"salt"} if firsts & there else {"cold"}
+        return known | {"evicted"} if path in self.evicted else known
 
     def num_cached(self) -> int:
         return sum(1 for block in self.path_of_block if block in self.order)

@@ -7,8 +7,18 @@ from collections import Counter
 
 import pytest
 
+from kvreclaim.memory import eviction_orders
+
 from .world import World
 
+COUNTS = (
+    "prefix_hit_tokens",
+    "prefix_evictions",
+    "blocks_freed_by_compression",
+    "cow_copies",
+    "pins_refused",
+)
+OTHERS = [name for name in eviction_orders() if name != "lru"]
 WEIGHTS = {
     "admit": 20,
     "again": 12,
@@ -20,6 +30,8 @@ WEIGHTS = {
     "mark_inexact": 1,
     "preempt": 4,
     "finish": 25,
+    "pin": 6,
+    "wait": 6,
     "reset": 0.1,
 }
 
@@ -31,7 +43,7 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
     salt = rng.choice([None, None, None, "tenant"])
     if kind == "admit" or not live:
         tokens = [rng.randrange(3) for _ in range(rng.randrange(40))]
-        return kind if world.start(tokens, salt) is not None else "full"
+        return kind if world.start(tokens, salt, priority=rng.randrange(3)) is not None else "full"
     seq_id = rng.choice(live)
     sequence = world.shadow.sequences[seq_id]
     if kind == "again":
@@ -57,22 +69,30 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
     elif kind == "finish":
         past[:] = [*past[-15:], sequence.tokens]
         world.free(seq_id)
+    elif kind == "pin":
+        world.pin(seq_id, [(rng.randrange(40), rng.choice([5.0, 30.0])) for _ in range(rng.randrange(1, 3))])
+    elif kind == "wait":
+        world.now += rng.choice([0.5, 4.0, 20.0])
     else:
         world.reset_prefix_cache()
     return kind
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(48, 4)])
-def test_ten_thousand_random_operations(num_blocks: int, block_size: int) -> None:
-    world, rng, past = World(num_blocks, block_size), random.Random(20250101), []
+@pytest.mark.parametrize(("order", "operations"), [("lru", 10_000), *((o, 3000) for o in OTHERS)])
+def test_ten_thousand_random_operations(order: str, operations: int) -> None:
+    num_blocks, block_size = 48, 4
+    world, rng, past = World(num_blocks, block_size, order=order, max_pinned_fraction=0.1), random.Random(20250101), []
     done: Counter[str] = Counter()
-    for _ in range(10_000):
+    for _ in range(operations):
         done[one_operation(world, rng, past)] += 1
         world.check()
     assert set(done) == {*WEIGHTS, "full"}, f"not every kind of operation occurred: {done}"
     stats = world.memory.stats()
-    for what in ("prefix_hit_tokens", "prefix_evictions", "blocks_freed_by_compression", "cow_copies"):
+    for what in COUNTS:
         assert getattr(stats, what) > 0, f"{what} is 0: the run did not exercise it"
+    reasons = [reason for reason, tokens in stats.misses.items() if tokens]
+    assert reasons == ["cold", "evicted", "salt", "sub_block"]
+    assert world.memory.drain_residency()
     for seq_id in world.live:
         world.free(seq_id)
     world.check()

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvreclaim.memory import eviction_orders
+
 from .world import World
 
 TOKENS = st.lists(st.integers(0, 1), max_size=16)
@@ -36,23 +38,40 @@ class MemoryMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         caching=st.sampled_from([True, True, True, False]),
         colliding=st.sampled_from([None, None, None, three_bits, constant]),
+        order=st.sampled_from(eviction_orders()),
+        fraction=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     )
-    def build(self, num_blocks, block_size, caching, colliding):
-        self.world = World(num_blocks, block_size, caching=caching, colliding=colliding)
+    def build(self, num_blocks, block_size, caching, colliding, order, fraction):
+        self.world = World(
+            num_blocks,
+            block_size,
+            caching=caching,
+            colliding=colliding,
+            order="lru" if colliding else order,
+            max_pinned_fraction=fraction,
+        )
 
     def pick(self, number):
         if not self.world.live:
             assert self.world.start([0], None) is not None
         return self.world.live[number % len(self.world.live)]
 
-    def start(self, tokens, salt, max_tokens=None):
+    def start(self, tokens, salt, max_tokens=None, priority=0):
         if len(self.world.live) >= 8:
             self.world.free(self.world.live[0])
-        self.world.start(tokens, salt, max_tokens)
+        self.world.start(tokens, salt, max_tokens, priority)
 
-    @rule(tokens=TOKENS, salt=SALT, max_tokens=st.none() | st.integers(0, 9))
-    def admit(self, tokens, salt, max_tokens):
-        self.start(tokens, salt, max_tokens)
+    @rule(tokens=TOKENS, salt=SALT, max_tokens=st.none() | st.integers(0, 9), priority=st.integers(-1, 2))
+    def admit(self, tokens, salt, max_tokens, priority):
+        self.start(tokens, salt, max_tokens, priority)
+
+    @rule(number=PICK, retention=st.lists(st.tuples(st.integers(0, 16), st.sampled_from([1, 3.5, 20]))))
+    def pin(self, number, retention):
+        self.world.pin(self.pick(number), retention)
+
+    @rule(seconds=st.sampled_from([0.5, 1, 2, 5]))
+    def time_passes(self, seconds):
+        self.world.now += seconds
 
     @rule(number=PICK, cut=st.integers(0, 16), more=TOKENS, salt=SALT, same=st.booleans())
     def hit(self, number, cut, more, salt, same):

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 
 import pytest
 
-from kvreclaim.memory import MemoryManager, MemoryStats, PrefixMatch
+from kvreclaim.memory import MemoryManager, PrefixMatch, Retention
 from kvreclaim.memory.prefix_index import HashFunction, sha256
 
 from .sequences import Plan
 from .shadow import Shadow, ShadowSequence
+from .world_check import check_world
 
 
 class World:
     """caching: with prefix caching. colliding: a hash function that makes digests meet, so that the
-    shadow can't foretell which prefixes are indexed and learns it from the manager instead."""
+    shadow can't foretell which prefixes are indexed and learns it from the manager instead; in least
+    recently used order and without pins. now: what the clock says."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, caching: bool = True, colliding: HashFunction | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        colliding: HashFunction | None = None,
+        order: str = "lru",
+        max_pinned_fraction: float = 0.5,
     ) -> None:
+        self.now = 0.0
         self.memory = MemoryManager(
             num_blocks,
             block_size,
             enable_prefix_caching=caching,
             fingerprint="model",
             hash_function=colliding or sha256,
+            eviction_policy=order,
+            max_pinned_fraction=max_pinned_fraction,
+            residency_sample=0.3,
+            clock=lambda: self.now,
         )
-        self.shadow = Shadow(num_blocks, block_size, caching)
+        self.shadow = Shadow(
+            num_blocks, block_size, caching, order, int(max_pinned_fraction * num_blocks), lambda: self.now
+        )
+        self.misses: Counter[str] = Counter()
         self.foretold = colliding is None
         self.ids = count()
 
@@ -37,7 +55,9 @@ class World:
     def live(self) -> list[int]:
         return list(self.shadow.sequences)
 
-    def start(self, tokens: Sequence[int], salt: str | None, max_tokens: int | None = None) -> int | None:
+    def start(
+        self, tokens: Sequence[int], salt: str | None, max_tokens: int | None = None, priority: int = 0
+    ) -> int | None:
         """Admit a prompt and write all of it. Returns: its id, None if the pool is too full."""
         match = self._match(tokens, salt, max_tokens)
         rest = len(tokens) - match.num_tokens
@@ -49,10 +69,39 @@ class World:
         if not fits:
             return None
         seq_id = next(self.ids)
-        self.memory.admit(seq_id, match, token_ids=tokens, cache_salt=salt)
+        self.memory.admit(seq_id, match, token_ids=tokens, cache_salt=salt, priority=priority)
+        self._count_misses(match, tokens, salt, max_tokens)
         self._shadow_admit(seq_id, match, tokens, salt)
+        self._shadow_hit(seq_id, priority)
         assert self.extend(seq_id, tokens[match.num_tokens :]), "can_admit said yes, can_grow no"
         return seq_id
+
+    def _count_misses(
+        self, match: PrefixMatch, tokens: Sequence[int], salt: str | None, max_tokens: int | None
+    ) -> None:
+        """Of what is not hit, whole blocks have one reason and the tail has another."""
+        size, limit = self.shadow.block_size, len(tokens) - 1
+        left = range(match.num_tokens, limit - size + 1, size)
+        if left and self.foretold:
+            limit = limit if max_tokens is None else min(limit, max_tokens)
+            assert match.miss in self.shadow.reasons(salt, tokens, match.num_tokens, limit)
+        if left:
+            self.misses[match.miss] += len(left) * size
+        self.misses["sub_block"] += len(tokens) - match.num_tokens - len(left) * size
+
+    def _shadow_hit(self, seq_id: int, priority: int) -> None:
+        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
+        sequence.priority = priority
+        for block in sequence.held():
+            shadow.queue.used(block, priority)
+            if self.foretold:
+                sequence.entries.append(shadow.nodes[shadow.path_of_block[block]])
+        shadow.pins.refresh(sequence.held())
+
+    def pin(self, seq_id: int, retention: Sequence[tuple[int, float]]) -> None:
+        if self.foretold:
+            self.memory.pin(seq_id, [Retention(*kept) for kept in retention])
+            self.shadow.pin(self.shadow.sequences[seq_id], retention)
 
     def _match(self, tokens: Sequence[int], salt: str | None, max_tokens: int | None) -> PrefixMatch:
         match = self.memory.match_prefix(tokens, cache_salt=salt, max_tokens=max_tokens)
@@ -144,6 +193,8 @@ class World:
             parent.blocks[:written],
             parent.logical_len,
             parent.exact,
+            list(parent.entries),
+            parent.priority,
         )
         for block in child.held():
             shadow.touch(block)
@@ -237,7 +288,7 @@ class World:
         """Free a sequence and compute all its tokens anew. Returns: its new id, None if it waits."""
         sequence = self.shadow.sequences[seq_id]
         self.free(seq_id)
-        return self.start(sequence.tokens, sequence.salt)
+        return self.start(sequence.tokens, sequence.salt, priority=sequence.priority)
 
     def reset_prefix_cache(self) -> None:
         self.memory.reset_prefix_cache()
@@ -251,48 +302,5 @@ class World:
 
     def check(self) -> None:
         """Structure, order, counts, index, every sequence's content and the statistics."""
-        self.memory.check()
-        shadow, pool = self.shadow, self.memory.pool
         self._learn_index()
-        assert list(pool.free_queue) == shadow.order
-        assert {b: n for b, n in enumerate(pool.refs) if n} == shadow.refs
-        assert {entry.block for entry in pool.index} == set(shadow.path_of_block)
-        for seq_id in shadow.sequences:
-            self._check_sequence(seq_id)
-        assert self.memory.stats() == self._expected_stats()
-
-    def _check_sequence(self, seq_id: int) -> None:
-        shadow, sequence = self.shadow, self.shadow.sequences[seq_id]
-        table = self.memory.table(seq_id)
-        assert table.block_ids == sequence.blocks
-        assert table.physical_len == len(sequence.contents)
-        assert table.logical_len == sequence.logical_len
-        assert table.exact == sequence.exact
-        refs = tuple(0 if block is None else shadow.refs[block] for block in sequence.blocks)
-        indexed = tuple(block in shadow.path_of_block for block in sequence.blocks)
-        assert self.memory.ref_counts(seq_id) == refs
-        assert self.memory.indexed(seq_id) == indexed
-        assert self.memory.writable(seq_id) == tuple(
-            n == 1 and not hit for n, hit in zip(refs, indexed, strict=True)
-        )
-        for slot, content in enumerate(sequence.contents):
-            assert shadow.stored(sequence, slot) == content, f"sequence {seq_id}: slot {slot} was overwritten"
-
-    def _expected_stats(self) -> MemoryStats:
-        shadow = self.shadow
-        cached = shadow.num_cached()
-        return MemoryStats(
-            num_blocks=shadow.num_blocks,
-            in_use=shadow.num_blocks - len(shadow.order),
-            cached=cached,
-            free=len(shadow.order) - cached,
-            peak_in_use=shadow.peak,
-            prefix_query_tokens=shadow.queries,
-            prefix_hit_tokens=shadow.hits,
-            prefix_evictions=shadow.evictions if self.foretold else self.memory.pool.num_evictions,
-            blocks_freed_by_compression=shadow.freed,
-            cow_copies=shadow.copies,
-            pinned=0,
-            pins_refused=0,
-            misses=self.memory.stats().misses,
-        )
+        check_world(self)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 from fastapi import FastAPI
 
 from kvreclaim import LLM, demo_model
@@ -34,6 +35,11 @@ class Running:
     @property
     def llm(self) -> LLM:
         return self.service.engine.llm
+
+
+def openai_client(server: Running, *, api_key: str = "any") -> openai.OpenAI:
+    """OpenAI's own client, which raises at the first refusal; close it."""
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=api_key, max_retries=0)
 
 
 @contextmanager

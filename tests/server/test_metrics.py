@@ -9,7 +9,6 @@ import httpx2
 import openai
 import pytest
 from exposition import Scrape
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from running import MODEL, Running, running_server
 from steering import until
 
@@ -92,15 +91,22 @@ def test_buckets_end_at_the_longest_sequence(counted: Running) -> None:
             assert list(bounds) == sorted(set(bounds)), metric.name
 
 
-def test_text_and_openmetrics(counted: Running) -> None:
-    plain = httpx2.get(f"{counted.base_url}/metrics")
-    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    modern = httpx2.get(
-        f"{counted.base_url}/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"}
-    )
-    assert modern.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-    names = {family.name for family in openmetrics_families(modern.text)}
-    assert {metric.name for metric in CATALOGUE} <= names
+SCRAPERS = (
+    None,
+    "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,*/*;q=0.1",
+)
+"""The Accept headers of curl, and of Prometheus 2 and 3."""
+
+
+@pytest.mark.parametrize("accept", SCRAPERS)
+def test_every_scraper_gets_the_same_names(counted: Running, accept: str | None) -> None:
+    answer = httpx2.get(f"{counted.base_url}/metrics", headers={"accept": accept} if accept else {})
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    assert sum(line.startswith("vllm:num_requests_running{") for line in lines) == 1
+    assert not [line for line in lines if line.startswith(("vllm_", "kvreclaim_"))]
 
 
 def test_an_answer_that_has_come_is_counted(counted: Running) -> None:
@@ -115,7 +121,7 @@ def test_an_answer_that_has_come_is_counted(counted: Running) -> None:
 
 def test_usage_and_metrics_agree(counted: Running) -> None:
     before = scrape(counted)
-    prompt = " ".join("GO wind oak fern".split() * 12)
+    prompt = " ".join(["GO", "wind", "oak", "fern"] * 12)
     usages = [complete(counted, prompt=prompt, cache_salt="usage").json()["usage"] for _ in range(2)]
     after = scrape(counted)
     for metric, told in {
@@ -149,12 +155,13 @@ def test_answers_by_route_and_status(counted: Running) -> None:
 
 def test_a_client_that_leaves(counted: Running) -> None:
     before = scrape(counted)
-    client = openai.OpenAI(base_url=f"{counted.base_url}/v1", api_key="x", max_retries=0)
-    stream = client.completions.create(
-        model=MODEL, prompt="GO wind", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
+    extra = {"ignore_eos": True}
+    with openai.OpenAI(base_url=f"{counted.base_url}/v1", api_key="x", max_retries=0) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt="GO wind", max_tokens=400, stream=True, extra_body=extra
+        )
+        next(iter(stream))
+        stream.close()
 
     def grown(name: str, **labels: str) -> float:
         return scrape(counted).total(name, **labels) - before.total(name, **labels)

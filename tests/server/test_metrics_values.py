@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from kvreclaim.server.metrics import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
 
 STEP_S = 0.03
-WORDS = "k1 v1 k2 v2 k3 v3 k4 v4 ".split() * 40
+WORDS = ["k1", "v1", "k2", "v2", "k3", "v3", "k4", "v4"] * 40
 
 
 @dataclass
@@ -36,7 +37,9 @@ class World:
     def observer(self) -> MetricsObserver:
         return self.metrics.observer
 
-    def add(self, name: str, num_prompt: int, compression: CompressionConfig | None = None, **params) -> Request:
+    def add(
+        self, name: str, num_prompt: int, compression: CompressionConfig | None = None, **params
+    ) -> Request:
         tokens = self.llm.tokenizer.encode(" ".join(WORDS[:num_prompt]))
         compressor = self.llm.compressor(compression) if compression is not None else None
         request = self.llm.engine.add_request(name, tokens, SamplingParams(**params), compressor)
@@ -80,7 +83,7 @@ class World:
 
     def gaps(self) -> list[int]:
         """Steps between two tokens of an output, over all outputs."""
-        return [b - a for at in self.token_steps.values() for a, b in zip(at, at[1:], strict=False)]
+        return [b - a for at in self.token_steps.values() for a, b in itertools.pairwise(at)]
 
 
 @pytest.fixture
@@ -130,7 +133,8 @@ def test_counts_of_tokens_and_requests(world: World) -> None:
     begun = [*done, gone]
     assert scrape.value("vllm:prompt_tokens_total") == sum(len(r.prompt_token_ids) for r in begun)
     cached = sum(r.metrics.num_cached_tokens for r in begun)
-    assert cached >= 48 and scrape.value("vllm:prompt_tokens_cached_total") == cached
+    assert cached >= 48
+    assert scrape.value("vllm:prompt_tokens_cached_total") == cached
     drawn = sum(seq.num_generated for r in world.ended for seq in r.sequences)
     assert scrape.value("vllm:generation_tokens_total") == drawn == world.llm.engine.totals.generation_tokens
     assert scrape.value("vllm:request_success_total", finished_reason="length") == 5
@@ -265,4 +269,3 @@ def test_time_that_blocks_stayed() -> None:
     assert scrape.value("kvreclaim:prefix_evictions_total") == evictions
     assert scrape.value("vllm:kv_block_lifetime_seconds_count") == evictions
     assert scrape.value("vllm:kv_block_idle_before_evict_seconds_count") == evictions
-

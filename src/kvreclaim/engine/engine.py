@@ -214,6 +214,7 @@ class Engine:
             request.prompt_done = True
             self.totals.prompts_done += 1
             request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
+            request.metrics.num_repeated_tokens = self.memory.repeated_len(seq.seq_id)
             if request.retention:
                 self.memory.pin(seq.seq_id, request.retention)
 

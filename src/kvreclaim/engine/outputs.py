@@ -52,12 +52,14 @@ class RequestMetrics:
     answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
                     been compressed; 0 where no such token was computed
     num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
+    num_repeated_tokens: of these, the ones that were computed although the index had them
     queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_indexed_tokens: int = 0
+    num_repeated_tokens: int = 0
     num_generated_tokens: int = 0
     tokens_evicted: int = 0
     blocks_freed: int = 0

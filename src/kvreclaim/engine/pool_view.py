@@ -11,13 +11,13 @@ from kvreclaim.engine.compression import block_row
 from kvreclaim.engine.engine import Engine
 from kvreclaim.engine.request import Request, Sequence
 from kvreclaim.memory import marks
+from kvreclaim.memory.block_table import BlockTable
 
 FREE: Final = 0
 CACHED: Final = 1
 PINNED: Final = 2
 IN_USE: Final = 3
 SHARED: Final = 4
-
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
@@ -57,8 +57,10 @@ def pool_view(engine: Engine) -> PoolView:
     pool.pins.expire()
     refs = np.frombuffer(pool.refs, dtype=np.int32)
     bits = np.frombuffer(pool.marks, dtype=np.uint8)
-    cached = np.where(bits & marks.PINNED, PINNED, np.where(bits & marks.INDEXED, CACHED, FREE))
-    state = np.where(refs == 0, cached, np.where(refs == 1, IN_USE, SHARED)).astype(np.uint8)
+    by_marks = np.array([FREE, CACHED, PINNED, PINNED], dtype=np.uint8)
+    state = by_marks[bits & (marks.INDEXED | marks.PINNED)]
+    state[refs > 0] = IN_USE
+    state[refs > 1] = SHARED
     running: dict[str, list[Sequence]] = {}
     for seq in engine.scheduler.running:
         running.setdefault(seq.request.request_id, []).append(seq)
@@ -77,7 +79,13 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         num_sequences=len(sequences),
         logical_len=sum(table.logical_len for table in tables),
         physical_len=sum(table.physical_len for table in tables),
-        num_blocks=sum(len(table.blocks()) for table in tables),
+        num_blocks=sum(map(_num_blocks, sequences, tables)),
         num_evicted=sum(seq.state.num_evicted for seq in sequences),
         blocks_freed=sum(seq.state.blocks_freed for seq in sequences),
     )
+
+
+def _num_blocks(seq: Sequence, table: BlockTable) -> int:
+    """Blocks that the table holds; it can have holes only where tokens are evicted in place."""
+    holes = table.block_ids.count(None) if seq.state.evicted is not None else 0
+    return len(table.block_ids) - holes

@@ -22,6 +22,7 @@ class BlockTable:
     chain, tail:  where the prefix hash stands, and the tokens after it; no chain: not hashed
     entries:      of the leading full blocks, those that they were served from or entered as, whatever
                   became of the blocks since: of an equal block of another sequence, too
+    repeated_len: tokens computed although the index had them by the time they were entered
     priority:     of the request; a lower number is more important
     """
 
@@ -33,6 +34,7 @@ class BlockTable:
     version: int = 0
     tail: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    repeated_len: int = 0
     priority: int = 0
     _exact_len: int = 0
 
@@ -73,6 +75,7 @@ class BlockTable:
             exact=self.exact,
             tail=self.tail.copy(),
             entries=self.entries.copy(),
+            repeated_len=self.repeated_len,
             priority=self.priority,
             _exact_len=self._exact_len,
         )

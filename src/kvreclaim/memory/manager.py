@@ -98,6 +98,10 @@ class MemoryManager:
         if they have been evicted, compressed or forgotten since."""
         return len(self.table(seq_id).entries) * self.block_size
 
+    def repeated_len(self, seq_id: int) -> int:
+        """Tokens of the sequence that were computed although the prefix index held them already."""
+        return self.table(seq_id).repeated_len
+
     def writable(self, seq_id: int) -> tuple[bool, ...]:
         """Per table entry, whether the sequence may change the block's bytes; a hole has none."""
         pool = self.pool

@@ -60,6 +60,7 @@ class PrefixCache:
             table.chain = entry = self._pool.enter(block, table.chain, tokens, table.priority)
             if entry is not None:
                 table.entries.append(entry)
+                table.repeated_len += size * (entry.block != block)
             first, done = first + 1, done + size
         table.tail = [] if table.chain is None else tail[done:]
 

@@ -15,6 +15,7 @@ from kvreclaim.server.errors import install_handlers
 from kvreclaim.server.gate import Gate
 from kvreclaim.server.observe import observe, stop_observing
 from kvreclaim.server.openai import chat, completions, models
+from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.service import Service
 
 
@@ -58,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
     for room in (completions, chat, models, tokenizing):
         app.include_router(room.router)
     app.include_router(anthropic.router)
+    install_page(app, service)
     app.add_middleware(Gate, config=service.config)
     observe(app, service)
     return app

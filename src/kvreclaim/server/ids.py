@@ -6,7 +6,6 @@ import uuid
 
 from starlette.types import Scope
 
-
 ANSWER_PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",

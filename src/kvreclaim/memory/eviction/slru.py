@@ -8,14 +8,14 @@ from typing import ClassVar
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.free_queue import FreeQueue
 
-PROTECTED_FRACTION = 0.8
+PROTECTED_FRACTION = 0.2
 
 
 class SLRU(EvictionOrder):
     """Blocks that cache nothing go first, then cached ones that no request has come upon again, then
     those that one has; each segment in the order of release.
 
-    At most 0.8 of the pool is protected: what is beyond, least recently used first, goes back to the
+    At most 0.2 of the pool is protected: what is beyond, least recently used first, goes back to the
     end of the first segment and must prove itself anew. So one pass of prompts that never come back
     cannot push out what is shared, and what is not shared any more does not stay for ever.
 

@@ -139,7 +139,7 @@ async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]
 
 def _check(stream: RequestStream, update: Update) -> None:
     if update.error is not None:
-        logger.error("request %s failed: %s", stream.request_id, update.error)
+        logger.error("request %s failed in the engine", stream.request_id)
         raise failed(stream.request_id)
 
 

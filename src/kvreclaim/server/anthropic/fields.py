@@ -95,7 +95,7 @@ class Thinking(Fields):
 
 
 class Metadata(Fields):
-    user_id: str | None = None
+    user_id: str | None = Field(None, min_length=1, max_length=256)
 
 
 class ConversationFields(Fields):

@@ -15,15 +15,15 @@ def input_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block
     """Three counts that sum to the prompt.
 
     read:     tokens whose K/V were served from the prefix cache
-    creation: tokens behind these, up to the last breakpoint, in whole blocks that are in the prefix index;
-              by the longest TTL that covers them
+    creation: tokens behind these, up to the last breakpoint, in whole blocks that entered the prefix index;
+              by the longest TTL that covers them. A block that it had already is none of these
     input:    all others
     """
     read = metrics.num_cached_tokens
 
     def created(points: Sequence[Retention]) -> int:
         reach = max((point.num_tokens // block_size * block_size for point in points), default=0)
-        return max(0, min(reach, metrics.num_indexed_tokens) - read)
+        return max(0, min(reach, metrics.num_indexed_tokens) - read - metrics.num_repeated_tokens)
 
     creation = created(breakpoints)
     longer = created([point for point in breakpoints if point.ttl_s == TTL_S["1h"]])

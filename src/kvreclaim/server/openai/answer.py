@@ -39,6 +39,7 @@ class Answer(ABC):
         self.fields = fields
         self.service = service
         self.request_id = request_id
+        self.response_id = request_id.replace("req-", self.id_prefix, 1)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
         self.vocabulary = Vocabulary(service.engine.llm.tokenizer)
@@ -49,6 +50,7 @@ class Answer(ABC):
         self._chunk_head: bytes | None = None
 
     async def respond(self, request: HTTPRequest) -> Response:
+        request.scope["state"]["response_id"] = self.response_id
         if self.fields.stream:
             return await stream_events(self._events(), request)
         return await answer_json(self._whole(), request)
@@ -128,7 +130,7 @@ class Answer(ABC):
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.request_id.replace("req-", self.id_prefix, 1),
+            "id": self.response_id,
             "object": kind,
             "created": self._created,
             "model": self.fields.model,

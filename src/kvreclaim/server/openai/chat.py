@@ -58,6 +58,7 @@ async def chat_completions(
     """The assistant's next turn."""
     check_options(body, service, request.scope)
     _check(body)
+    service.check_room()
     prompt = await _prompt(body, service, tenant)
     return await ChatAnswer(body, service, request_id_of(request.scope), [prompt]).respond(request)
 

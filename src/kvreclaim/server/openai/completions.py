@@ -65,6 +65,7 @@ async def completions(
 ) -> Response:
     """Continue a text, or each of several."""
     check_options(body, service, request.scope)
+    service.check_room(len(body.prompt))
     answer = CompletionAnswer(
         body, service, request_id_of(request.scope), await _prompts(body, service, tenant)
     )
@@ -77,8 +78,12 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         raise ApiError(
             400, "max_tokens is 0 without echo, so nothing is asked for; raise it or set echo.", "max_tokens"
         )
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "echo with logprobs gives those of the prompt; leave out prompt_logprobs.", "prompt_logprobs"
+        )
     more = {"max_tokens": max(1, limit), "logprobs": body.logprobs}
-    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+    if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
     params = sampling_params(body, tenant, **more)
     special = body.add_special_tokens is not False

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.service import Service
@@ -65,6 +66,13 @@ class Tool(Fields):
     function: FunctionDefinition
 
 
+NAMED = {
+    "tools": "tools",
+    "template_kwargs": "chat_template_kwargs",
+    "continue_final_message": "continue_final_message",
+}
+"""Fields by the word that a refusal of the template begins with; all others are about the messages."""
+
 Messages = Annotated[list[Message], Field(min_length=1)]
 Tools = Annotated[list[Tool], Field(min_length=1)]
 
@@ -81,7 +89,7 @@ class ConversationOptions(Fields):
 def render(
     messages: Sequence[Message], options: ConversationOptions, service: Service, *, with_tools: bool = True
 ) -> list[int]:
-    """Token ids of the prompt. Raises: ApiError naming the message, InvalidArgumentError of the template."""
+    """Token ids of the prompt. Raises: ApiError naming the field."""
     _check_calls(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = [_for_template(message, developer) for message in messages]
@@ -90,13 +98,16 @@ def render(
     answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
 
     def tokens(conversation: list[dict[str, Any]]) -> list[int]:
-        return service.render(
-            conversation,
-            tools=tools or None,
-            add_generation_prompt=answers,
-            continue_final_message=goes_on,
-            template_kwargs=options.chat_template_kwargs,
-        )
+        try:
+            return service.render(
+                conversation,
+                tools=tools or None,
+                add_generation_prompt=answers,
+                continue_final_message=goes_on,
+                template_kwargs=options.chat_template_kwargs,
+            )
+        except InvalidArgumentError as error:
+            raise ApiError(400, str(error), NAMED.get(str(error).partition(" ")[0], "messages")) from error
 
     ids = tokens(made)
     for role in sorted({message["role"] for message in made if "name" in message}):

@@ -86,7 +86,9 @@ def _check_stream(fields: GenerationFields) -> None:
         )
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         raise ApiError(
-            400, "continuous_usage_stats needs include_usage; set both or neither.", "stream_options"
+            400,
+            "continuous_usage_stats needs include_usage; set both or neither.",
+            "stream_options.continuous_usage_stats",
         )
     if fields.stream and fields.prompt_logprobs is not None:
         raise ApiError(

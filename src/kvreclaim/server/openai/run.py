@@ -53,5 +53,5 @@ async def _merged(streams: Sequence[RequestStream]) -> Updates:
 
 def _check(stream: RequestStream, update: Update) -> None:
     if update.error is not None:
-        logger.error("request %s failed: %s", stream.request_id, update.error)
+        logger.error("request %s failed in the engine", stream.request_id)
         raise failed(stream.request_id)

@@ -30,8 +30,8 @@ class Cells:
     counts: NDArray[np.uint32] | None
 
     def pack(self) -> bytes:
-        """zlib of: owner uint16[C], counts of the states but free uint16[4][C] (if group > 1), state uint8[C],
-        all little-endian. A group is at most 65,535 blocks."""
+        """zlib of owner uint16[C], counts of all states but free uint16[4][C] (if group > 1), state uint8[C],
+        little-endian. A group is at most 65,535 blocks."""
         parts = [self.owner.astype("<u2").tobytes()]
         if self.counts is not None:
             parts.append(self.counts[:, FREE + 1 :].T.astype("<u2").tobytes())

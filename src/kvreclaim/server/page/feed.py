@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from base64 import b64encode
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -14,8 +15,10 @@ from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import event
 from kvreclaim.server.page.cells import count_states, group_size, to_cells
-from kvreclaim.server.page.snapshot import Compaction, Snapshot, Watcher
+from kvreclaim.server.page.snapshot import Compaction, Recorder, Snapshot
 from kvreclaim.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 QUIET_S = 1.0
@@ -68,7 +71,8 @@ class Feed:
         self._service = service
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._watcher = Watcher()
+        self._recorder = Recorder()
+        self._frame: bytes | None = None
 
     @property
     def num_viewers(self) -> int:
@@ -91,6 +95,8 @@ class Feed:
         self._viewers.add(viewer)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
+        elif self._frame is not None:
+            viewer.show(self._frame, [])
         try:
             async for chunk in viewer.events(self._service.engine.llm.engine.memory.pool.num_blocks):
                 yield chunk
@@ -102,26 +108,27 @@ class Feed:
         engine, draining = self._service.engine, self._service.draining
         reason = "stopped"
         try:
-            await engine.call(self._watcher.begin)
-            engine.observers = (*engine.observers, self._watcher)
+            await engine.call(self._recorder.begin)
+            engine.observers = (*engine.observers, self._recorder)
             last, sent_s = b"", 0.0
             while self._viewers and not draining.is_set():
-                snapshot = await engine.call(self._watcher.take)
+                snapshot = await engine.call(self._recorder.take)
                 body, frame = await asyncio.to_thread(frame_event, snapshot)
-                if body == last and snapshot.at_s - sent_s < QUIET_S:
-                    frame = None
-                else:
-                    last, sent_s = body, snapshot.at_s
+                news = body != last or snapshot.at_s - sent_s >= QUIET_S
+                if news:
+                    last, sent_s, self._frame = body, snapshot.at_s, frame
                 for viewer in self._viewers:
-                    viewer.show(frame, snapshot.compactions)
+                    viewer.show(frame if news else None, snapshot.compactions)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(draining.wait(), PERIOD_S)
             reason = "draining"
         except EngineDeadError:
-            pass
+            logger.info("the page's feed ends with the engine")
+        except Exception:
+            logger.exception("the page's feed failed")
         finally:
-            engine.observers = tuple(each for each in engine.observers if each is not self._watcher)
-            self._task = None
+            engine.observers = tuple(each for each in engine.observers if each is not self._recorder)
+            self._task = self._frame = None
             for viewer in self._viewers:
                 viewer.dismiss(reason)
 

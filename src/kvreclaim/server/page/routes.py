@@ -98,9 +98,7 @@ def _settings(service: Service, engine: Engine) -> dict[str, Any]:
         "num_blocks": engine.memory.pool.num_blocks,
         "block_size": engine.memory.block_size,
         "max_model_len": engine.max_model_len,
-        "policies": [
-            name for name in (DEFAULT_POLICY, CONTROL, *others) if _runs(service, engine, name)
-        ],
+        "policies": [name for name in (DEFAULT_POLICY, CONTROL, *others) if _runs(service, engine, name)],
         "default_policy": own.policy if own is not None else None,
     }
 

@@ -20,9 +20,9 @@ NO_BLOCKS: NDArray[np.int32] = np.empty(0, np.int32)
 class Compaction:
     """One compression of one sequence.
 
-    blocks:                [n] int32 ids that left its block table; empty where they are not known
-    before, after:         blocks that the sequence held
-    tokens_before, tokens_after: tokens per head that it held
+    blocks:        [n] int32 ids that left its block table; empty where they are not known
+    before, after: blocks that the sequence held
+    num_evicted:   tokens per head
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class _Seen:
     num_evicted: int = 0
 
 
-class Watcher:
+class Recorder:
     """Notes compactions as they happen, while somebody watches. Lives in the engine's thread."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Watcher:
         for seq in engine.scheduler.running:
             seen = self._seen.get(seq.seq_id)
             if seen is None or seen.state is not seq.state:
-                seen = self._seen[seq.seq_id] = _Seen(seq.state)
+                seen = self._seen[seq.seq_id] = _Seen(seq.state, num_evicted=seq.state.inherited_evicted)
             if seq.state.compactions > seen.compactions:
                 self._compactions.append(_compaction(engine, seq, seen))
                 self._seen[seq.seq_id] = _now(seq)

@@ -32,6 +32,7 @@ export class Chart {
   }
 
   push(time, value) {
+    if (this.#points.length && time < this.#points.at(-1)[0]) this.#points = []; // another server's clock
     this.#points.push([time, value]);
     while (this.#points.length && this.#points[0][0] < time - WINDOW_S) this.#points.shift();
     this.#draw(time);

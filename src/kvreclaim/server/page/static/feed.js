@@ -1,5 +1,6 @@
 // The server's feed: frames of the whole pool, and compactions as they happen.
 
+const RETRY_MS = 3000;
 const UNPACKED = 4; // states whose counts are sent: all but free
 
 function bytesOf(base64) {
@@ -32,9 +33,17 @@ export function watch(handlers) {
     order = order.then(task).catch((error) => console.error(error));
   };
   const source = new EventSource("/page/feed");
+  let farewell = null;
   source.addEventListener("open", () => handlers.state("live"));
-  source.addEventListener("error", () => handlers.state("lost"));
-  source.addEventListener("end", (message) => handlers.state(JSON.parse(message.data).reason));
+  source.addEventListener("end", (message) => { farewell = JSON.parse(message.data).reason; });
+  source.addEventListener("error", () => {
+    handlers.state(farewell ?? "lost");
+    // A browser tries again by itself after a broken connection, not after an answer that is an error.
+    if (farewell !== null || source.readyState === EventSource.CLOSED) {
+      source.close();
+      setTimeout(() => watch(handlers), RETRY_MS);
+    }
+  });
   source.addEventListener("frame", (message) => {
     inOrder(async () => {
       const frame = JSON.parse(message.data);

@@ -66,9 +66,8 @@ function showFigures(frame) {
   const { blocks, totals, at_s: time, num_blocks: all } = frame;
   const inUse = blocks.in_use + blocks.shared;
   peak = Math.max(peak, inUse);
-  charts.blocks.top = all;
   charts.blocks.push(time, inUse);
-  value("blocks", whole(inUse), ` of ${whole(all)}`, `${percent(inUse / all)}, at most ${whole(peak)} since this page opened`);
+  value("blocks", whole(inUse), ` of ${whole(all)}`, `${percent(inUse / all)}; peak ${whole(peak)}`);
 
   const generated = perSecond(rates.generated.add(time, totals.generation_tokens));
   const prompt = perSecond(rates.prompt.add(time, totals.prompt_tokens));

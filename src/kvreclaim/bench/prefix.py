@@ -1,0 +1,157 @@
+"""Prefix-cache hit rates of a recorded trace, for every eviction order and size of the cache.
+
+A block of the cache is a block of the trace (512 tokens), and every block counts, the partial one at
+the end of a prompt, too, as the authors of the Mooncake trace count. Requests are served one after the
+other; none overlaps another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, table
+from kvreclaim.bench.prefix_trace import TOKENS_PER_HASH, TracedRequest, read_trace
+from kvreclaim.checks import check_choice, require
+from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, eviction_orders, make_order
+from kvreclaim.memory.prefix_index import Entry, Link
+
+BY_REQUEST: Final = "by request"
+"""As the engine does: a request holds all its blocks until it ends, then gives them back last first."""
+BY_BLOCK: Final = "by block"
+"""As the figures published with such traces are computed: each block of a prompt is looked up, used and
+given back before the next one. Least recently used order only."""
+BEYOND = -1
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """sizes: blocks of the caches, beside which an infinite one is replayed; orders: by name."""
+
+    trace: Path
+    sizes: Sequence[int] = (1000, 4000, 16_000, 64_000)
+    orders: Sequence[str] = eviction_orders()
+
+    def __post_init__(self) -> None:
+        require(bool(self.orders), "--orders is empty; name at least one eviction order, such as lru.")
+        for order in self.orders:
+            check_choice("an entry of --orders", order, eviction_orders())
+
+
+def run(plan: PrefixPlan, note: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Replay the trace. note is told of each replay that begins.
+
+    Returns: a row per order, rule and size: order, rule, num_blocks (None: infinite), hits and queries
+        (blocks), hit_rate, evictions, misses (by reason; by request only).
+    """
+    requests = read_trace(plan.trace)
+    longest = max(len(request.block_ids) for request in requests)
+    for size in plan.sizes:
+        require(
+            size >= longest,
+            f"--blocks holds {size}, but a request of the trace has {longest} blocks and must fit in the cache.",
+        )
+    infinite = sum(len(request.block_ids) for request in requests)
+    rows = []
+    for order in plan.orders:
+        for rule in (BY_BLOCK, BY_REQUEST) if order == "lru" else (BY_REQUEST,):
+            for size in (*plan.sizes, None):
+                note(f"{order}, {rule}, {'infinite' if size is None else f'{size:,}'}")
+                replay = replay_by_block if rule == BY_BLOCK else replay_by_request
+                rows.append(
+                    {"order": order, "rule": rule, "num_blocks": size}
+                    | replay(requests, order, infinite if size is None else size)
+                )
+    return rows
+
+
+def replay_by_request(requests: Sequence[TracedRequest], order: str, num_blocks: int) -> Row:
+    """Through a memory manager, as an engine would call it."""
+    memory = MemoryManager(num_blocks, 1, eviction_policy=make_order(order, num_blocks, TOKENS_PER_HASH))
+    hits = sum(serve(memory, number, request.block_ids) for number, request in enumerate(requests))
+    memory.check()
+    return _counts(requests, hits, memory.stats())
+
+
+def serve(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
+    """Admit, compute and end a request in a memory of one slot per block. Returns: blocks hit.
+
+    The prompt ends with one slot more, which is never computed, because a hit always leaves one.
+    """
+    hit = begin(memory, seq_id, block_ids, salt)
+    memory.free(seq_id)
+    return hit
+
+
+def begin(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
+    """What serve does, without the end."""
+    prompt = (*block_ids, BEYOND)
+    match = memory.match_prefix(prompt, cache_salt=salt)
+    memory.admit(seq_id, match, token_ids=prompt, cache_salt=salt)
+    rest = block_ids[match.num_tokens :]
+    memory.grow(seq_id, len(rest))
+    memory.commit(seq_id, rest)
+    return match.num_tokens
+
+
+def replay_by_block(requests: Sequence[TracedRequest], order: str, num_blocks: int) -> Row:
+    """Through a block pool, one block at a time."""
+    pool = BlockPool(num_blocks, order=make_order(order, num_blocks, TOKENS_PER_HASH))
+    hits = sum(_walk(pool, request.block_ids) for request in requests)
+    pool.check()
+    queries = sum(len(request.block_ids) for request in requests)
+    return {
+        "hits": hits,
+        "queries": queries,
+        "hit_rate": hits / queries,
+        "evictions": pool.num_evictions,
+    }
+
+
+def _walk(pool: BlockPool, block_ids: Sequence[int]) -> int:
+    """Returns: blocks hit before the first that was not."""
+    link: Link = pool.index.root(None)
+    hits, unbroken = 0, True
+    for block_id in block_ids:
+        entry: Entry | None = pool.index.find(link, pool.index.pack((block_id,)))
+        if entry is None:
+            unbroken = False
+            (block,) = pool.allocate(1)
+            entry = pool.enter(block, link, [block_id])
+            assert entry is not None, f"block {block} took the place of the block before it"
+        else:
+            block = entry.block
+            pool.hit((block,), 0)
+            hits += unbroken
+        pool.release((block,))
+        link = entry
+    return hits
+
+
+def _counts(requests: Sequence[TracedRequest], hits: int, stats: MemoryStats) -> Row:
+    queries = sum(len(request.block_ids) for request in requests)
+    misses = dict(stats.misses)
+    misses["sub_block"] -= len(requests)
+    assert hits + sum(misses.values()) == queries, f"{hits} hits, {misses}, {queries} blocks"
+    return {
+        "hits": hits,
+        "queries": queries,
+        "hit_rate": hits / queries,
+        "evictions": stats.prefix_evictions,
+        "misses": {reason: blocks for reason, blocks in misses.items() if blocks},
+    }
+
+
+def prefix_table(rows: Sequence[Row], trace: Path) -> Table:
+    """One line per order and rule, one column per size."""
+    sizes = list(dict.fromkeys(row["num_blocks"] for row in rows))
+    headings = ["order", "counted", *("infinite" if size is None else f"{size:,}" for size in sizes)]
+    made = table(f"prefix hit rate by blocks of the cache, {trace.name}", headings, text_columns=2)
+    for order, rule in dict.fromkeys((row["order"], row["rule"]) for row in rows):
+        rates = [row["hit_rate"] for row in rows if (row["order"], row["rule"]) == (order, rule)]
+        made.add_row(order, rule, *(f"{rate:.4f}".removeprefix("0") for rate in rates))
+    return made

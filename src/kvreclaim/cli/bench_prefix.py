@@ -1,0 +1,54 @@
+"""`kvreclaim bench prefix`: hit rates of a recorded trace."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvreclaim.cli.options import usage_errors
+from kvreclaim.errors import InvalidArgumentError
+
+
+def prefix(
+    trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, such as Mooncake's.")],
+    blocks: Annotated[str, typer.Option(help="Sizes of the cache, in blocks of the trace.")] = (
+        "1000,4000,16000,64000"
+    ),
+    orders: Annotated[
+        str, typer.Option(help="Eviction orders, comma-separated.")
+    ] = "lru,slru,lfu,priority,gdsf",
+    pins: Annotated[
+        bool, typer.Option("--pins", help="Also two tenants, one of which pins all it sends.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Prefix hit rates of a block-hash trace, by eviction order and size of the cache."""
+    with usage_errors():
+        from kvreclaim.bench import common, prefix_pins
+        from kvreclaim.bench import prefix as prefix_bench
+
+        names = tuple(part.strip() for part in orders.split(",") if part.strip())
+        plan = prefix_bench.PrefixPlan(trace, _sizes(blocks), names)
+        progress = common.wide_console(stderr=True)
+        rows = prefix_bench.run(plan, progress.print)
+        common.show(prefix_bench.prefix_table(rows, trace))
+        extra = {}
+        if pins:
+            extra["pins"] = prefix_pins.run(trace, plan.sizes)
+            common.show(prefix_pins.pins_table(extra["pins"]))
+        if json_file is not None:
+            command = shlex.join(["kvreclaim", *sys.argv[1:]])
+            common.write_json(common.report(rows, command, trace=trace.name, **extra), json_file)
+
+
+def _sizes(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(",") if part.strip())
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"--blocks is {value!r}, which is no list of numbers; pass, for example, 1000,4000."
+        ) from error

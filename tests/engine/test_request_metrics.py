@@ -1,0 +1,178 @@
+"""What a request and a step are said to have cost, and what the memory is told of a request."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny
+from settings import small
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine import engine as engine_module
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.pins import Retention
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def test_time_in_the_queue_ends_with_the_first_step_that_computes(make_llm, monkeypatch):
+    llm = make_llm(max_num_seqs=1)
+    engine = llm.engine
+    first, second = (engine.add_request(f"r{i}", p, GREEDY) for i, p in enumerate(tiny.prompts((20, 20))))
+    assert first.metrics.queue_s is None
+    engine.step()
+    assert second.metrics.queue_s is None
+    known = first.metrics.queue_s
+    while engine.has_unfinished:
+        engine.step()
+        assert first.metrics.queue_s == known, "preemption or not, it waited once"
+    for request in (first, second):
+        m = request.metrics
+        assert 0 < m.queue_s <= m.ttft_s <= m.e2e_s
+    assert second.metrics.queue_s > first.metrics.ttft_s
+
+
+@pytest.mark.parametrize(("length", "indexed"), [(7, 0), (8, 8), (21, 16), (40, 40)])
+def test_indexed_tokens_are_the_full_blocks_of_the_prompt(length, indexed, make_llm):
+    llm = make_llm(block_size=8, max_num_batched_tokens=16)
+    prompt = tiny.prompts((length,))[0]
+    for cached in (0, max(0, length - 1) // 8 * 8):
+        m = llm.generate(prompt, GREEDY)[0].metrics
+        assert (m.num_cached_tokens, m.num_indexed_tokens) == (cached, indexed)
+    off = make_llm(block_size=8, enable_prefix_caching=False).generate(prompt, GREEDY)[0].metrics
+    assert off.num_indexed_tokens == 0
+
+
+def test_indexed_tokens_of_a_prompt_that_was_compressed_on_its_way(make_llm):
+    """What was computed before the first pass entered the index; nothing after it did."""
+    llm = make_llm(block_size=8, max_num_batched_tokens=16)
+    m = llm.generate(tiny.prompts((90,))[0], GREEDY, small("knorm"))[0].metrics
+    assert m.num_indexed_tokens == 40
+
+
+def test_indexed_tokens_count_the_prompt_also_of_scored_requests(make_llm):
+    llm = make_llm(block_size=8)
+    prompt, continuation = tiny.prompts((20, 30))
+    assert llm.score([prompt], [continuation])[0].metrics.num_indexed_tokens <= 20
+
+
+def told_of_pins(llm, monkeypatch):
+    pinned, pin = [], llm.engine.memory.pin
+
+    def noted(seq_id, retention):
+        pinned.append((llm.engine.memory.table(seq_id).logical_len, tuple(retention)))
+        pin(seq_id, retention)
+
+    monkeypatch.setattr(llm.engine.memory, "pin", noted)
+    return pinned
+
+
+def test_the_memory_is_told_of_retention_once_when_the_prompt_is_there(make_llm, monkeypatch):
+    llm = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=16)
+    engine, pinned = llm.engine, told_of_pins(llm, monkeypatch)
+    kept = [Retention(16, 300.0), Retention(8, 3600.0)]
+    long = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+    for i in range(3):
+        engine.add_request(f"r{i}", tiny.prompts((30,), seed=i)[0], long, retention=kept)
+    engine.add_request("none", tiny.prompts((20,), seed=9)[0], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.totals.num_preemptions > 0, "some prompts were computed again"
+    assert pinned == [(30, tuple(kept))] * 3
+    assert engine.memory.stats().pinned > 0
+
+
+def test_a_share_of_nothing_pins_nothing(make_llm):
+    llm = make_llm(block_size=8, max_pinned_fraction=0.0)
+    llm.engine.add_request("r", tiny.prompts((30,))[0], GREEDY, retention=[Retention(24, 300.0)])
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    stats = llm.engine.memory.stats()
+    assert (stats.pinned, stats.pins_refused) == (0, 3)
+
+
+def test_the_memory_is_told_of_priority(make_llm, monkeypatch):
+    llm = make_llm(scheduling_policy="priority", eviction_policy="priority")
+    admit, told = llm.engine.memory.admit, []
+    monkeypatch.setattr(
+        llm.engine.memory, "admit", lambda *args, priority, **rest: told.append(priority) or admit(*args, **rest)
+    )
+    for priority in (3, -2):
+        llm.engine.add_request(f"r{priority}", [1, 2, 3], GREEDY, priority=priority)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert told == [-2, 3]
+
+
+@pytest.mark.parametrize("order", ["lru", "slru", "lfu", "priority", "gdsf"])
+def test_outputs_do_not_depend_on_the_eviction_order(order, make_llm):
+    prompts = [p for seed in range(3) for p in tiny.prompts((40, 25, 33), seed=seed)] * 2
+    expected = [out.outputs[0].token_ids for out in make_llm().generate(prompts, GREEDY)]
+    llm = make_llm(eviction_policy=order, block_size=8, num_blocks=16, kv_cache_metrics_sample=1.0)
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == expected
+    assert llm.engine.memory.stats().prefix_evictions > 0
+    assert llm.engine.memory.drain_residency()
+    llm.engine.memory.check()
+
+
+def test_a_steps_figures_add_up(make_llm):
+    llm = make_llm(max_num_batched_tokens=16)
+    steps = []
+    sampled = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(
+        tiny.prompts((50, 9, 20)), [GREEDY, sampled, GREEDY], [small("knorm"), None, None], on_step=steps.append
+    )
+    assert all(s.num_tokens == s.num_prefill_tokens + s.num_decode_tokens <= 16 for s in steps)
+    assert sum(s.num_prefill_tokens for s in steps) == sum(len(out.prompt_token_ids) for out in outputs)
+    num_outputs = sum(len(out.outputs) for out in outputs)
+    assert sum(s.num_decode_tokens for s in steps) == num_outputs * 11, "the last token is never computed"
+    assert sum(s.num_prompts_done for s in steps) == 3
+    assert llm.engine.totals.prompts_done == 3
+    assert steps[-1].num_running == steps[-1].num_waiting == steps[-1].blocks_in_use == 0
+
+
+def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monkeypatch):
+    """What admission promised is wrong for one: the engine says so and goes on."""
+    llm = make_llm(num_blocks=4)
+    monkeypatch.setattr(engine_module, "check_length", lambda *_: None)
+    engine = llm.engine
+    monkeypatch.setattr(engine_module, "output_limit", lambda *_: math.inf)
+    huge = engine.add_request("huge", tiny.prompts((100,))[0], GREEDY)
+    engine.add_request("fine", tiny.prompts((10,))[0], GREEDY)
+    fine = engine.requests["fine"]
+    fine.max_len = 22
+    while engine.has_unfinished:
+        engine.step()
+    assert "fits into no empty pool" in huge.error
+    assert fine.output().outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({-1: 1.0}, "token id of logit_bias is -1"),
+        ({"5": 1.0}, "token id of logit_bias is '5'"),
+        ({5: 100.5}, "logit_bias of token 5 is 100.5"),
+        ({5: math.nan}, "logit_bias of token 5 is nan"),
+        ({5: "much"}, "logit_bias of token 5 is 'much'"),
+        ([5], "logit_bias is a list"),
+    ],
+)
+def test_a_bias_is_checked(bias, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        SamplingParams(logit_bias=bias)
+
+
+def test_a_bias_of_a_token_that_the_model_has_not(make_llm):
+    with pytest.raises(InvalidArgumentError, match="logit_bias holds token 272; the model's ids end at 271"):
+        make_llm().generate([1, 2], SamplingParams(logit_bias={272: 1.0}))
+
+
+def test_a_bias_forces_and_forbids_tokens(make_llm):
+    llm, prompt = make_llm(), tiny.prompts((20,))[0]
+    plain = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    forced = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={7: 100}, ignore_eos=True)
+    assert llm.generate(prompt, forced)[0].outputs[0].token_ids == [7] * 4
+    without = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={plain[0]: -100.0})
+    assert plain[0] not in llm.generate(prompt, without)[0].outputs[0].token_ids

@@ -1,0 +1,63 @@
+"""That a memory and its shadow say the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvreclaim.memory import MISS_REASONS, MemoryStats
+from kvreclaim.memory.marks import INDEXED, PINNED
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+def check_world(world: World) -> None:
+    shadow, pool = world.shadow, world.memory.pool
+    world.memory.check()
+    assert world.memory.stats() == _expected_stats(world)
+    assert pool.reuse_order() == shadow.order
+    assert {b: n for b, n in enumerate(pool.refs) if n} == shadow.refs
+    assert {entry.block for entry in pool.index} == set(shadow.path_of_block)
+    assert {b for b, mark in enumerate(pool.marks) if mark & INDEXED} == set(shadow.path_of_block)
+    assert {b for b, mark in enumerate(pool.marks) if mark & PINNED} == shadow.pins.live()
+    for seq_id in shadow.sequences:
+        _check_sequence(world, seq_id)
+
+
+def _check_sequence(world: World, seq_id: int) -> None:
+    shadow, sequence, memory = world.shadow, world.shadow.sequences[seq_id], world.memory
+    table = memory.table(seq_id)
+    assert table.block_ids == sequence.blocks
+    assert table.physical_len == len(sequence.contents)
+    assert table.logical_len == sequence.logical_len
+    assert table.exact == sequence.exact
+    if world.foretold:
+        assert memory.indexed_len(seq_id) == len(sequence.entries) * shadow.block_size
+    refs = tuple(0 if block is None else shadow.refs[block] for block in sequence.blocks)
+    indexed = tuple(block in shadow.path_of_block for block in sequence.blocks)
+    assert memory.ref_counts(seq_id) == refs
+    assert memory.indexed(seq_id) == indexed
+    assert memory.writable(seq_id) == tuple(n == 1 and not hit for n, hit in zip(refs, indexed, strict=True))
+    for slot, content in enumerate(sequence.contents):
+        assert shadow.stored(sequence, slot) == content, f"sequence {seq_id}: slot {slot} was overwritten"
+
+
+def _expected_stats(world: World) -> MemoryStats:
+    shadow = world.shadow
+    cached = shadow.num_cached()
+    assert shadow.hits + world.misses.total() == shadow.queries
+    return MemoryStats(
+        num_blocks=shadow.num_blocks,
+        in_use=shadow.num_blocks - len(shadow.order),
+        cached=cached,
+        free=len(shadow.order) - cached,
+        peak_in_use=shadow.peak,
+        prefix_query_tokens=shadow.queries,
+        prefix_hit_tokens=shadow.hits,
+        prefix_evictions=shadow.evictions if world.foretold else world.memory.pool.num_evictions,
+        blocks_freed_by_compression=shadow.freed,
+        cow_copies=shadow.copies,
+        pinned=len(shadow.pins.live()),
+        pins_refused=shadow.pins.refused,
+        misses={reason: world.misses[reason] for reason in MISS_REASONS},
+    )

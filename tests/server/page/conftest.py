@@ -1,0 +1,66 @@
+"""The page in headless Chromium: the system's, so nothing is installed to run these."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from running import Running, running_server
+
+from kvreclaim import LLM, demo_model
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TIMEOUT_MS = 60_000
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[Running]:
+    """Blocks that a test sees in use are its own."""
+    with running_server(LLM(demo_model(), num_blocks=1024)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip(
+            "no chromium, chromium-browser or google-chrome on the path: the page is not tested in a browser"
+        )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Opens the page of a server. At the end: no complaint in the console, no request to another host.
+
+    options: of Browser.new_context; ready=False: do not wait for the first frame
+    """
+    contexts, complaints, requests = [], [], []
+
+    def opened(server: Running, *, ready: bool = True, **options: Any) -> Page:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append((request.url, server.base_url)))
+        page.goto(server.base_url)
+        if ready:
+            page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert requests
+    assert [url for url, base in requests if urlparse(url).netloc != urlparse(base).netloc] == []

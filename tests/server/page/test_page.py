@@ -1,0 +1,181 @@
+"""The page in headless Chromium: the system's, so nothing is installed to run these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+import httpx2
+from playwright.sync_api import Page, expect
+from running import MODEL, Running
+
+EXAMPLE = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"][1]
+COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
+TIMEOUT_MS = 60_000
+
+PIXELS = """() => { const c = document.querySelector('#pool');
+  return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.reduce((h, v) => (h * 31 + v) | 0, 7); }"""
+HAS_COLOUR = """(wanted) => { const c = document.querySelector('#pool');
+  const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  for (let i = 0; i < data.length; i += 4)
+    if (data[i] === wanted[0] && data[i + 1] === wanted[1] && data[i + 2] === wanted[2]) return true;
+  return false; }"""
+
+
+def complete(server: Running, **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": EXAMPLE["prompt"], "temperature": 0, **fields}
+    answer: dict[str, Any] = httpx2.post(f"{server.base_url}/v1/completions", json=body, timeout=120).json()
+    return answer
+
+
+@contextmanager
+def running_request(server: Running, **fields: Any) -> Iterator[None]:
+    """A long answer that is being written, aborted at the end."""
+    body = {
+        "model": MODEL,
+        "prompt": EXAMPLE["prompt"],
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"{server.base_url}/v1/completions"
+    with httpx2.stream("POST", url, json={**body, **fields}, timeout=120) as answer:
+        next(answer.iter_lines())
+        yield
+
+
+def in_use(page: Page) -> int:
+    return int(page.locator("[data-chart=blocks] [data-value]").inner_text().split()[0].replace(",", ""))
+
+
+def fill_form(page: Page, **fields: str) -> None:
+    for name, value in fields.items():
+        page.fill(f"#{name.replace('_', '-')}", value)
+
+
+def test_both_answers_stream_and_equal_those_of_the_api(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    page.click("#example")
+    expect(page.locator("#example-note")).to_contain_text("Example")
+    page.click("#example")
+    expect(page.locator("#prompt")).to_have_value(EXAMPLE["prompt"])
+    lengths = page.evaluate_handle(
+        """() => { const seen = {compressed: new Set(), full: new Set()};
+        for (const id in seen) new MutationObserver(() => seen[id].add(
+            document.querySelector(`#${id} [data-answer]`).textContent.length,
+        )).observe(document.querySelector(`#${id} [data-answer]`), {childList: true, subtree: true});
+        return seen; }"""
+    )
+    page.click("#send")
+    for pane, compression in (("compressed", COMPRESSION), ("full", {"policy": "full"})):
+        part = page.locator(f"#{pane}")
+        expect(part.locator("[data-state]")).to_have_text("finished (stop)", timeout=TIMEOUT_MS)
+        right = complete(page_server, max_tokens=EXAMPLE["max_tokens"], kv_compression=compression)
+        assert part.locator("[data-answer]").text_content() == right["choices"][0]["text"]
+        usage = right["usage"]
+        words = len(EXAMPLE["answer"].split())
+        assert part.locator("[data-tokens]").inner_text() == str(usage["completion_tokens"])
+        assert part.locator("[data-peak]").inner_text() == str(usage["kv_cache"]["peak_blocks"])
+        assert part.locator("[data-freed]").inner_text() == str(usage["kv_cache"]["blocks_freed"])
+        assert part.locator("[data-right]").inner_text() == f"{words} of {words}"
+        assert page.evaluate("([seen, id]) => seen[id].size", [lengths, pane]) > 5
+    assert page.locator("#announce").inner_text().startswith(("With compression", "Full cache"))
+
+
+def test_the_pool_changes_while_a_request_runs(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    idle, pixels = in_use(page), page.evaluate(PIXELS)
+    assert idle == 0
+    expect(page.locator("#requests-empty")).to_be_visible()
+    with running_request(page_server):
+        row = page.locator("#requests tbody tr")
+        expect(row).to_have_count(1)
+        assert in_use(page) > 60
+        assert page.evaluate(PIXELS) != pixels
+        logical, physical, blocks, evicted, freed = row.locator("td.number").all_inner_texts()
+        assert logical == physical
+        assert (evicted, freed) == ("0", "0")
+        assert in_use(page) >= int(blocks)
+        assert f"by {1} requests" in (page.locator("#pool-summary").text_content() or "")
+    expect(row).to_have_count(0)
+    expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
+
+
+def test_the_moment_of_compaction_shows(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server, reduced_motion="reduce")
+    expect(page.locator("#passes-empty")).to_be_visible()
+    freed = page.evaluate("getComputedStyle(document.querySelector('.swatch.freed')).backgroundColor")
+    colour = [int(number) for number in freed[4:-1].split(",")]
+    assert not page.evaluate(HAS_COLOUR, colour)
+    with running_request(page_server, kv_compression=COMPRESSION):
+        page.wait_for_function(HAS_COLOUR, arg=colour)
+        expect(page.locator("#passes li").first).to_contain_text("tokens evicted")
+        row = page.locator("#requests tbody tr td.number")
+        logical, physical, _, evicted, freed = (int(n.replace(",", "")) for n in row.all_inner_texts())
+        assert logical - physical == evicted > 0
+        assert freed > 0
+        page.locator("#requests .who").click()  # its blocks stay, others fade
+        expect(page.locator("#requests .who")).to_have_attribute("aria-pressed", "true")
+    page.wait_for_function(f"!({HAS_COLOUR})({colour})")  # the flash ends
+
+
+def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    fill_form(page, prompt="sun", max_tokens="4000", temperature="2")
+    page.click("#send")
+    for pane in ("compressed", "full"):
+        page.locator(f"#{pane} [data-stop]").click()
+        expect(page.locator(f"#{pane} [data-state]")).to_have_text("stopped")
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
+
+
+def test_an_error_is_said_in_the_servers_words(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    fill_form(page, prompt="sun", budget="10", recent="64", max_tokens="2")
+    with page.expect_response("**/v1/completions", timeout=TIMEOUT_MS) as answer:
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no."}})
+        )
+        page.click("#send")
+    assert answer.value.status == 400
+
+
+def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the prompt box")).to_be_focused()
+    order = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", order[-1]
+        if order[-1] == "pool":
+            expect(page.locator("#readout")).to_contain_text("Block 0: ")
+            page.keyboard.press("ArrowRight")
+            expect(page.locator("#readout")).to_contain_text("Block 1: ")
+            page.keyboard.press("End")
+            expect(page.locator("#readout")).to_contain_text("Block 1,023: ")
+        if order[-1] == "prompt":
+            page.keyboard.type("sun moon")
+        if order[-1] == "max-tokens":
+            page.keyboard.type("3")
+        if order[-1] == "send":
+            page.keyboard.press("Enter")
+            break
+    wanted = [
+        "theme",
+        "pool",
+        "prompt",
+        "policy",
+        "budget",
+        "recent",
+        "interval",
+        "max-tokens",
+        "temperature",
+    ]
+    assert [name for name in order if name in wanted] == wanted
+    expect(page.locator("#full [data-tokens]")).to_have_text("3")

@@ -1,0 +1,272 @@
+"""The page's routes and its feed, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import runpy
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from running import MODEL, Running, running_server
+from steering import until
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+from kvreclaim.engine.pool_view import IN_USE
+from kvreclaim.server.page.feed import MAX_PENDING, MAX_VIEWERS, Viewer
+from kvreclaim.server.page.snapshot import NO_BLOCKS, Compaction, Recorder
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "page_examples.py"
+EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())
+COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
+
+
+@contextmanager
+def feed_of(server: Running, **headers: str) -> Iterator[Iterator[tuple[str, Any]]]:
+    """(name, data) of the feed's events."""
+    url = f"{server.base_url}/page/feed"
+    with httpx2.stream("GET", url, headers=headers, timeout=60) as response:
+        assert response.status_code == 200
+        yield events_in(response)
+
+
+def events_in(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
+    name = ""
+    for line in response.iter_lines():
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            yield name, json.loads(line[6:])
+
+
+def cells_of(frame: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(state, owner) of a pool without groups."""
+    raw = zlib.decompress(base64.b64decode(frame["cells"]))
+    num = frame["num_blocks"]
+    return np.frombuffer(raw, np.uint8, offset=2 * num), np.frombuffer(raw, "<u2", count=num)
+
+
+def complete(server: Running, **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": EXAMPLES["demo"][0]["prompt"], "temperature": 0, **fields}
+    answer = httpx2.post(f"{server.base_url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def is_watched(server: Running) -> bool:
+    return any(isinstance(observer, Recorder) for observer in server.service.engine.observers)
+
+
+class Outside(HTMLParser):
+    """What a page would load, and what a strict policy would block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.urls += [url for name in ("src", "href") if (url := given.get(name))]
+        self.inline += [name for name in given if name.startswith("on") or name == "style"]
+        if tag == "style" or (tag == "script" and "src" not in given):
+            self.inline.append(tag)
+
+
+def test_the_page_loads_from_its_own_server_alone(page_server: Running) -> None:
+    answer = httpx2.get(page_server.base_url)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    parser = Outside()
+    parser.feed(answer.text)
+    assert parser.inline == []
+    for url in parser.urls:
+        assert url.startswith(("/", "#"))
+        if url.startswith("/page/"):
+            file = httpx2.get(page_server.base_url + url)
+            assert file.status_code == 200
+            assert file.headers["x-content-type-options"] == "nosniff"
+    static = files("kvreclaim.server.page") / "static"
+    for file in static.iterdir():
+        outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+/\S*", file.read_text())
+        assert [url for url in outside if "www.w3.org" not in url] == [], file.name
+
+
+def test_a_browser_keeps_files_that_have_not_changed(page_server: Running) -> None:
+    first = httpx2.get(page_server.base_url)
+    again = httpx2.get(page_server.base_url, headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Froutes.py", "%2e%2e/routes.py", "../examples.json"])
+def test_other_files_are_not_served(page_server: Running, name: str) -> None:
+    assert httpx2.get(f"{page_server.base_url}/page/static/{name}").status_code == 404
+
+
+def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
+    with feed_of(page_server) as events:
+        before = next(data for name, data in events if name == "frame")
+        assert before["requests"] == []
+        thread = threading.Thread(target=complete, args=(page_server,), kwargs={"max_tokens": 500})
+        thread.start()
+        frame = next(data for name, data in events if name == "frame" and data["requests"])
+        request_id, logical, physical, blocks, evicted, freed = frame["requests"][0]
+        state, owner = cells_of(frame)
+        assert request_id.startswith("req-")
+        assert (owner == 1).sum() == blocks == -(-physical // 16)
+        assert (state[owner == 1] == IN_USE).all()
+        assert logical >= physical + evicted
+        assert freed == 0
+        assert sum(frame["blocks"].values()) == frame["num_blocks"] == 1024
+        assert frame["blocks"]["in_use"] == blocks
+        thread.join()
+        after = next(data for name, data in events if name == "frame" and not data["requests"])
+        assert after["totals"]["generation_tokens"] - before["totals"]["generation_tokens"] == 500
+
+
+def test_every_compaction_is_told(page_server: Running) -> None:
+    prompt = EXAMPLES["demo"][1]["prompt"]
+    answers: list[dict[str, Any]] = []
+    told, cells = [], 0
+
+    def ask() -> None:
+        fields = {"kv_compression": COMPRESSION, "max_tokens": 300, "ignore_eos": True}
+        answers.append(complete(page_server, prompt=prompt, **fields))
+
+    with feed_of(page_server) as events:
+        next(events)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        seen = False
+        for name, data in events:
+            if name == "compactions":
+                told += data["passes"]
+                cells += len(np.frombuffer(base64.b64decode(data["cells"]), "<u2"))
+            elif data["requests"]:
+                seen = True
+            elif seen:
+                break
+        thread.join()
+    cache = answers[0]["usage"]["kv_cache"]
+    assert len(told) > 3
+    assert sum(freed for *_, freed, _ in told) == cache["blocks_freed"]
+    assert sum(evicted for *_, evicted in told) == cache["tokens_evicted"]
+    assert all(before - after == freed for _, before, after, freed, _ in told)
+    assert cells > 0
+
+
+def test_nobody_reads_the_engine_while_nobody_watches(page_server: Running) -> None:
+    for _ in range(2):
+        until(lambda: not is_watched(page_server))
+        with feed_of(page_server) as events, feed_of(page_server) as others:
+            assert next(events)[0] == next(others)[0] == "frame"
+            assert is_watched(page_server)
+    until(lambda: not is_watched(page_server))
+
+
+def test_a_viewer_that_does_not_read_gets_the_last_frame_and_bounded_news() -> None:
+    viewer = Viewer()
+    for i in range(1000):
+        viewer.show(f"frame {i}\n".encode(), [Compaction(f"r{i}", NO_BLOCKS, 9, 4, 5, 80)])
+    viewer.dismiss("draining")
+
+    async def read() -> list[bytes]:
+        return [chunk async for chunk in viewer.events(1024)]
+
+    first, last = asyncio.run(read())
+    assert first.count(b"frame ") == 1
+    assert first.endswith(b"frame 999\n")
+    told = json.loads(first.split(b"data: ")[1].split(b"\n")[0])["passes"]
+    assert len(told) == MAX_PENDING
+    assert told[-1] == ["r999", 9, 4, 5, 80]
+    assert b"draining" in last
+
+
+def test_there_is_room_for_so_many_viewers(page_server: Running) -> None:
+    url = f"{page_server.base_url}/page/feed"
+    with httpx2.Client(timeout=60) as client:
+        until(lambda: not is_watched(page_server))
+        request = client.build_request("GET", url)
+        open_feeds = [client.send(request, stream=True) for _ in range(MAX_VIEWERS)]
+        assert [answer.status_code for answer in open_feeds] == [200] * MAX_VIEWERS
+        refused = httpx2.get(url)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "5"
+        assert next(events_in(open_feeds[-1]))[0] == "frame"
+        for answer in open_feeds:
+            answer.close()
+
+
+def test_the_feed_ends_when_the_server_drains() -> None:
+    with running_server(LLM(demo_model(), num_blocks=64)) as server, feed_of(server) as events:
+        next(events)
+        server.loop.call_soon_threadsafe(server.service.draining.set)
+        assert [data for name, data in events if name == "end"] == [{"reason": "draining"}]
+        assert httpx2.get(f"{server.base_url}/page/feed").status_code == 503
+
+
+def test_the_page_is_the_operators() -> None:
+    with running_server(LLM(demo_model(), num_blocks=64), api_keys=("a", "b"), operator_key="op") as server:
+        for path in ("/", "/page/static/main.js", "/page/feed", "/page/settings", "/page/example"):
+            url = server.base_url + path
+            refused = httpx2.get(url, headers={"authorization": "Bearer a"})
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"].startswith("Basic ")
+            if path != "/page/feed":
+                assert httpx2.get(url, auth=("any", "op")).status_code == 200, path
+        basic = base64.b64encode(b"any:op").decode()
+        with feed_of(server, authorization=f"Basic {basic}") as events:
+            assert next(events)[0] == "frame"
+
+
+def test_every_policy_that_is_offered_runs(page_server: Running) -> None:
+    settings = httpx2.get(f"{page_server.base_url}/page/settings").json()
+    assert settings["models"] == [MODEL]
+    assert {"query_mixture", "evict-only(query_mixture)", "streaming_llm", "h2o"} <= set(settings["policies"])
+    for policy in settings["policies"]:
+        budget = {**COMPRESSION, "policy": policy}
+        answer = complete(page_server, max_tokens=2, ignore_eos=True, kv_compression=budget)
+        assert answer["usage"]["completion_tokens"] == 2, policy
+    body = {"model": MODEL, "prompt": "sun", "kv_compression": {"policy": "oracle"}}
+    assert "oracle" not in settings["policies"]
+    assert httpx2.post(f"{page_server.base_url}/v1/completions", json=body).status_code == 400
+
+
+def test_examples_are_those_of_their_script() -> None:
+    assert runpy.run_path(str(SCRIPT))["build"]() == EXAMPLES
+
+
+def test_each_example_is_answered_with_and_without_compression() -> None:
+    llm, examples = LLM(demo_model(), num_blocks=1024, enable_prefix_caching=False), EXAMPLES["demo"]
+    params = [SamplingParams(temperature=0, max_tokens=each["max_tokens"]) for each in examples]
+    compressed = [
+        CompressionConfig("query_mixture", budget=each["budget"], recent=64, interval=64) for each in examples
+    ]
+    prompts = [each["prompt"] for each in examples]
+    outputs = llm.generate(prompts * 2, params * 2, [None] * len(examples) + compressed)
+    for output, example in zip(outputs, examples * 2, strict=True):
+        assert output.outputs[0].text.split() == example["answer"].split()
+    assert all(output.metrics.blocks_freed > 50 for output in outputs[len(examples) :])
+
+
+def test_a_model_with_another_vocabulary_gets_a_text(tiny_server: Running) -> None:
+    assert httpx2.get(f"{tiny_server.base_url}/page/example").json() == EXAMPLES["text"][0]
+
+
+def test_examples_go_round(page_server: Running) -> None:
+    url = f"{page_server.base_url}/page/example"
+    got = [httpx2.get(url, params={"index": i}).json() for i in range(len(EXAMPLES["demo"]) + 1)]
+    assert got == [*EXAMPLES["demo"], EXAMPLES["demo"][0]]

@@ -1,0 +1,78 @@
+"""What the page is told of compactions, against the memory manager's own changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+from kvreclaim.eval.demo_tasks import DEMO_TASKS
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.server.page.snapshot import Compaction, Recorder
+
+
+def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tuple[set[int], set[int]]]:
+    """(blocks before, blocks after) of each shrink to come, in order."""
+    seen: list[tuple[set[int], set[int]]] = []
+    shrink = engine_memory.shrink
+
+    def noted(plan):
+        before = set(engine_memory.table(plan.seq_id).blocks())
+        shrunk = shrink(plan)
+        seen.append((before, set(engine_memory.table(plan.seq_id).blocks())))
+        return shrunk
+
+    patch.setattr(engine_memory, "shrink", noted)
+    return seen
+
+
+def run(llm: LLM) -> tuple[list[Compaction], Recorder]:
+    """Two requests, one of two outputs; snapshots after every step."""
+    engine, recorder, told = llm.engine, Recorder(), []
+    recorder.begin(engine)
+    compressor = llm.compressor(CompressionConfig("query_mixture", budget=512, recent=64, interval=64))
+    for index, n in enumerate((1, 2)):
+        prompt = list(DEMO_TASKS["recall"].make(1024).sample(index).prompt)
+        params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=1.0, seed=index, n=n)
+        engine.add_request(f"r{index}", prompt, params, compressor)
+    while engine.has_unfinished:
+        result = engine.step()
+        recorder.stepped(engine, result)
+        for request in result.requests:
+            if request.finished:
+                recorder.ended(engine, request)
+        told += recorder.take(engine).compactions
+    return told, recorder
+
+
+@pytest.mark.parametrize("num_blocks", [512, 90])  # 90: requests are preempted
+def test_each_compaction_names_the_blocks_that_left(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    llm = LLM(demo_model(), num_blocks=num_blocks)
+    seen = changes(llm.engine.memory, monkeypatch)
+    told, recorder = run(llm)
+    assert len(told) > 10
+    assert len(told) == llm.engine.totals.compactions
+    assert sum(each.num_evicted for each in told) == llm.engine.totals.tokens_evicted
+    assert (sum(llm.engine.totals.preemptions.values()) > 0) == (num_blocks == 90)
+    for each, (before, after) in zip(told, seen, strict=True):
+        assert set(each.blocks.tolist()) == before - after
+        assert (each.before, each.after) == (len(before), len(after))
+    assert recorder._seen == {}
+
+
+def test_what_happened_before_somebody_watched_is_not_told() -> None:
+    llm = LLM(demo_model(), num_blocks=512)
+    engine = llm.engine
+    compressor = llm.compressor(CompressionConfig("knorm", budget=256, recent=64, interval=32))
+    prompt = list(DEMO_TASKS["recall"].make(1024).sample(1).prompt)
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
+    engine.add_request("r", prompt, params, compressor)
+    while engine.totals.compactions < 2:
+        engine.step()
+    recorder = Recorder()
+    recorder.begin(engine)
+    before = engine.totals.compactions
+    while engine.totals.compactions == before:
+        recorder.stepped(engine, engine.step())
+    told = recorder.take(engine).compactions
+    assert [(each.request_id, each.num_evicted) for each in told] == [("r", 32)]
+    assert recorder.take(engine).compactions == []

@@ -1,0 +1,111 @@
+"""The dashboard and the documents speak of metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvreclaim.server.logs import QUIET_ROUTES
+from kvreclaim.server.metrics.catalogue import CATALOGUE, Kind, Metric
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "observability"
+DASHBOARD = EXAMPLE / "grafana" / "kvreclaim.json"
+DOCS = (ROOT / "docs" / "observability.md").read_text()
+SUFFIXES = ("_bucket", "_sum", "_count")
+SELECTOR = re.compile(r"([a-z]+:[a-z_]+)(?:\{([^}]*)\})?")
+
+EXPORTED = {
+    name: metric
+    for metric in CATALOGUE
+    for name in (
+        [metric.name + suffix for suffix in SUFFIXES]
+        if metric.kind is Kind.HISTOGRAM
+        else [metric.exported_name]
+    )
+}
+"""Names of samples, as PromQL knows them."""
+
+
+def dashboard() -> dict:
+    return json.loads(DASHBOARD.read_text())
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_there_are() -> None:
+    queries = [variable["definition"] for variable in dashboard()["templating"]["list"][1:]]
+    assert len(expressions()) > 30
+    for expression in [*expressions(), *queries]:
+        found = SELECTOR.findall(expression)
+        assert found, expression
+        for name, selector in found:
+            labels = set(re.findall(r"(\w+)=~?\"", selector))
+            assert labels <= {*EXPORTED[name].labels, "instance"}, expression
+        grouped = re.search(r"by \((\w+)\)", expression)
+        if grouped and grouped[1] != "le":
+            assert all(grouped[1] in EXPORTED[name].labels for name, _ in found), expression
+    assert all(e.count("(") == e.count(")") for e in expressions())
+
+
+def test_every_kvreclaim_metric_is_on_the_dashboard() -> None:
+    shown = " ".join(expressions())
+    ours = {m for m in CATALOGUE if m.name.startswith("kvreclaim:")}
+    assert [m.name for m in ours if m.name not in shown] == ["kvreclaim:compactions"]
+
+
+def test_panels_are_whole_and_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    taken: set[tuple[int, int]] = set()
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["description"]
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            assert [t["refId"] for t in panel["targets"]] == [*"ABC"][: len(panel["targets"])]
+
+
+def test_the_example_fits_together() -> None:
+    compose = yaml.safe_load((EXAMPLE / "docker-compose.yaml").read_text())["services"]
+    for service in compose.values():
+        for volume in service.get("volumes", []):
+            assert (EXAMPLE / volume.split(":")[0]).is_file(), volume
+        assert not service["image"].endswith(":latest")
+    [job] = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
+    [source] = yaml.safe_load((EXAMPLE / "grafana" / "datasources.yml").read_text())["datasources"]
+    listens = next(each for each in compose["prometheus"]["command"] if "listen" in each)
+    assert source["url"] == "http://" + listens.partition("=")[2]
+    assert dashboard()["templating"]["list"][0]["current"]["value"] == source["uid"]
+    [provider] = yaml.safe_load((EXAMPLE / "grafana" / "dashboards.yml").read_text())["providers"]
+    assert any(
+        volume.split(":")[1].startswith(provider["options"]["path"])
+        for volume in compose["grafana"]["volumes"]
+    )
+
+
+def row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels if label not in ("model_name", "engine"))
+    return f"| `{metric.exported_name}` | {metric.kind.value} | {labels} | {metric.meaning} |"
+
+
+def test_the_table_in_the_docs_is_the_catalogue() -> None:
+    expected = [row(metric) for metric in CATALOGUE]
+    given = [line for line in DOCS.splitlines() if re.match(r"\| `(vllm:|kvreclaim:|http_)", line)]
+    assert given == expected, "\n".join(expected)
+
+
+@pytest.mark.parametrize("route", QUIET_ROUTES)
+def test_quiet_routes_are_named(route: str) -> None:
+    assert f"`{route}`" in DOCS

@@ -1,0 +1,175 @@
+"""/v1/completions through OpenAI's own client: the same answers as the engine gives without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+from running import MODEL, Running, openai_client
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+
+PROMPT = "the end of the story"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+GREEDY_FIELDS = {"model": MODEL, "temperature": 0.0, "max_tokens": 24}
+
+
+@pytest.fixture
+def client(tiny_server: Running) -> Iterator[openai.OpenAI]:
+    with openai_client(tiny_server) as client:
+        yield client
+
+
+def gather(chunks) -> dict[int, str]:
+    """The text of each output of a stream, and that every output ended once, in its last chunk."""
+    texts: dict[int, str] = {}
+    ended: set[int] = set()
+    for chunk in chunks:
+        for choice in chunk.choices:
+            assert choice.index not in ended
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.finish_reason is not None:
+                ended.add(choice.index)
+    assert ended == set(texts)
+    return texts
+
+
+def test_the_answer_is_the_engines(client: openai.OpenAI, tiny_oracle: LLM):
+    expected = tiny_oracle.generate(PROMPT, GREEDY)[0]
+    answer = client.completions.create(prompt=PROMPT, **GREEDY_FIELDS)
+    choice = answer.choices[0]
+    assert choice.text == expected.outputs[0].text
+    assert choice.finish_reason == "length"
+    assert answer.id.startswith("cmpl-")
+    assert answer.model == MODEL
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+
+
+def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, tiny_oracle: LLM):
+    expected = tiny_oracle.generate(PROMPT, GREEDY)[0].outputs[0].text
+    options = {"include_usage": True}
+    chunks = list(
+        client.completions.create(prompt=PROMPT, **GREEDY_FIELDS, stream=True, stream_options=options)
+    )
+    assert gather(chunks) == {0: expected}
+    assert len(chunks) > 3
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_what_a_stream_looks_like_on_the_wire(tiny_server: Running):
+    body = {**GREEDY_FIELDS, "prompt": PROMPT, "stream": True}
+    answer = httpx2.post(f"{tiny_server.base_url}/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, end = answer.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert all("usage" not in chunk for chunk in chunks), "usage comes only when it is asked for"
+    assert [chunk["object"] for chunk in chunks] == ["text_completion"] * len(chunks)
+    assert chunks[0]["id"].removeprefix("cmpl-") == answer.headers["x-request-id"].removeprefix("req-")
+
+
+def test_usage_so_far_in_every_chunk(client: openai.OpenAI):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(prompt=PROMPT, **GREEDY_FIELDS, stream=True, stream_options=options)
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+    assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens for chunk in chunks)
+
+
+def test_the_asynchronous_client(tiny_server: Running, tiny_oracle: LLM):
+    prompts = [PROMPT, "a stop at the top", "then"]
+    expected = [output.outputs[0].text for output in tiny_oracle.generate(prompts, GREEDY)]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{tiny_server.base_url}/v1", api_key="any") as client:
+
+            async def streamed(prompt: str) -> str:
+                stream = await client.completions.create(prompt=prompt, **GREEDY_FIELDS, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            whole = await client.completions.create(prompt=prompts[0], **GREEDY_FIELDS)
+            return [whole.choices[0].text, *await asyncio.gather(*map(streamed, prompts))]
+
+    first, *streams = asyncio.run(ask())
+    assert first == expected[0]
+    assert streams == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_with_several_outputs(client: openai.OpenAI, tiny_oracle: LLM, stream: bool):
+    prompts = [PROMPT, "then the end", "stop"]
+    params = SamplingParams(n=2, seed=7, max_tokens=9)
+    expected = [out.text for answer in tiny_oracle.generate(prompts, params) for out in answer.outputs]
+    assert len(set(expected)) == 6
+    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, seed=7, max_tokens=9, stream=stream)
+    if stream:
+        texts = gather(answer)
+    else:
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        assert answer.usage.completion_tokens == 54
+        texts = {choice.index: choice.text for choice in answer.choices}
+    assert [texts[index] for index in range(6)] == expected
+
+
+def test_prompts_as_token_ids(client: openai.OpenAI, tiny_oracle: LLM):
+    ids = [tiny_oracle.tokenizer.encode(text) for text in (PROMPT, "then")]
+    expected = [out.outputs[0].text for out in tiny_oracle.generate(ids, GREEDY)]
+    one = client.completions.create(prompt=ids[0], **GREEDY_FIELDS)
+    two = client.completions.create(prompt=ids, **GREEDY_FIELDS)
+    assert [choice.text for choice in one.choices] == expected[:1]
+    assert [choice.text for choice in two.choices] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_never_seen(client: openai.OpenAI, tiny_oracle: LLM, stream: bool):
+    text = tiny_oracle.generate(PROMPT, GREEDY)[0].outputs[0].text
+    stop = text[7:10]
+    assert text.index(stop) == 7
+    answer = client.completions.create(
+        prompt=PROMPT, **GREEDY_FIELDS, stop=[stop, "never said"], stream=stream
+    )
+    chunks = list(answer) if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:7]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices[0].stop_reason == stop
+
+
+def test_what_was_served_from_the_cache_is_counted(client: openai.OpenAI, tiny_server: Running):
+    prompt = list(range(100, 167))
+    size = tiny_server.llm.engine.config.block_size
+    asks = [client.completions.create(model=MODEL, prompt=prompt, max_tokens=1) for _ in range(2)]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in asks]
+    assert cached == [0, 66 // size * size], "all whole blocks but those of the last token"
+
+
+def test_what_compression_gave_back_is_counted(server: Running):
+    settings = {"policy": "knorm", "budget": 64, "interval": 16, "recent": 16}
+    prompt = [5 + i % 200 for i in range(300)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    oracle = LLM(demo_model(), num_blocks=256)
+    expected = oracle.generate([prompt], params, CompressionConfig(**settings))[0].metrics
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0.0}
+    with openai_client(server) as client:
+        answer = client.completions.create(
+            **asked, extra_body={"kv_compression": settings, "ignore_eos": True}
+        )
+    assert answer.usage.kv_cache == {
+        "tokens_evicted": expected.tokens_evicted,
+        "blocks_freed": expected.blocks_freed,
+        "peak_blocks": expected.peak_blocks,
+        "reclaim_efficiency": expected.reclaim_efficiency,
+    }
+    assert answer.usage.kv_cache["blocks_freed"] > 10

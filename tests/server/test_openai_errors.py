@@ -1,0 +1,244 @@
+"""What OpenAI's client raises: every refusal is of the class that users catch, and names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from running import MODEL, Running, openai_client, running_server
+from steering import Asking, paused, until
+
+from kvreclaim import LLM
+
+COMPLETION = {"model": MODEL, "prompt": "the end", "max_tokens": 2}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the end"}], "max_tokens": 2}
+IMAGE = [{"type": "image_url", "image_url": {"url": "http://localhost/"}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture(scope="module")
+def limited(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+    llm = LLM(tiny_dir("llama"), num_blocks=64, max_num_seqs=8)
+    with running_server(llm, api_keys=("k1", "k2"), max_n=3, max_queue_len=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(limited: Running) -> Iterator[openai.OpenAI]:
+    with openai_client(limited, api_key="k1") as client:
+        yield client
+
+
+COMPLETION_REFUSALS = [
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"extra_body": {"zoo": 1}}, "zoo"),
+    ({"extra_body": {"include_stop_str_in_output": True}}, "include_stop_str_in_output"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": "2"}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 4}, "n"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"seed": -1}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"zoo": 1}}, "stream_options.zoo"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
+    ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+    ({"echo": True, "logprobs": 1, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+    ({"user": "a", "extra_body": {"safety_identifier": "b"}}, "user"),
+    ({"extra_body": {"min_tokens": 3}}, "min_tokens"),
+    ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
+    ({"extra_body": {"prompt_cache_retention": "1h"}}, "prompt_cache_retention"),
+    ({"extra_body": {"kv_compression": {"policy": "zoo"}}}, "kv_compression"),
+    ({"extra_body": {"kv_compression": {"stats": "/etc/passwd"}}}, "kv_compression.stats"),
+    ({"extra_body": {"kv_compression": {"budget": 0}}}, "kv_compression"),
+    ({"extra_body": {"kv_compression": "knorm"}}, "kv_compression"),
+]
+
+CHAT_REFUSALS = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "function", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a", "zoo": 1}]}, "messages.0.zoo"),
+    ({"messages": [{"role": "user", "content": "a", "name": "Eve"}]}, "messages.0.name"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages.0.tool_call_id"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 3}, "max_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+    ({"tools": TOOLS, "parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"store": True}, "store"),
+    ({"service_tier": "auto"}, "service_tier"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"modalities": ["text"]}, "modalities"),
+    ({"extra_body": {"chat_template": "x"}}, "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("asked", "field"), COMPLETION_REFUSALS, ids=str)
+def test_a_completion_is_refused_by_the_name_of_its_field(client: openai.OpenAI, asked: dict, field: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{**COMPLETION, **asked})
+    says(refused.value, field)
+
+
+@pytest.mark.parametrize(("asked", "field"), CHAT_REFUSALS, ids=str)
+def test_a_chat_is_refused_by_the_name_of_its_field(client: openai.OpenAI, asked: dict, field: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{**CHAT, **asked})
+    says(refused.value, field)
+
+
+def says(error: openai.BadRequestError, field: str) -> None:
+    assert error.param == field
+    assert field.rpartition(".")[2] in error.body["message"]
+    assert error.body["message"].endswith(".")
+    assert error.body["type"] == "invalid_request_error"
+    assert error.request_id.startswith("req-")
+
+
+@pytest.mark.parametrize("wrong", ["continue_final_message", "chat_template_kwargs", "tools"])
+def test_what_the_template_cannot_do_is_refused(client: openai.OpenAI, wrong: str):
+    """The model's template knows no tools and no variables of a caller's."""
+    asked = {
+        "continue_final_message": {
+            "extra_body": {"continue_final_message": True, "add_generation_prompt": True}
+        },
+        "chat_template_kwargs": {"extra_body": {"chat_template_kwargs": {"zoo": 1}}},
+        "tools": {"tools": TOOLS},
+    }[wrong]
+    with pytest.raises(openai.BadRequestError, match=wrong.removeprefix("chat_")) as refused:
+        client.chat.completions.create(**{**CHAT, **asked})
+    assert refused.value.param == wrong
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long(client: openai.OpenAI, stream: bool):
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as refused:
+        client.completions.create(**COMPLETION | {"prompt": "a" * 600}, stream=stream)
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("tokens", [[10**9], [-1]])
+def test_tokens_that_the_model_has_not(client: openai.OpenAI, tokens: list[int]):
+    with pytest.raises(openai.BadRequestError, match="token id"):
+        client.completions.create(**COMPLETION | {"prompt": tokens})
+
+
+def test_an_unknown_model(client: openai.OpenAI):
+    for ask in (
+        lambda: client.completions.create(**COMPLETION | {"model": "zoo"}),
+        lambda: client.chat.completions.create(**CHAT | {"model": "zoo"}),
+        lambda: client.models.retrieve("zoo"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="'zoo' is not served") as refused:
+            ask()
+        assert refused.value.code == "model_not_found"
+
+
+def test_a_wrong_key(limited: Running):
+    refused = pytest.raises(openai.AuthenticationError, match="API key")
+    with openai_client(limited, api_key="wrong") as client, refused:
+        client.completions.create(**COMPLETION)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_queue(client: openai.OpenAI, limited: Running, path: str):
+    body = COMPLETION if path == "/v1/completions" else CHAT
+    with paused(limited):
+        waiting = [Asking(limited, path, body, "k1") for _ in range(2)]
+        until(lambda: limited.service.engine.num_queued == 2)
+        with pytest.raises(openai.RateLimitError, match="wait already") as refused:
+            client.completions.create(**COMPLETION)
+        assert refused.value.response.headers["retry-after"] == "1"
+    assert [asking.answer().status_code for asking in waiting] == [200, 200]
+
+
+def test_more_prompts_than_could_ever_wait(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="split it"):
+        client.completions.create(**COMPLETION | {"prompt": ["a", "b", "c"]})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_the_engine(
+    client: openai.OpenAI, limited: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    """Its id is in the answer; other requests go on."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(limited.llm.engine.runner, "forward", fail)
+        with pytest.raises(openai.InternalServerError, match="req-") as refused:
+            client.completions.create(**COMPLETION, stream=stream)
+        assert refused.value.request_id in refused.value.body["message"]
+        assert "luck" not in refused.value.body["message"]
+    assert client.completions.create(**COMPLETION).choices
+
+
+def test_a_failure_after_the_answer_has_begun(
+    client: openai.OpenAI, limited: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """The status has been sent: the stream ends with an error that the client raises."""
+    runner = limited.llm.engine.runner
+    forward, calls = runner.forward, []
+
+    def fail_late(step):
+        calls.append(step)
+        if len(calls) > 3:
+            raise RuntimeError("out of luck")
+        return forward(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", fail_late)
+        stream = client.completions.create(**COMPLETION | {"max_tokens": 20}, stream=True)
+        with pytest.raises(openai.APIError, match="the log says why under req-"):
+            list(stream)
+    assert client.completions.create(**COMPLETION).choices
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 9999]
+)
+def test_bodies_that_are_no_request(limited: Running, body: bytes):
+    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
+    answer = httpx2.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_a_name_that_is_half_a_character(limited: Running):
+    body = b'{"model": "m", "prompt": "a", "\\ud800": 1}'
+    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
+    answer = httpx2.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400

@@ -1,0 +1,73 @@
+"""docs/api.md: every row of its table of calls works, and its tables name every field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from running import MODEL, Running
+
+from kvreclaim.server.openai.chat import ChatRequest
+from kvreclaim.server.openai.completions import CompletionRequest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+CALLS = re.findall(r"^\| (openai|anthropic) \| `(client\..*)` \|$", PAGE, re.MULTILINE)
+NAMES: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "GO wind"}],
+    "tools": [{"type": "function", "function": {"name": "wave", "description": "Says hello."}}],
+}
+
+
+def test_the_table_is_read():
+    assert len(CALLS) > 12
+    assert {client for client, _ in CALLS} == {"openai", "anthropic"}
+
+
+@pytest.mark.parametrize(("library", "call"), CALLS)
+def test_a_call(server: Running, library: str, call: str):
+    client = {
+        "openai": lambda: openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="any", max_retries=0),
+        "anthropic": lambda: anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0),
+    }[library]()
+    with client:
+        answer = eval(call, {"client": client, **NAMES})
+        if ".stream(" in call:
+            with answer as stream:
+                assert list(stream)
+        elif "stream=True" in call or "list()" in call:
+            assert list(answer)
+        else:
+            assert answer
+
+
+@pytest.mark.parametrize(("library", "call"), CALLS)
+def test_a_call_of_the_asynchronous_client(server: Running, library: str, call: str):
+    async def ask() -> Any:
+        client = {
+            "openai": lambda: openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="any"),
+            "anthropic": lambda: anthropic.AsyncAnthropic(base_url=server.base_url, api_key="any"),
+        }[library]()
+        async with client:
+            answer = eval(call, {"client": client, **NAMES})
+            if ".stream(" in call:
+                async with answer as stream:
+                    return [event async for event in stream]
+            if "list()" in call:
+                return [model async for model in answer]
+            answer = await answer
+            return [chunk async for chunk in answer] if "stream=True" in call else answer
+
+    assert asyncio.run(ask())
+
+
+def test_every_field_stands_on_the_page():
+    rows = re.findall(r"^\| (?:… )?(`.*?) \|", PAGE, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    accepted = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert accepted - named == set()

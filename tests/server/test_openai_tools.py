@@ -1,0 +1,84 @@
+"""Tool calls in /v1/chat/completions, with `--tool-call-parser hermes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from running import MODEL, openai_client, running_server
+from speaking import CALL, save_speaker, saying
+
+from kvreclaim import LLM
+
+TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+SAID = [{"role": "user", "content": "w20 w21"}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
+    with running_server(llm, tool_call_parser="hermes") as server, openai_client(server) as client:
+        yield client
+
+
+def asked(*words: str, **more: Any) -> dict[str, Any]:
+    fields = saying(*words)
+    penalty = {"repetition_penalty": fields.pop("repetition_penalty")}
+    return {"model": MODEL, "messages": SAID, "tools": TOOLS, **fields, "extra_body": penalty, **more}
+
+
+def test_a_call(client: openai.OpenAI):
+    choice = client.chat.completions.create(**asked(*CALL)).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls
+    assert call.id.startswith("call_")
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Bern"}
+
+
+def test_text_and_a_call_in_a_stream(client: openai.OpenAI):
+    """No part of a tag is ever shown as text."""
+    text, calls, reasons = "", [], []
+    for chunk in client.chat.completions.create(**asked("Let", "me", "look.", *CALL), stream=True):
+        choice = chunk.choices[0]
+        text += choice.delta.content or ""
+        calls += choice.delta.tool_calls or []
+        reasons.append(choice.finish_reason)
+    assert text == "Let me look."
+    [call] = calls
+    assert (call.index, call.type, call.function.name) == (0, "function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Bern"}
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
+def test_a_call_that_was_cut_off_is_text(client: openai.OpenAI):
+    choice = client.chat.completions.create(**asked(*CALL), max_tokens=2).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == " ".join(CALL[:2])
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])
+def test_without_tools_it_is_text(client: openai.OpenAI, more: dict[str, Any]):
+    choice = client.chat.completions.create(**asked(*CALL, **more)).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == " ".join(CALL)
+
+
+def test_an_answer_with_a_call_can_be_sent_back(client: openai.OpenAI):
+    message = client.chat.completions.create(**asked(*CALL)).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "w30"}
+    words = asked("look.", messages=[*SAID, message, result])
+    assert client.chat.completions.create(**words).choices[0].message.content == "look."
+
+
+def test_the_clients_stream_helper_collects_calls(client: openai.OpenAI):
+    with client.chat.completions.stream(**asked(*CALL)) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls[0].function.name == "weather"
