@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model vllm-env demo-model query-mixtures clean
+.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model soak vllm-env demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -20,6 +20,11 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n auto
+
+# Many clients at once: no 500, no lost block, every answer as alone; then with so few blocks that requests preempt.
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
 
 # The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: setup

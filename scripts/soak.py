@@ -203,7 +203,7 @@ async def soak(llm: LLM, alone: LLM, cases: list[Case], num_clients: int) -> Rep
     report.facts = {
         "elapsed_s": round(elapsed_s, 2),
         "generated_tokens": totals.generation_tokens,
-        "preemptions": llm.engine.scheduler.num_preemptions,
+        "preemptions": sum(totals.preemptions.values()),
         "compactions": totals.compactions,
         "compactions_postponed": totals.compactions_postponed,
         "load": load,

@@ -84,7 +84,7 @@ class SamplingParams:
     logprobs:    per generated token the log-probabilities of this many most likely tokens and of the
                  one drawn, before temperature, penalties and logit_bias; None keeps none
     prompt_logprobs: the same per prompt token but the first; such a prompt is computed whole, without a
-                 prefix hit
+                 prefix hit, and the logits of a chunk, [max_num_batched_tokens, V], are held at once
     logit_bias:  token id -> -100 .. 100, added to the logits before all else that changes them
     max_tokens:  None: as many as max_model_len leaves
     cache_salt:  prefix blocks are shared only among requests with the same salt

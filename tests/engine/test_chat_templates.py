@@ -1,4 +1,4 @@
-"""Conversations become the prompt that the template says, and what it does not take is refused in a sentence."""
+"""Conversations become the prompt that the template says; what it does not take is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def test_tools_go_where_the_template_has_a_place_for_them(loaded):
         ([USER], {"add_generation_prompt": 1}, "add_generation_prompt is 1"),
         ([USER], {"chat_template": ""}, "chat_template is empty"),
         ([USER], {"chat_template": "{{ messages"}, r"cannot render these messages \(.*end of print"),
-        ([USER], {"chat_template": "{{ raise_exception('roles must alternate') }}"}, r"\(roles must alternate\)"),
+        (
+            [USER],
+            {"chat_template": "{{ raise_exception('roles must alternate') }}"},
+            r"\(roles must alternate\)",
+        ),
         ([USER], {"chat_template": "{{ messages[3].content.strip() }}"}, "no element 3"),
         ([{"role": "user"}], {"chat_template": "{{ messages[0].content + 'x' }}"}, "no attribute 'content'"),
         ([USER], {"chat_template": "{{ 'x' + 1 }}"}, "TypeError"),

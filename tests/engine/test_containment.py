@@ -271,7 +271,7 @@ def test_wherever_one_request_fails_a_step_raises_nothing(where, make_llm, monke
         while engine.has_unfinished:
             touched += [r.request_id for r in engine.step().requests]
     assert bad.error is not None
-    assert [seq.finish_reason for seq in bad.sequences][0] == "error"
+    assert bad.sequences[0].finish_reason == "error"
     assert "bad" in touched
     assert [r.output().outputs[0].token_ids for r in (first, last)] == expected
     failed = [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -288,6 +288,27 @@ def test_a_text_that_cannot_be_ended_does_not_keep_an_abort_from_its_blocks(make
     llm.abort("r")
     assert request.error == "RuntimeError: no end"
     assert_idle(llm)
+
+
+def test_blocks_that_cannot_be_returned_are_missed_by_nobody_else(make_llm, monkeypatch, caplog):
+    llm = make_llm()
+    engine, prompts = llm.engine, tiny.prompts((40, 41))
+    expected = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+    bad = engine.add_request("bad", prompts[0], GREEDY)
+    good = engine.add_request("good", prompts[1], GREEDY)
+    free = engine.memory.free
+
+    def broken(seq_id):
+        if seq_id == bad.sequences[0].seq_id:
+            raise AssertionError("boom")
+        return free(seq_id)
+
+    monkeypatch.setattr(engine.memory, "free", broken)
+    while engine.has_unfinished:
+        engine.step()
+    assert [r.output().outputs[0].token_ids for r in (bad, good)] == expected
+    assert "returning the blocks of request bad failed" in caplog.text
+    assert not engine.scheduler.running
 
 
 def test_an_observer_that_raises_fails_its_score_only(make_llm):

@@ -29,7 +29,7 @@ def slow_view(engine):
             state = PINNED if mark & marks.PINNED else CACHED if mark & marks.INDEXED else FREE
             found.append((state, None))
         else:
-            first = [r for r in dict.fromkeys(s.request.request_id for s in engine.scheduler.running)]
+            first = list(dict.fromkeys(s.request.request_id for s in engine.scheduler.running))
             owner = min(holders, key=first.index)
             found.append((IN_USE if len(holders) == 1 else SHARED, owner))
     return found

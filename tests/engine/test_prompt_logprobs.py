@@ -14,7 +14,9 @@ from kvreclaim.errors import InvalidArgumentError
 
 
 def asking(num_top=2, **fields):
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields}, prompt_logprobs=num_top)
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields}, prompt_logprobs=num_top
+    )
 
 
 @torch.inference_mode()

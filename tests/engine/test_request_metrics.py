@@ -96,7 +96,9 @@ def test_the_memory_is_told_of_priority(make_llm, monkeypatch):
     llm = make_llm(scheduling_policy="priority", eviction_policy="priority")
     admit, told = llm.engine.memory.admit, []
     monkeypatch.setattr(
-        llm.engine.memory, "admit", lambda *args, priority, **rest: told.append(priority) or admit(*args, **rest)
+        llm.engine.memory,
+        "admit",
+        lambda *args, priority, **rest: told.append(priority) or admit(*args, **rest),
     )
     for priority in (3, -2):
         llm.engine.add_request(f"r{priority}", [1, 2, 3], GREEDY, priority=priority)
@@ -121,7 +123,10 @@ def test_a_steps_figures_add_up(make_llm):
     steps = []
     sampled = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(
-        tiny.prompts((50, 9, 20)), [GREEDY, sampled, GREEDY], [small("knorm"), None, None], on_step=steps.append
+        tiny.prompts((50, 9, 20)),
+        [GREEDY, sampled, GREEDY],
+        [small("knorm"), None, None],
+        on_step=steps.append,
     )
     assert all(s.num_tokens == s.num_prefill_tokens + s.num_decode_tokens <= 16 for s in steps)
     assert sum(s.num_prefill_tokens for s in steps) == sum(len(out.prompt_token_ids) for out in outputs)

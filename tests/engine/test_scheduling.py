@@ -44,9 +44,8 @@ def test_the_order_in_which_waiting_requests_run(policy, expected, make_llm):
 def test_order_by_priority_and_arrival_whatever_comes(make_llm):
     """Against sorting, for random priorities and arrivals between steps."""
     engine, rng = make_llm(scheduling_policy="priority", max_num_seqs=1).engine, random.Random(4)
-    requests, ended, expected = [], [], []
-    for i in range(12):
-        requests.append(add(engine, f"r{i}", rng.randrange(-2, 3), length=9, max_tokens=rng.randrange(1, 6)))
+    ended, expected = [], []
+    requests = [add(engine, f"r{i}", rng.randrange(-2, 3), 9, rng.randrange(1, 6)) for i in range(12)]
     while engine.has_unfinished:
         waiting = [r for r in requests if r.metrics.queue_s is None]
         running = [r for r in requests if r.metrics.queue_s is not None and not r.finished]
@@ -95,7 +94,9 @@ def test_every_reason_of_a_preemption_is_told(make_llm, caplog):
     rng, requests = random.Random(2), []
     with caplog.at_level(logging.INFO, logger="kvreclaim.engine"):
         for i in range(30):
-            requests.append(add(engine, f"r{i}", rng.randrange(3), rng.randrange(5, 60), rng.randrange(5, 40)))
+            requests.append(
+                add(engine, f"r{i}", rng.randrange(3), rng.randrange(5, 60), rng.randrange(5, 40))
+            )
             for _ in range(rng.randrange(8)):
                 engine.step()
         finish(engine, [r for r in requests if not r.finished])
@@ -164,3 +165,14 @@ def test_a_priority_that_nothing_would_go_by_is_refused(make_llm):
 def test_engine_options_are_checked_by_name_and_value(options, message, make_llm):
     with pytest.raises(InvalidArgumentError, match=message):
         make_llm(**options)
+
+
+def test_priorities_of_a_batch(make_llm):
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    outputs = llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0, 1])
+    waited = [out.metrics.queue_s for out in outputs]
+    assert waited[1] < waited[2] < waited[0]
+    with pytest.raises(InvalidArgumentError, match="priority has 2 entries for 3 prompts"):
+        llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0])
+    with pytest.raises(InvalidArgumentError, match=r"prompt 1: priority is 3, but scheduling_policy is fcfs"):
+        make_llm().generate(tiny.prompts((9, 10)), greedy(), priority=[0, 3])

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -140,20 +141,22 @@ def start(server: Served, num_tokens: int) -> list[Reader]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(demo_model(), num_blocks=2048)
+def alone() -> Callable[[str, int], str]:
+    """(prompt, tokens) -> the greedy answer, without any server."""
+    llm = LLM(demo_model(), num_blocks=512)
 
+    @cache
+    def answer(prompt: str, num_tokens: int) -> str:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
+        return llm.generate(prompt, params)[0].outputs[0].text
 
-def alone(llm: LLM, reader: Reader, num_tokens: int) -> str:
-    """The same answer without any server."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
-    return llm.generate(reader.prompt, params)[0].outputs[0].text
+    return answer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_running_answers_are_finished_and_new_requests_refused(llm: LLM, tmp_path: Path, number) -> None:
-    num_tokens = 1200
+def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: Path, number) -> None:
+    num_tokens = 600
     with served(tmp_path, "--shutdown-timeout", "60") as server:
         readers = start(server, num_tokens)
         server.process.send_signal(number)
@@ -161,7 +164,7 @@ def test_running_answers_are_finished_and_new_requests_refused(llm: LLM, tmp_pat
         for path in ROUTES:
             assert refused(server, path)
         for reader in readers:
-            assert reader.join().text == alone(llm, reader, num_tokens)
+            assert reader.join().text == alone(reader.prompt, num_tokens)
             assert reader.reason == ("max_tokens" if reader.path == ROUTES[2] else "length")
         assert server.exit_code() == 0
         assert "Traceback" not in server.log.read_text()
@@ -178,7 +181,7 @@ def refused(server: Served, path: str) -> bool:
 
 
 @pytest.mark.slow
-def test_after_the_timeout_answers_end_with_what_they_have(llm: LLM, tmp_path: Path) -> None:
+def test_after_the_timeout_answers_end_with_what_they_have(alone, tmp_path: Path) -> None:
     num_tokens = 4000
     with served(tmp_path, "--shutdown-timeout", "0.2") as server:
         readers = start(server, num_tokens)
@@ -187,7 +190,7 @@ def test_after_the_timeout_answers_end_with_what_they_have(llm: LLM, tmp_path: P
             text = reader.join().text
             assert reader.reason == ABORTED[reader.path]
             assert 0 < len(text.split()) < num_tokens
-            assert alone(llm, reader, len(text.split()) + 8).startswith(text)
+            assert alone(reader.prompt, len(text.split()) + 8).startswith(text)
         assert server.exit_code() == 0
         log = server.log.read_text()
         assert f"{len(readers)} requests did not finish in 0.2 s" in log

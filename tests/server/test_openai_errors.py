@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -235,6 +236,31 @@ def test_bodies_that_are_no_request(limited: Running, body: bytes):
     answer = httpx2.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["prompt", "user", "stop", "model"])
+def test_half_a_character(limited: Running, field: str):
+    body = {**COMPLETION, field: "\ud800"}
+    headers = {"authorization": "Bearer k1", "content-type": "application/json"}
+    address = f"{limited.base_url}/v1/completions"
+    answer = httpx2.post(address, content=json.dumps(body).encode(), headers=headers)
+    assert answer.status_code == (404 if field == "model" else 400)
+
+
+def test_a_refusal_quotes_no_more_than_anybody_reads(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**COMPLETION, extra_body={"z" * 100_000: 1})
+    assert len(refused.value.body["message"]) < 1100
+
+
+def test_numbers_beyond_all_bounds(client: openai.OpenAI):
+    """As large as JSON can say: taken where there is no upper bound, and nothing overflows."""
+    huge = 10**300
+    assert client.completions.create(**COMPLETION, extra_body={"top_k": huge, "seed": huge}).choices
+    assert client.completions.create(**COMPLETION | {"max_tokens": huge}, stop="e", seed=1).choices
+    for fields in ({"min_tokens": huge}, {"stop_token_ids": [huge]}, {"prompt": [huge]}, {"priority": huge}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**COMPLETION, extra_body=fields)
 
 
 def test_a_name_that_is_half_a_character(limited: Running):

@@ -131,6 +131,16 @@ def test_a_request_and_the_servers_own_compression():
         assert refused.json()["error"]["param"] == "kv_compression"
 
 
+def test_ever_new_settings_are_not_kept_for_ever(tiny_server: Running):
+    for budget in range(200, 240):
+        settings = {"policy": "knorm", "budget": budget}
+        answer = post(
+            tiny_server, "/v1/completions", model=MODEL, prompt=[5], max_tokens=1, kv_compression=settings
+        )
+        assert answer.status_code == 200
+    assert len(tiny_server.llm._compressors) <= 16
+
+
 ASKED = [
     {},
     {"n": 2, "logprobs": True, "seed": 1},

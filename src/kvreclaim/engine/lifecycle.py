@@ -99,7 +99,10 @@ class Lifecycle:
         if request.finished:
             request.metrics.e2e_s = time.perf_counter() - request.arrival_s
             self.requests.pop(request.request_id, None)
-        self.scheduler.remove(seq)
+        try:
+            self.scheduler.remove(seq)
+        except Exception:
+            logger.exception("returning the blocks of request %s failed", request.request_id)
 
     def _scheduling_failed(self, seq: Sequence, error: Exception) -> None:
         self.fail(seq.request, error, "scheduling")

@@ -25,6 +25,9 @@ from kvreclaim.model.loader import Tokenizer, load_model
 STATS_FILE = "kvreclaim_stats.safetensors"
 """Looked up in the model's directory when a policy needs statistics and none are named."""
 
+MAX_COMPRESSORS = 16
+"""Settings whose compressors, with their statistics, are kept at a time: callers may invent ever new ones."""
+
 Prompt = str | list[int]
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]
@@ -79,6 +82,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
@@ -88,6 +92,7 @@ class LLM:
             prompts:         text or token ids, one or several
             sampling_params: one, or one per prompt
             compression:     one, or one per prompt; None takes the LLM's own
+            priority:        one, or one per prompt; under scheduling_policy "priority" a lower one is first
             on_step:         called with each step's figures
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
@@ -97,7 +102,8 @@ class LLM:
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each(given, len(batch), "sampling_params")
         configs = _one_each(compression, len(batch), "compression")
-        requests = self._add_all(batch, params, configs)
+        ranks = _one_each(priority, len(batch), "priority")
+        requests = self._add_all(batch, params, configs, priorities=ranks)
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -179,12 +185,14 @@ class LLM:
         params: list[SamplingParams],
         configs: list[CompressionConfig | None],
         continuations: list[list[int]] | None = None,
+        priorities: list[int] | None = None,
     ) -> list[Request]:
         """Queue all or none."""
         requests: list[Request] = []
         given: Sequence[list[int] | None] = continuations or [None] * len(prompts)
+        ranks = priorities or [0] * len(prompts)
         try:
-            for item in zip(prompts, params, configs, given, strict=True):
+            for item in zip(prompts, params, configs, given, ranks, strict=True):
                 requests.append(self._add(*item))  # noqa: PERF401  (the handler needs what was added)
         except KVReclaimError as error:
             for request in requests:
@@ -200,6 +208,7 @@ class LLM:
         params: SamplingParams,
         config: CompressionConfig | None,
         continuation: list[int] | None = None,
+        priority: int = 0,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self.compression
@@ -208,20 +217,28 @@ class LLM:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = f"request-{next(self._ids)}"
         return self.engine.add_request(
-            request_id, tokens, params, compressor, prompt=text, continuation=continuation
+            request_id,
+            tokens,
+            params,
+            compressor,
+            prompt=text,
+            continuation=continuation,
+            priority=priority,
         )
 
     def compressor(self, config: CompressionConfig) -> Compressor:
-        """The config bound to this model, made once, with the statistics beside the weights."""
+        """The config bound to this model, with the statistics beside the weights. The last ones are kept."""
         _check_type(config, CompressionConfig, "compression")
-        if config not in self._compressors:
+        known = self._compressors.pop(config, None)
+        if known is None:
             bound = config
             if config.stats is None and self.stats_file.is_file():
                 bound = replace(config, stats=self.stats_file)
-            self._compressors[config] = Compressor(
-                bound, self.loaded.facts, select_top=self.engine.backend.select_top
-            )
-        return self._compressors[config]
+            known = Compressor(bound, self.loaded.facts, select_top=self.engine.backend.select_top)
+        self._compressors[config] = known
+        if len(self._compressors) > MAX_COMPRESSORS:
+            del self._compressors[next(iter(self._compressors))]
+        return known
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
         bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)

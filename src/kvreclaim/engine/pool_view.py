@@ -19,6 +19,7 @@ PINNED: Final = 2
 IN_USE: Final = 3
 SHARED: Final = 4
 
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request that holds blocks; lengths and counts are sums over its outputs that run.

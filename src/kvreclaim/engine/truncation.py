@@ -57,7 +57,7 @@ def _kept(logits: Tensor, cuts: list[Cut], size: int) -> tuple[Tensor, Tensor, T
 
     vocab = logits.shape[-1]
     values, order = logits.topk(size, dim=-1)
-    top_k = column([cut.top_k if cut.top_k > 0 else vocab for cut in cuts])
+    top_k = column([cut.top_k if 0 < cut.top_k < vocab else vocab for cut in cuts])
     values = values.masked_fill(torch.arange(size, device=logits.device) >= top_k, float("-inf"))
     total = torch.where(top_k >= vocab, logits.logsumexp(-1, True), values.logsumexp(-1, True))
     probs = (values - total).exp()

@@ -13,7 +13,8 @@ from kvreclaim.server.tool_calls import PARSERS
 class ServerConfig:
     """The server's limits and names.
 
-    served_model_name: names under which the model answers, each with the one it was asked by; metrics have the first
+    served_model_name: names under which the model answers, each time with the one it was asked for; metrics
+                       have the first
     api_keys:          keys that are accepted, one per tenant; none: everybody, as one tenant
     operator_key:      may read metrics, load and the page; None: the only API key, or everybody without keys
     max_body_bytes:    larger requests are refused unread

@@ -17,6 +17,9 @@ from kvreclaim.server.ids import request_id_of
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE = 1024
+"""Characters; a message may quote what a client sent."""
+
 ANTHROPIC_PREFIX = "/v1/messages"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -53,6 +56,8 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if len(self.message) > MAX_MESSAGE:
+            self.message = f"{self.message[:MAX_MESSAGE]} ..."
         Exception.__init__(self, self.message)
 
 

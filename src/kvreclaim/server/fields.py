@@ -14,6 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
@@ -46,7 +47,7 @@ class Fields(BaseModel):
 class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 
-    policy: str | None = None
+    policy: str | None = Field(None, min_length=1, max_length=MAX_POLICY_LENGTH)
     budget: int | None = None
     interval: int | None = None
     sinks: int | None = None

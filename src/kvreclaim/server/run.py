@@ -35,8 +35,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise InvalidArgumentError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another --host or --port "
+            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port "
             "(0: any free port)."
         ) from error
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from running import Running, running_server
 
 from kvreclaim import LLM, demo_model
@@ -28,9 +28,8 @@ def page_server() -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip(
-            "no chromium, chromium-browser or google-chrome on the path: the page is not tested in a browser"
-        )
+        pytest.skip("no chromium, chromium-browser or google-chrome: the page is not tested in a browser")
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import httpx2
 from playwright.sync_api import Page, expect
-from running import MODEL, Running
+from running import MODEL, Running, running_server
+
+from kvreclaim import LLM, demo_model
+
+OpenPage = Callable[..., Page]
 
 EXAMPLE = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"][1]
 COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
 TIMEOUT_MS = 60_000
 
 PIXELS = """() => { const c = document.querySelector('#pool');
-  return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.reduce((h, v) => (h * 31 + v) | 0, 7); }"""
+  return c.getContext('2d').getImageData(0, 0, c.width, c.height).data
+    .reduce((hash, value) => (hash * 31 + value) | 0, 7); }"""
 HAS_COLOUR = """(wanted) => { const c = document.querySelector('#pool');
   const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
   for (let i = 0; i < data.length; i += 4)
@@ -82,7 +87,7 @@ def test_both_answers_stream_and_equal_those_of_the_api(page_server: Running, op
         assert part.locator("[data-freed]").inner_text() == str(usage["kv_cache"]["blocks_freed"])
         assert part.locator("[data-right]").inner_text() == f"{words} of {words}"
         assert page.evaluate("([seen, id]) => seen[id].size", [lengths, pane]) > 5
-    assert page.locator("#announce").inner_text().startswith(("With compression", "Full cache"))
+    expect(page.locator("#answer-news")).to_contain_text(f"{usage['completion_tokens']} tokens")
 
 
 def test_the_pool_changes_while_a_request_runs(page_server: Running, open_page: OpenPage) -> None:
@@ -99,7 +104,7 @@ def test_the_pool_changes_while_a_request_runs(page_server: Running, open_page: 
         assert logical == physical
         assert (evicted, freed) == ("0", "0")
         assert in_use(page) >= int(blocks)
-        assert f"by {1} requests" in (page.locator("#pool-summary").text_content() or "")
+        assert "in use by 1 request, " in (page.locator("#pool-summary").text_content() or "")
     expect(row).to_have_count(0)
     expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
 
@@ -135,13 +140,12 @@ def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_p
 
 def test_an_error_is_said_in_the_servers_words(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
-    fill_form(page, prompt="sun", budget="10", recent="64", max_tokens="2")
-    with page.expect_response("**/v1/completions", timeout=TIMEOUT_MS) as answer:
-        page.route(
-            "**/v1/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no."}})
-        )
-        page.click("#send")
-    assert answer.value.status == 400
+    error = 'data: {"error": {"message": "it failed."}}\n\n'
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=error))
+    fill_form(page, prompt="sun")
+    page.click("#send")
+    for pane in ("compressed", "full"):
+        expect(page.locator(f"#{pane} [data-state]")).to_have_text("it failed.")
 
 
 def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
@@ -166,16 +170,23 @@ def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
         if order[-1] == "send":
             page.keyboard.press("Enter")
             break
-    wanted = [
-        "theme",
-        "pool",
-        "prompt",
-        "policy",
-        "budget",
-        "recent",
-        "interval",
-        "max-tokens",
-        "temperature",
-    ]
-    assert [name for name in order if name in wanted] == wanted
+    fields = ["prompt", "policy", "budget", "recent", "interval", "max-tokens", "temperature"]
+    stops = ["theme", "pool", *fields, "send"]
+    assert [name for name in order if name in stops] == stops
     expect(page.locator("#full [data-tokens]")).to_have_text("3")
+
+
+def test_a_hundred_thousand_blocks(open_page: OpenPage) -> None:
+    with running_server(LLM(demo_model(), num_blocks=100_000, block_size=2)) as server:
+        page = open_page(server)
+        expect(page.locator("#pool-scale")).to_contain_text("100,000 blocks, 13 per cell")
+        pixels = page.evaluate(PIXELS)
+        with running_request(server, kv_compression={**COMPRESSION, "interval": 16}):
+            expect(page.locator("#passes li").first).to_contain_text("tokens evicted")
+            assert page.evaluate(PIXELS) != pixels
+            page.locator("#pool").focus()
+            expect(page.locator("#readout")).to_contain_text("Blocks 0 to 12: ")
+            page.keyboard.press("End")
+            expect(page.locator("#readout")).to_have_text("Blocks 99,996 to 99,999: 4 free.")
+        expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 100,000")
+        page.context.close()

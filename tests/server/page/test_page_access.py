@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -47,10 +48,12 @@ STATE_RATIOS = (
     f"() => {{ {COLOURS}"
     + """
   const of = (name) => { const span = document.createElement('span'); span.style.color = `var(--${name})`;
-    document.body.append(span); const value = rgb(getComputedStyle(span).color); span.remove(); return light(value); };
+    document.body.append(span); const value = rgb(getComputedStyle(span).color); span.remove();
+    return light(value); };
   const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
   const found = {};
-  for (const name of ['cached', 'pinned', 'shared', 'edge', 'accent']) found[name] = ratio(of(name), of('panel'));
+  for (const name of ['cached', 'pinned', 'shared', 'edge', 'accent'])
+    found[name] = ratio(of(name), of('panel'));
   return found;
 }"""
 )
@@ -89,18 +92,20 @@ def test_everything_has_a_name(page_server: Running, open_page: OpenPage) -> Non
     levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((h) => Number(h.tagName[1]))")
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     for role in ("main", "banner", "contentinfo"):
         expect(page.get_by_role(role)).to_have_count(1)
-    described = page.evaluate("""() => document.querySelector('#pool').getAttribute('aria-describedby').split(' ')
-        .map((id) => document.getElementById(id).textContent).join(' ')""")
+    described = page.evaluate(
+        """() => document.querySelector('#pool').getAttribute('aria-describedby').split(' ')
+          .map((id) => document.getElementById(id).textContent).join(' ')"""
+    )
     assert "0 of 1,024 blocks in use by 0 requests" in described
     assert "Arrow keys" in described
 
 
 def test_the_pool_is_announced_now_and_then(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
-    announcer = page.locator("#announce")
+    announcer = page.locator("#pool-news")
     expect(announcer).to_have_attribute("aria-live", "polite")
     expect(announcer).to_contain_text("of 1,024 blocks in use", timeout=60_000)
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, KVCompression, StopStrings
 
 MAX_LOGPROBS = 20
+MAX_USER_LENGTH = 512
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 RETENTION_S: Mapping[str, float] = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 
@@ -48,5 +49,5 @@ class GenerationFields(Fields):
     prompt_cache_retention: PromptCacheRetention | None = None
     priority: int = 0
     kv_compression: KVCompression | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
+    safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)

@@ -25,8 +25,7 @@ const find = (selector) => document.querySelector(selector);
 const whole = (number) => Math.round(number).toLocaleString("en");
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
-const announcer = find("#announce");
-const announce = (words) => { announcer.textContent = words; };
+const announce = (words) => { find("#answer-news").textContent = words; };
 const theme = new Theme(find("#theme"));
 const owners = new Colours(theme);
 const pool = new Pool(find("#pool"), find("#readout"), owners, theme);
@@ -96,7 +95,7 @@ function showPool(frame) {
     const words = whole(blocks[key]);
     if (stateCells[i].textContent !== words) stateCells[i].textContent = words;
   });
-  summary = `${whole(blocks.in_use + blocks.shared)} of ${whole(all)} blocks in use by ${whole(frame.num_owners)} requests, `
+  summary = `${whole(blocks.in_use + blocks.shared)} of ${whole(all)} blocks in use by ${whole(frame.num_owners)} ${frame.num_owners === 1 ? "request" : "requests"}, `
     + `${whole(blocks.shared)} of them shared; ${whole(blocks.cached)} cached, ${whole(blocks.pinned)} pinned, `
     + `${whole(blocks.free)} free. Compression has freed ${whole(frame.totals.blocks_freed)} blocks.`;
   find("#pool-summary").textContent = summary;
@@ -123,7 +122,7 @@ watch({
 
 let announced = "";
 setInterval(() => {
-  if (summary && summary !== announced) announce((announced = summary));
+  if (summary !== announced) find("#pool-news").textContent = announced = summary;
 }, SUMMARY_MS);
 
 const response = await fetch("/page/settings");

@@ -1,0 +1,118 @@
+"""Tool use in /v1/messages, with `--tool-call-parser hermes`, through Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from running import MODEL, running_server
+from speaking import CALL, save_speaker, saying
+
+from kvreclaim import LLM
+
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}"
+    "{% for call in m.tool_calls or [] %} calls {{ call.function.name }} {{ call.function.arguments.city }}"
+    "{% endfor %}{% endfor %}"
+)
+TOOLS = [{"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}]
+SAID = [{"role": "user", "content": "w20 w21"}]
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def client(speaker: LLM) -> Iterator[anthropic.Anthropic]:
+    with (
+        running_server(speaker, tool_call_parser="hermes") as server,
+        anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client,
+    ):
+        yield client
+
+
+def asked(*words: str, **more: Any) -> dict[str, Any]:
+    given = {"model": MODEL, "max_tokens": 20, "messages": SAID, "tools": TOOLS, "extra_body": saying(*words)}
+    return {name: value for name, value in {**given, **more}.items() if value is not None}
+
+
+def test_a_call(client: anthropic.Anthropic):
+    message = client.messages.create(**asked(*CALL))
+    [use] = message.content
+    assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Bern"})
+    assert use.id.startswith("toolu_")
+    assert message.stop_reason == "tool_use"
+
+
+def test_text_and_a_call_in_a_stream(client: anthropic.Anthropic):
+    """Block by block, and no part of a tag is ever shown as text."""
+    with client.messages.stream(**asked("Let", "me", "look.", *CALL)) as stream:
+        events = [event for event in stream if event.type not in ("text", "input_json")]
+        final = stream.get_final_message()
+    assert [(block.type, getattr(block, "text", None)) for block in final.content] == [
+        ("text", "Let me look."),
+        ("tool_use", None),
+    ]
+    assert final.content[1].input == {"city": "Bern"}
+    assert final.stop_reason == "tool_use"
+    order = [(event.type, event.index) for event in events if event.type.startswith("content_block")]
+    assert order[0] == ("content_block_start", 0)
+    end = order.index(("content_block_stop", 0))
+    assert set(order[1:end]) == {("content_block_delta", 0)}
+    assert order[end + 1 :] == [
+        ("content_block_start", 1),
+        ("content_block_delta", 1),
+        ("content_block_stop", 1),
+    ]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert json.loads(deltas[-1].partial_json) == {"city": "Bern"}
+
+
+def test_a_call_that_was_cut_off_is_text(client: anthropic.Anthropic):
+    message = client.messages.create(**asked(*CALL, max_tokens=2))
+    assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL[:2]))]
+    assert message.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": {"type": "none"}}, {"tools": None}])
+def test_without_tools_it_is_text(client: anthropic.Anthropic, more: dict[str, Any]):
+    message = client.messages.create(**asked(*CALL, **more))
+    assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL))]
+    assert message.stop_reason == "end_turn"
+
+
+def test_without_a_parser_it_is_text(speaker: LLM, client: anthropic.Anthropic):
+    """tool_use is a promise of the server's own: by default its answers are as the model wrote them."""
+    with (
+        running_server(LLM(speaker.stats_file.parent, num_blocks=64)) as server,
+        anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as plain,
+    ):
+        message = plain.messages.create(**asked(*CALL))
+    assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL))]
+    assert message.stop_reason == "end_turn"
+
+
+def test_an_answer_with_a_call_can_be_sent_back(client: anthropic.Anthropic, speaker: LLM):
+    answer = client.messages.create(**asked("Let", *CALL))
+    use = answer.content[1]
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "w30"}
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    final = client.messages.create(**asked("look.", messages=messages))
+    assert final.content[0].text == "look."
+    definition = (
+        '[{"type": "function", "function": {"name": "weather", "description": "of a city", '
+        '"parameters": {"type": "object"}}}]'
+    )
+    prompt = f"{definition} w20 w21 Let calls weather Bern w30"
+    usage = final.usage
+    whole = usage.input_tokens + usage.cache_read_input_tokens
+    assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))

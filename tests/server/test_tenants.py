@@ -1,0 +1,172 @@
+"""Nothing that one tenant does tells another one what it has asked before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from running import MODEL, Running, running_server
+from steering import LIMIT_S
+
+from kvreclaim import LLM
+
+MARK = {"type": "ephemeral"}
+PROMPT = [{"role": "user", "content": [{"type": "text", "text": "a secret " * 20, "cache_control": MARK}]}]
+TEXT = "a secret " * 20
+KEYS = ("alice", "bob")
+
+
+@dataclass
+class Work:
+    """What the engine does: everything that takes time, counted."""
+
+    steps: list[tuple[int, ...]] = field(default_factory=list)
+
+    def added(self, engine: Any, request: Any) -> None: ...
+
+    def stepped(self, engine: Any, result: Any) -> None:
+        stats, totals = result.stats, engine.totals
+        self.steps.append((stats.num_running, stats.num_waiting, stats.num_tokens, totals.prompts_done))
+
+    def ended(self, engine: Any, request: Any) -> None: ...
+
+    def take(self) -> list[tuple[int, ...]]:
+        taken, self.steps = self.steps, []
+        return taken
+
+
+@pytest.fixture
+def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+    llm = LLM(tiny_dir("llama"), num_blocks=128)
+    with running_server(llm, api_keys=KEYS, operator_key="operator") as running:
+        yield running
+
+
+def of(server: Running, key: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.base_url, api_key=key, max_retries=0)
+
+
+def ask(server: Running, key: str, **extra: Any) -> tuple[int, int]:
+    """(read, created)"""
+    with of(server, key) as client:
+        given = {"model": MODEL, "max_tokens": 4, "messages": PROMPT, "extra_body": extra}
+        usage = client.messages.create(**given).usage
+        return usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+
+
+def complete(server: Running, key: str, **extra: Any) -> int:
+    """Cached tokens that OpenAI's dialect counts."""
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=key, max_retries=0) as client:
+        given = {"model": MODEL, "prompt": TEXT, "max_tokens": 4, "extra_body": extra}
+        return client.completions.create(**given).usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_prefix_is_shared_within_a_key_only(server: Running):
+    first = ask(server, "alice")
+    assert first[0] == 0 < first[1]
+    assert ask(server, "bob") == first, "as if nobody had asked before"
+    assert ask(server, "alice") == (first[1], 0)
+    assert ask(server, "bob") == (first[1], 0)
+
+
+def test_both_dialects_and_all_ways_to_send_a_key(server: Running):
+    assert complete(server, "alice") == 0
+    assert complete(server, "bob") == 0
+    assert complete(server, "alice") > 0
+    body = {"model": MODEL, "prompt": TEXT, "max_tokens": 1}
+    by_header = httpx2.post(f"{server.base_url}/v1/completions", json=body, headers={"x-api-key": "alice"})
+    assert by_header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_salt_splits_a_key(server: Running):
+    _, created = ask(server, "alice", cache_salt="a")
+    assert ask(server, "alice") == (0, created)
+    assert ask(server, "alice", cache_salt="b") == (0, created)
+    assert ask(server, "alice", cache_salt="a") == (created, 0)
+    assert ask(server, "bob", cache_salt="a") == (0, created), "a salt that is guessed opens nothing"
+
+
+def test_a_salt_cannot_be_made_to_look_like_another_tenant(server: Running):
+    _, created = ask(server, "alice")
+    alice = server.app.user_middleware  # the digest that names a tenant is no secret
+    assert alice is not None
+    import hashlib
+    import json
+
+    digest = hashlib.sha256(b"alice").hexdigest()[:16]
+    for salt in (json.dumps([digest, None]), digest, f'", "{digest}'):
+        assert ask(server, "bob", cache_salt=salt) == (0, created)
+
+
+@pytest.mark.parametrize("alice_first", [False, True])
+def test_the_work_for_a_tenant_is_the_same_whatever_another_has_cached(
+    tiny_dir: Callable[[str], Path], alice_first: bool
+):
+    """Timing without a clock: the steps, their tokens and blocks, for a prompt that another tenant has or has
+    not asked before. The same tenant's own cache does show, so the measure can tell."""
+    seen = {}
+    for prompt_of_alice in (TEXT, "something else " * 12):
+        llm, work = LLM(tiny_dir("llama"), num_blocks=128), Work()
+        with running_server(llm, api_keys=KEYS, operator_key="operator") as server:
+            server.service.engine.observers = (*server.service.engine.observers, work)
+
+            def post(key: str, text: str, server: Running = server) -> Any:
+                body = {"model": MODEL, "prompt": text, "max_tokens": 4, "temperature": 0.0}
+                headers = {"authorization": f"Bearer {key}"}
+                return httpx2.post(f"{server.base_url}/v1/completions", json=body, headers=headers).json()
+
+            if alice_first:
+                post("alice", prompt_of_alice)
+            first = post("bob", TEXT)
+            totals = server.llm.engine.totals
+            asyncio.run_coroutine_threadsafe(server.service.engine.call(lambda _: None), server.loop).result(
+                LIMIT_S
+            )
+            steps = work.take()[-4:]
+            again = post("bob", TEXT)
+            seen[prompt_of_alice] = (
+                [(running, waiting, tokens) for running, waiting, tokens, _ in steps],
+                first["usage"],
+                first["choices"],
+            )
+            own = [tokens for _, _, tokens, _ in work.take()[-4:]]
+            assert own[0] < steps[0][2], "one's own cache shows in the work"
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            assert totals.prompts_done >= 2
+    same, other = seen.values()
+    assert same == other
+
+
+def test_what_concerns_all_is_the_operators(server: Running):
+    """Counts and charts of everybody's traffic would tell what a tenant's own answers do not."""
+    for path in ("/metrics", "/load", "/", "/openapi.json"):
+        for key in KEYS:
+            refused = httpx2.get(f"{server.base_url}{path}", headers={"x-api-key": key})
+            assert refused.status_code == 401, path
+            assert "operator" in refused.json()["error"]["message"]
+        allowed = httpx2.get(f"{server.base_url}{path}", headers={"x-api-key": "operator"})
+        assert allowed.status_code == 200, path
+    assert httpx2.get(f"{server.base_url}/health").status_code == 200
+    assert httpx2.get(f"{server.base_url}/version").status_code == 401
+    assert httpx2.get(f"{server.base_url}/version", headers={"x-api-key": "bob"}).status_code == 200
+
+
+def test_pins_of_one_tenant_do_not_starve_another(server: Running):
+    """Pins are a bias within a budget, so others are served and can cache."""
+    with of(server, "alice") as client:
+        for number in range(8):
+            text = {"type": "text", "text": f"{number} " + "x" * 300, "cache_control": {**MARK, "ttl": "1h"}}
+            message = [{"role": "user", "content": [text]}]
+            client.messages.create(model=MODEL, max_tokens=1, messages=message)
+    load = httpx2.get(f"{server.base_url}/load", headers={"x-api-key": "operator"}).json()
+    assert load["blocks_pinned"] == 64
+    _, created = ask(server, "bob")
+    assert created > 0
+    assert ask(server, "bob") == (created, 0)
