@@ -59,6 +59,10 @@ class EngineConfig:
         check_bool("enforce_eager", self.enforce_eager)
         check_choice("kernels", self.kernels, KERNELS)
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        require(
+            isinstance(self.eviction_policy, str),
+            f"eviction_policy is {self.eviction_policy!r}; pass a name, such as 'lru'.",
+        )
         check_number("max_pinned_fraction", self.max_pinned_fraction, 0.0, 1.0)
         check_number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 0.0, 1.0)
 

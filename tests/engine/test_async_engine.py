@@ -282,14 +282,14 @@ def test_a_dead_engine_tells_everybody(make_llm, monkeypatch) -> None:
                 update = await stream.next()
                 assert update.finished
                 assert update.error == "ZeroDivisionError: broken"
-            with pytest.raises(EngineDeadError, match="ZeroDivisionError: broken"):
+            with pytest.raises(EngineDeadError, match=r"\(ZeroDivisionError\)"):
                 await waiting
             with pytest.raises(EngineDeadError, match="restart the server"):
                 await engine.add(new("c"))
             engine.abort("a")
             await engine.abort_all()
             await engine.drained()
-            assert engine.death == "ZeroDivisionError: broken"
+            assert engine.death == "ZeroDivisionError"
         assert witness.ended_ids == Counter("ab")
 
     run(main())

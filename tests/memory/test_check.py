@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory import MemoryManager
+from kvreclaim.memory import MemoryManager, Retention, eviction_orders
+from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
 
 from .sequences import run
 
@@ -80,6 +81,39 @@ def underestimate_the_peak(memory):
     memory.pool.peak_in_use = 0
 
 
+def miscount_the_free(memory):
+    memory.pool.num_free -= 1
+
+
+def mark_what_is_not_indexed(memory):
+    memory.pool.marks[7] = INDEXED
+
+
+def unmark_what_is_indexed(memory):
+    memory.pool.marks[0] = 0
+
+
+def pin_without_a_time(memory):
+    memory.pool.marks[0] |= PINNED
+
+
+def forget_a_sample(memory):
+    memory.pool.marks[0] |= SAMPLED
+
+
+def pin_too_many(memory):
+    memory.pin(0, [Retention(8, 60)])
+    memory.pool.pins.limit = 1
+
+
+def put_aside_what_is_in_use(memory):
+    memory.pool.pins.aside[0] = 0
+
+
+def miscount_the_first_blocks(memory):
+    memory.pool.index._firsts.clear()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -99,6 +133,14 @@ def underestimate_the_peak(memory):
         hash_after_a_loss,
         keep_tokens_without_a_chain,
         underestimate_the_peak,
+        miscount_the_free,
+        mark_what_is_not_indexed,
+        unmark_what_is_indexed,
+        pin_without_a_time,
+        forget_a_sample,
+        pin_too_many,
+        put_aside_what_is_in_use,
+        miscount_the_first_blocks,
     ],
 )
 def test_damage_is_found(damage):
@@ -106,5 +148,16 @@ def test_damage_is_found(damage):
     run(memory, 0, range(10))
     memory.check()
     damage(memory)
+    with pytest.raises(AssertionError):
+        memory.check()
+
+
+@pytest.mark.parametrize("order", eviction_orders())
+def test_damage_to_an_order_is_found(order):
+    memory = MemoryManager(8, 4, eviction_policy=order)
+    run(memory, 0, range(10))
+    memory.free(0)
+    memory.check()
+    memory.pool.free_queue.pop()
     with pytest.raises(AssertionError):
         memory.check()

@@ -10,7 +10,7 @@ import pytest
 
 from kvreclaim.bench import blocks
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory import MemoryManager
+from kvreclaim.memory import MemoryManager, Retention, eviction_orders
 
 from .sequences import Plan
 
@@ -33,9 +33,9 @@ def lines(work: Callable[[], object]) -> int:
     return executed
 
 
-def costs(num_blocks: int) -> list[int]:
-    """Of every operation, on a sequence of eight blocks."""
-    memory, prompt = MemoryManager(num_blocks, 4), range(33)
+def costs(num_blocks: int, order: str) -> list[int]:
+    """Of every operation, on a sequence of eight blocks, of which three are pinned."""
+    memory, prompt = MemoryManager(num_blocks, 4, eviction_policy=order), range(33)
 
     def admit(seq_id: int) -> None:
         memory.admit(seq_id, memory.match_prefix(prompt), token_ids=prompt)
@@ -46,6 +46,7 @@ def costs(num_blocks: int) -> list[int]:
             lambda: admit(0),
             lambda: memory.grow(0, 33),
             lambda: memory.commit(0, prompt),
+            lambda: memory.pin(0, [Retention(12, 60)]),
             lambda: memory.free(0),
             lambda: admit(1),
             lambda: (memory.grow(1, 1), memory.commit(1, [32])),
@@ -60,8 +61,10 @@ def costs(num_blocks: int) -> list[int]:
     ]
 
 
-def test_cost_does_not_depend_on_the_pool():
-    assert costs(50) == costs(50_000)
+@pytest.mark.parametrize("order", eviction_orders())
+def test_cost_does_not_depend_on_the_pool(order):
+    """But for what a heap does inside, which is logarithmic."""
+    assert costs(50, order) == costs(50_000, order)
 
 
 def test_the_bench_reports_every_operation_of_every_pool():

@@ -81,7 +81,11 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
 @pytest.mark.parametrize(("order", "operations"), [("lru", 10_000), *((o, 3000) for o in OTHERS)])
 def test_ten_thousand_random_operations(order: str, operations: int) -> None:
     num_blocks, block_size = 48, 4
-    world, rng, past = World(num_blocks, block_size, order=order, max_pinned_fraction=0.1), random.Random(20250101), []
+    world, rng, past = (
+        World(num_blocks, block_size, order=order, max_pinned_fraction=0.1),
+        random.Random(20250101),
+        [],
+    )
     done: Counter[str] = Counter()
     for _ in range(operations):
         done[one_operation(world, rng, past)] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import httpx2
 import openai
 import pytest
 from running import MODEL, Running, openai_client, running_server
-from steering import Asking, paused, until
+from steering import LIMIT_S, Asking, paused, until
 
 from kvreclaim import LLM
 
@@ -212,17 +213,20 @@ def test_a_failure_after_the_answer_has_begun(
 ):
     """The status has been sent: the stream ends with an error that the client raises."""
     runner = limited.llm.engine.runner
-    forward, calls = runner.forward, []
+    forward, calls, begun = runner.forward, [], threading.Event()
 
     def fail_late(step):
         calls.append(step)
-        if len(calls) > 3:
+        if len(calls) > 1:
+            begun.wait(LIMIT_S)
             raise RuntimeError("out of luck")
         return forward(step)
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "forward", fail_late)
-        stream = client.completions.create(**COMPLETION | {"max_tokens": 20}, stream=True)
+        stream = client.completions.create(**COMPLETION | {"max_tokens": 20, "logprobs": 0}, stream=True)
+        assert next(stream).choices
+        begun.set()
         with pytest.raises(openai.APIError, match="the log says why under req-"):
             list(stream)
     assert client.completions.create(**COMPLETION).choices
@@ -251,6 +255,7 @@ def test_a_refusal_quotes_no_more_than_anybody_reads(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**COMPLETION, extra_body={"z" * 100_000: 1})
     assert len(refused.value.body["message"]) < 1100
+    assert len(refused.value.param) < 1100
 
 
 def test_numbers_beyond_all_bounds(client: openai.OpenAI):

@@ -53,19 +53,17 @@ def run(plan: PrefixPlan, note: Callable[[str], None] = lambda _: None) -> list[
     for size in plan.sizes:
         require(
             size >= longest,
-            f"--blocks holds {size}, but a request of the trace has {longest} blocks and must fit in the cache.",
+            f"--blocks holds {size}, but a request of the trace has {longest} blocks and must fit in it.",
         )
     infinite = sum(len(request.block_ids) for request in requests)
     rows = []
     for order in plan.orders:
         for rule in (BY_BLOCK, BY_REQUEST) if order == "lru" else (BY_REQUEST,):
-            for size in (*plan.sizes, None):
-                note(f"{order}, {rule}, {'infinite' if size is None else f'{size:,}'}")
-                replay = replay_by_block if rule == BY_BLOCK else replay_by_request
-                rows.append(
-                    {"order": order, "rule": rule, "num_blocks": size}
-                    | replay(requests, order, infinite if size is None else size)
-                )
+            replay = replay_by_block if rule == BY_BLOCK else replay_by_request
+            for num_blocks in (*plan.sizes, None):
+                note(f"{order}, {rule}, {'infinite' if num_blocks is None else f'{num_blocks:,} blocks'}")
+                row: Row = {"order": order, "rule": rule, "num_blocks": num_blocks}
+                rows.append(row | replay(requests, order, num_blocks or infinite))
     return rows
 
 

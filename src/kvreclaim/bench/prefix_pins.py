@@ -38,8 +38,9 @@ def run(trace: Path, sizes: Sequence[int], fractions: Sequence[float] = FRACTION
     """
     requests = read_trace(trace)
     others = [request for request in requests if tenant_of(request) == OTHER]
+    alone = {size: _replay(others, size // 2, 0.0)[OTHER] for size in sizes}
     return [
-        _replay(requests, size, fraction) | {"alone_in_half": _replay(others, size // 2, 0.0)["other"]}
+        _replay(requests, size, fraction) | {"alone_in_half": alone[size]}
         for size in sizes
         for fraction in fractions
     ]

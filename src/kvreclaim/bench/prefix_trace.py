@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvreclaim.checks import is_int, require
 from kvreclaim.errors import InvalidArgumentError
@@ -32,9 +33,9 @@ def read_trace(path: Path) -> list[TracedRequest]:
     require(bool(lines), f"--trace {str(path)!r} is empty; name a trace of block hashes.")
     if not lines[0].lstrip().startswith("{"):
         raise InvalidArgumentError(
-            f"--trace {str(path)!r} begins with {lines[0][:60]!r}, which is no JSON object: a table of lengths, "
-            "such as the Azure traces, does not say which prompts share a prefix, so it has no hit rate; use a "
-            "trace with hash_ids, such as Mooncake's."
+            f"--trace {str(path)!r} begins with {lines[0][:60]!r}, which is no JSON object: a table of "
+            "lengths, such as the Azure traces, does not say which prompts share a prefix, so it has no hit "
+            "rate; use a trace with hash_ids, such as Mooncake's."
         )
     requests = [_request(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     require(
@@ -47,11 +48,14 @@ def _request(path: Path, number: int, line: str) -> TracedRequest:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InvalidArgumentError(f"{path}, line {number}: {error}; each line is one JSON object.") from error
-    ids = row.get("hash_ids") if isinstance(row, dict) else None
+        raise InvalidArgumentError(
+            f"{path}, line {number}: {error}; each line is one JSON object."
+        ) from error
+    fields = row if isinstance(row, dict) else {}
+    ids: Any = fields.get("hash_ids")
     valid = isinstance(ids, list) and all(is_int(block) and -(2**63) < block < 2**63 for block in ids)
     require(valid, f"{path}, line {number}: hash_ids is {ids!r}; it must be a list of 64-bit integers.")
-    milliseconds = row.get("timestamp", 0)
+    milliseconds: Any = fields.get("timestamp", 0)
     timed = is_int(milliseconds) or isinstance(milliseconds, float)
     require(timed, f"{path}, line {number}: timestamp is {milliseconds!r}; it must be a number.")
     return TracedRequest(milliseconds / 1000, tuple(ids))

@@ -13,11 +13,13 @@ import typer
 
 from kvreclaim.checks import check_choice
 from kvreclaim.cli.bench_prefix import prefix
+from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.options import usage_errors
 from kvreclaim.errors import InvalidArgumentError
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 bench_app.command("prefix")(prefix)
+bench_app.command("serve")(serve)
 
 SYSTEMS = "full,query_mixture,triattention"
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]

@@ -48,6 +48,10 @@ def serve(
     max_num_batched_tokens: opt.EngineInt = 2048,
     max_model_len: opt.EngineLimit = None,
     enable_prefix_caching: opt.PrefixCaching = True,
+    scheduling_policy: Annotated[str, _option(help="fcfs or priority.")] = "fcfs",
+    eviction_policy: Annotated[str, _option(help="lru, slru, lfu, priority or gdsf.")] = "lru",
+    max_pinned_fraction: Annotated[float, _option(help="Of all blocks, at most so many pinned.")] = 0.5,
+    kv_cache_metrics_sample: Annotated[float, _option(help="Share of blocks whose life is timed.")] = 0.01,
     seed: opt.EngineInt = 0,
     kv_compression: opt.Policy = None,
     kv_budget: opt.Budget = None,
@@ -73,6 +77,10 @@ ENGINE = (
     "max_num_batched_tokens",
     "max_model_len",
     "enable_prefix_caching",
+    "scheduling_policy",
+    "eviction_policy",
+    "max_pinned_fraction",
+    "kv_cache_metrics_sample",
     "seed",
 )
 SERVER_FIELDS = (
@@ -100,14 +108,14 @@ def _run(given: dict[str, Any]) -> None:
     hide_progress_bars()
     configure_logging(given["log_format"], given["log_level"], log_prompts=given["log_prompts"])
     config = _server_config(given)
-    listener = bind(config.host, config.port)
-    llm = LLM(
-        given["model"] or demo_model(),
-        num_blocks=given["num_gpu_blocks_override"],
-        compression=compression_of(given),
-        **{name: given[name] for name in ENGINE},
-    )
-    serve(llm, config, listener)
+    with bind(config.host, config.port) as listener:
+        llm = LLM(
+            given["model"] or demo_model(),
+            num_blocks=given["num_gpu_blocks_override"],
+            compression=compression_of(given),
+            **{name: given[name] for name in ENGINE},
+        )
+        serve(llm, config, listener)
 
 
 def _server_config(given: dict[str, Any]) -> ServerConfig:

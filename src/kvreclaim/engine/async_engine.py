@@ -224,7 +224,7 @@ class AsyncEngine:
     def _die(self, error: Exception) -> None:
         """Nothing can be relied on any more: tell everybody who waits."""
         logger.critical("the engine cannot go on", exc_info=error)
-        self.death = f"{type(error).__name__}: {error}"
+        self.death = type(error).__name__  # its words may quote a prompt; the log has them
         for cursor in self._cursors.values():
             cursor.request.error = cursor.request.error or self.death
             self._outbox.append((cursor.stream, Update({}, finished=True, error=cursor.request.error)))

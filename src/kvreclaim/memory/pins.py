@@ -74,12 +74,13 @@ class Pins:
         """Whether the order of reuse is not the eviction order's alone."""
         return bool(self._ttl_s or self.aside)
 
-    def pin(self, block: int, ttl_s: float) -> bool:
+    def pin(self, block: int, ttl_s: float, now: float) -> bool:
         """Pin an indexed block for this long from now on; of two pins of a block the longer one holds.
 
-        The caller has called expire. Returns: whether it is pinned; if not, there were limit others.
+        now: what expire said, once for all blocks of a chain, so that no pin of one outlives that of
+        the block before it. Returns: whether it is pinned; if not, there were limit others.
         """
-        ends, longest = self._clock() + ttl_s, ttl_s
+        ends, longest = now + ttl_s, ttl_s
         if block in self._ttl_s:
             ends, longest = max(ends, self._ends.key(block)), max(ttl_s, self._ttl_s[block])
         elif len(self._ttl_s) >= self.limit:
@@ -95,18 +96,18 @@ class Pins:
 
     def refresh(self, blocks: Iterable[int]) -> None:
         """These blocks have been hit: the pins that still hold begin anew."""
-        self.expire()
-        now = self._clock()
+        now = self.expire()
         for block in blocks:
             ttl_s = self._ttl_s.get(block)
             if ttl_s is not None:
                 self._ends.push(block, max(now + ttl_s, self._ends.key(block)))
 
-    def expire(self) -> None:
-        """End the pins whose time is over."""
+    def expire(self) -> float:
+        """End the pins whose time is over. Returns: the time."""
         now = self._clock()
         while (first := self._ends.first()) is not None and first[0] <= now:
             self.drop(first[1])
+        return now
 
     def drop(self, block: int) -> None:
         """End the pin of a block."""

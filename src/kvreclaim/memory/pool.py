@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
@@ -102,7 +102,7 @@ class BlockPool:
             self._note_peak()
         self.refs[block] += 1
 
-    def hit(self, blocks: Iterable[int], priority: int) -> None:
+    def hit(self, blocks: Sequence[int], priority: int) -> None:
         """Add a reference to indexed blocks that a request was found in."""
         for block in blocks:
             self.touch(block)

@@ -66,8 +66,8 @@ class PrefixCache:
 
     def pin(self, table: BlockTable, retention: Sequence[Retention]) -> None:
         """Pin the blocks under which this sequence's beginning can be hit, as far as they still can be."""
-        self._pool.pins.expire()
+        now = self._pool.pins.expire()
         for entry, ttl_s in zip(table.entries, ttls(retention, self._size), strict=False):
             if not self._pool.index.is_live(entry):
                 return
-            self._pool.pins.pin(entry.block, ttl_s)
+            self._pool.pins.pin(entry.block, ttl_s, now)

@@ -58,6 +58,8 @@ class ApiError(Exception):
     def __post_init__(self) -> None:
         if len(self.message) > MAX_MESSAGE:
             self.message = f"{self.message[:MAX_MESSAGE]} ..."
+        if self.param is not None:
+            self.param = self.param[:MAX_MESSAGE]
         Exception.__init__(self, self.message)
 
 

@@ -14,7 +14,7 @@ from running import Running, running_server
 from kvreclaim import LLM, demo_model
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 30_000
 OpenPage = Callable[..., Page]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 from playwright.sync_api import Page, expect
 from running import MODEL, Running, running_server
+from steering import paused, until
 
 from kvreclaim import LLM, demo_model
 
@@ -18,16 +19,22 @@ OpenPage = Callable[..., Page]
 
 EXAMPLE = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"][1]
 COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval": 64}
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 30_000
 
-PIXELS = """() => { const c = document.querySelector('#pool');
-  return c.getContext('2d').getImageData(0, 0, c.width, c.height).data
-    .reduce((hash, value) => (hash * 31 + value) | 0, 7); }"""
-HAS_COLOUR = """(wanted) => { const c = document.querySelector('#pool');
-  const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+READ = """
+  const c = document.querySelector('#pool');
+  const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});
+  copy.drawImage(c, 0, 0);
+  const data = copy.getImageData(0, 0, c.width, c.height).data;
+"""
+PIXELS = f"() => {{ {READ} return data.reduce((hash, value) => (hash * 31 + value) | 0, 7); }}"
+HAS_COLOUR = (
+    f"(wanted) => {{ {READ}"
+    + """
   for (let i = 0; i < data.length; i += 4)
     if (data[i] === wanted[0] && data[i + 1] === wanted[1] && data[i + 2] === wanted[2]) return true;
   return false; }"""
+)
 
 
 def complete(server: Running, **fields: Any) -> dict[str, Any]:
@@ -41,15 +48,17 @@ def running_request(server: Running, **fields: Any) -> Iterator[None]:
     """A long answer that is being written, aborted at the end."""
     body = {
         "model": MODEL,
-        "prompt": EXAMPLE["prompt"],
-        "max_tokens": 2000,
+        "prompt": " ".join(EXAMPLE["prompt"].split()[:1000]),
+        "max_tokens": 3000,
         "ignore_eos": True,
         "stream": True,
     }
     url = f"{server.base_url}/v1/completions"
     with httpx2.stream("POST", url, json={**body, **fields}, timeout=120) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: a generator that is collected closes its connection
+        next(lines)
         yield
+        lines.close()
 
 
 def in_use(page: Page) -> int:
@@ -95,16 +104,17 @@ def test_the_pool_changes_while_a_request_runs(page_server: Running, open_page: 
     idle, pixels = in_use(page), page.evaluate(PIXELS)
     assert idle == 0
     expect(page.locator("#requests-empty")).to_be_visible()
+    row = page.locator("#requests tbody tr")
     with running_request(page_server):
-        row = page.locator("#requests tbody tr")
         expect(row).to_have_count(1)
-        assert in_use(page) > 60
-        assert page.evaluate(PIXELS) != pixels
-        logical, physical, blocks, evicted, freed = row.locator("td.number").all_inner_texts()
-        assert logical == physical
-        assert (evicted, freed) == ("0", "0")
-        assert in_use(page) >= int(blocks)
-        assert "in use by 1 request, " in (page.locator("#pool-summary").text_content() or "")
+        with paused(page_server):  # so that it does not end meanwhile
+            until(lambda: page.evaluate(PIXELS) != pixels)
+            assert in_use(page) > 60
+            logical, physical, blocks, evicted, freed = row.locator("td.number").all_inner_texts()
+            assert logical == physical
+            assert (evicted, freed) == ("0", "0")
+            assert in_use(page) == int(blocks)
+            assert "in use by 1 request, " in (page.locator("#pool-summary").text_content() or "")
     expect(row).to_have_count(0)
     expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
 
@@ -116,15 +126,17 @@ def test_the_moment_of_compaction_shows(page_server: Running, open_page: OpenPag
     colour = [int(number) for number in freed[4:-1].split(",")]
     assert not page.evaluate(HAS_COLOUR, colour)
     with running_request(page_server, kv_compression=COMPRESSION):
-        page.wait_for_function(HAS_COLOUR, arg=colour)
+        until(lambda: page.evaluate(HAS_COLOUR, colour))
         expect(page.locator("#passes li").first).to_contain_text("tokens evicted")
         row = page.locator("#requests tbody tr td.number")
-        logical, physical, _, evicted, freed = (int(n.replace(",", "")) for n in row.all_inner_texts())
-        assert logical - physical == evicted > 0
-        assert freed > 0
-        page.locator("#requests .who").click()  # its blocks stay, others fade
-        expect(page.locator("#requests .who")).to_have_attribute("aria-pressed", "true")
-    page.wait_for_function(f"!({HAS_COLOUR})({colour})")  # the flash ends
+        expect(row).to_have_count(5)
+        with paused(page_server):
+            logical, physical, _, evicted, freed = (int(n.replace(",", "")) for n in row.all_inner_texts())
+            assert logical - physical == evicted > 0
+            assert freed > 0
+            page.locator("#requests .who").click()  # its blocks stay, others fade
+            expect(page.locator("#requests .who")).to_have_attribute("aria-pressed", "true")
+    until(lambda: not page.evaluate(HAS_COLOUR, colour))  # the flash ends
 
 
 def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_page: OpenPage) -> None:

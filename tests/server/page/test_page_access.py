@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 from playwright.sync_api import Page, expect
 from running import Running
+from steering import until
 
 OpenPage = Callable[..., Page]
 
 COLOURS = """
   const rgb = (text) => {
-    const canvas = document.createElement('canvas').getContext('2d');
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
     canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
     return [...canvas.getImageData(0, 0, 1, 1).data];
   };
@@ -58,7 +59,9 @@ STATE_RATIOS = (
 }"""
 )
 FREE_PIXEL = """() => { const c = document.querySelector('#pool');
-  return [...c.getContext('2d').getImageData(c.width / 2, 4, 1, 1).data]; }"""
+  const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});
+  copy.drawImage(c, 0, 0);
+  return [...copy.getImageData(c.width / 2, 4, 1, 1).data]; }"""
 UNNAMED = """() => [...document.querySelectorAll('button, input, select, textarea, canvas, svg[role], a')]
   .filter((element) => !(element.labels?.length || element.getAttribute('aria-label')
     || element.getAttribute('aria-labelledby') || element.textContent.trim()))
@@ -117,7 +120,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(page_server: Running, 
     page.emulate_media(color_scheme="light")
     light = background(page)
     assert sum(map(int, dark[4:-1].split(","))) < 100 < 600 < sum(map(int, light[4:-1].split(",")))
-    page.wait_for_function(f"({FREE_PIXEL})().join() !== '{','.join(map(str, cell))}'")  # the canvas, too
+    until(lambda: page.evaluate(FREE_PIXEL) != cell)  # the canvas, too
     page.select_option("#theme", "dark")
     assert background(page) == dark
     page.reload()

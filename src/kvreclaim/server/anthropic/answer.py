@@ -15,6 +15,7 @@ from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
 from kvreclaim.server.errors import failed
 from kvreclaim.server.events import event
+from kvreclaim.server.joint import joint
 from kvreclaim.server.service import Prompt, Service
 from kvreclaim.server.tool_calls import Piece, ToolCallParser
 
@@ -41,6 +42,7 @@ class Answer:
         self.request_id = request_id
         self.prompt = prompt
         self.splitter = Splitter(parser)
+        self._lead: str | None = None if body.messages[-1].role == "assistant" else ""
 
     async def message(self) -> dict[str, Any]:
         """The whole answer. Raises: ApiError 500 if the request failed."""
@@ -94,7 +96,17 @@ class Answer:
         }
 
     def _pieces(self, update: Update) -> list[Piece]:
-        return self.splitter.take(_delta(update).text, last=update.finished)
+        return self.splitter.take(self._text(_delta(update)), last=update.finished)
+
+    def _text(self, delta: OutputDelta) -> str:
+        """What is new; the first text behind a prefill begins with what joins it to that."""
+        if self._lead is None and delta.token_ids:
+            tokenizer = self.service.engine.llm.tokenizer
+            self._lead = joint(tokenizer, self.prompt.token_ids, delta.token_ids[0])
+        if not delta.text or not self._lead:
+            return delta.text
+        text, self._lead = self._lead + delta.text, ""
+        return text
 
     def _stop(self, update: Update) -> dict[str, str | None]:
         metrics, num_calls = _metrics(update), self.splitter.num_calls

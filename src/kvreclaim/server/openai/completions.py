@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from kvreclaim.engine import request as engine
 from kvreclaim.engine.stream import OutputDelta
-from kvreclaim.model.loader import Tokenizer
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
+from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs, prompt_logprobs
@@ -25,8 +25,6 @@ from kvreclaim.server.tenants import Tenant
 router = APIRouter(tags=["openai"])
 
 PROMPT_TYPE = str | list[str] | list[int] | list[list[int]]
-JOINT = 6
-"""Tokens of a prompt's end that decide how the answer's first token is joined to it."""
 
 
 def _as_list(value: Any) -> list[str] | list[list[int]]:
@@ -171,15 +169,3 @@ class CompletionAnswer(Answer):
             assert request.prompt_logprobs is not None, f"{request.request_id} echoes with logprobs"
             token_ids, reports = request.prompt_token_ids + token_ids, [*request.prompt_logprobs, *reports]
         return completion_logprobs(token_ids, reports, self.vocabulary, offsets)
-
-
-def joint(tokenizer: Tokenizer, prompt: list[int], token_id: int) -> str:
-    """What a text that is decoded on its own lacks at its beginning, such as a space."""
-
-    def text(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    end = prompt[-JOINT:]
-    before, both, alone = text(end), text([*end, token_id]), text([token_id])
-    added = both.removeprefix(before)
-    return added.removesuffix(alone) if both.startswith(before) and added.endswith(alone) else ""

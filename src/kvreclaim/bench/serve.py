@@ -1,0 +1,218 @@
+"""Throughput through HTTP beside the same engine's without it, and time to first token under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter, sleep
+
+import numpy as np
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.serve_client import Ask, Told, ask_all
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.llm import LLM
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+
+NAME = "measured"
+START_S = 300.0
+"""A server that is not up by then will not come up."""
+
+
+class DifferentAnswersError(KVReclaimError):
+    """HTTP gave another text than the engine alone: nothing is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePlan:
+    """What is run. arrivals: requests of the run under load, at load x what the engine did offline at the
+    most streams; none: no such run."""
+
+    model: Path
+    streams: tuple[int, ...] = (1, 8, 32, 64)
+    num_prompt: int = 64
+    num_output: int = 256
+    rounds: int = 3
+    threads: int = 1
+    num_blocks: int = 4096
+    dtype: str = "auto"
+    arrivals: int = 0
+    load: float = 0.7
+    trace: Path | None = None
+    scale: float = 0.1
+    seed: int = 0
+
+
+def run(plan: ServePlan) -> list[Row]:
+    """Both at every number of streams, in turns; prefix caching is off on both sides.
+
+    Returns: rows with `offline` and `http` tokens/s (medians), their `ratio`, `spread` over the rounds, and
+    `ttft_p50_ms`, `ttft_p99_ms` over all streams of all rounds. Raises: DifferentAnswersError.
+    """
+    llm = LLM(
+        plan.model,
+        dtype=plan.dtype,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=max(plan.streams),
+        enable_prefix_caching=False,
+    )
+    with serving(plan) as base_url:
+        _verify(plan, llm, base_url)
+        rows = [_measure(plan, llm, base_url, num_streams) for num_streams in plan.streams]
+        if plan.arrivals:
+            rows.append(_under_load(plan, llm, base_url, rows[-1]["offline"]))
+    return rows
+
+
+@contextmanager
+def serving(plan: ServePlan) -> Iterator[str]:
+    """`kvreclaim serve` in a process of its own. Gives: its address."""
+    program = "from kvreclaim.cli.main import app; app()"
+    options = {
+        "model": plan.model,
+        "served-model-name": NAME,
+        "port": 0,
+        "dtype": plan.dtype,
+        "num-gpu-blocks-override": plan.num_blocks,
+        "max-num-seqs": max(plan.streams),
+        "log-format": "text",
+    }
+    command = [sys.executable, "-c", program, "serve", "--no-enable-prefix-caching"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    with tempfile.NamedTemporaryFile() as log:
+        environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield _address(process, Path(log.name))
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = monotonic() + START_S
+    while process.poll() is None and monotonic() < deadline:
+        if found := re.search(r"at (http://\S+)", log.read_text(encoding="utf-8")):
+            return found[1]
+        sleep(0.05)
+    said = log.read_text(encoding="utf-8")[-2000:]
+    raise InvalidArgumentError(f"the server did not start; it said: {said}")
+
+
+def _asks(plan: ServePlan, llm: LLM, count: int, seed: int) -> list[Ask]:
+    rng = random.Random(seed)
+    size = llm.tokenizer.vocab_size
+    return [
+        Ask([rng.randrange(5, size) for _ in range(plan.num_prompt)], plan.num_output) for _ in range(count)
+    ]
+
+
+def _offline(llm: LLM, asks: list[Ask]) -> list[str]:
+    params = [SamplingParams(temperature=0.0, max_tokens=ask.num_tokens, ignore_eos=True) for ask in asks]
+    return [output.outputs[0].text for output in llm.generate([ask.prompt for ask in asks], params)]
+
+
+def _http(base_url: str, asks: list[Ask]) -> tuple[list[Told], float]:
+    return asyncio.run(ask_all(base_url, NAME, asks))
+
+
+def _verify(plan: ServePlan, llm: LLM, base_url: str) -> None:
+    """Also warms both up."""
+    for num_streams in plan.streams:
+        asks = _asks(plan, llm, num_streams, seed=-1)
+        expected, told = _offline(llm, asks), _http(base_url, asks)[0]
+        wrong = [i for i, answer in enumerate(told) if answer.text != expected[i]]
+        if wrong:
+            raise DifferentAnswersError(
+                f"{len(wrong)} of {num_streams} answers differ from the engine's own, the first is stream "
+                f"{wrong[0]}; nothing was measured."
+            )
+
+
+def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
+    first_s: list[float] = []
+    turns = {"offline": 0, "http": 0}
+
+    def asks(system: str) -> list[Ask]:
+        turns[system] += 1
+        return _asks(plan, llm, num_streams, seed=plan.seed + turns[system])
+
+    def offline() -> float:
+        given, begun = asks("offline"), perf_counter()
+        _offline(llm, given)
+        return perf_counter() - begun
+
+    def http() -> float:
+        told, elapsed_s = _http(base_url, asks("http"))
+        first_s.extend(answer.first_s for answer in told)
+        return elapsed_s
+
+    elapsed = alternate({"offline": offline, "http": http}, plan.rounds)
+    num_tokens = num_streams * plan.num_output
+    row: Row = {"streams": num_streams, "num_prompt": plan.num_prompt, "num_output": plan.num_output}
+    for name, values in elapsed.items():
+        row |= {name: num_tokens / median(values), f"{name}_spread": spread(values)}
+    return row | {"ratio": row["http"] / row["offline"], "threads": plan.threads} | _first(first_s)
+
+
+def _first(first_s: list[float]) -> Row:
+    p50, p99 = np.percentile(np.array(first_s) * 1e3, [50, 99])
+    return {"ttft_p50_ms": float(p50), "ttft_p99_ms": float(p99), "num_ttft": len(first_s)}
+
+
+def _under_load(plan: ServePlan, llm: LLM, base_url: str, tokens_per_s: float) -> Row:
+    """Requests that come when they come (Poisson), with the lengths of the trace if there is one."""
+    lengths = _lengths(plan)
+    rng = random.Random(plan.seed)
+    mean_output = sum(output for _, output in lengths) / len(lengths)
+    rate = plan.load * tokens_per_s / mean_output
+    at_s, asks = 0.0, []
+    for num_prompt, num_output in lengths:
+        prompt = [rng.randrange(5, llm.tokenizer.vocab_size) for _ in range(num_prompt)]
+        asks.append(Ask(prompt, num_output, at_s))
+        at_s += rng.expovariate(rate)
+    told, elapsed_s = _http(base_url, asks)
+    total = sum(output for _, output in lengths)
+    facts = {"arrivals": len(asks), "requests_per_s": rate, "load": plan.load, "http": total / elapsed_s}
+    return facts | {"trace": plan.trace.name if plan.trace else None} | _first([t.first_s for t in told])
+
+
+def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of each arrival; a trace's are scaled, so that a small model serves them."""
+    if plan.trace is None:
+        return [(plan.num_prompt, plan.num_output)] * plan.arrivals
+    header, *lines = plan.trace.read_text(encoding="utf-8").splitlines()
+    if header.split(",")[1:] != ["ContextTokens", "GeneratedTokens"]:
+        raise InvalidArgumentError(
+            f"{plan.trace} begins with {header[:60]!r}; pass a CSV file with the columns TIMESTAMP, "
+            "ContextTokens, GeneratedTokens."
+        )
+    rows = [line.split(",")[1:] for line in lines[: plan.arrivals]]
+    return [(max(1, round(int(a) * plan.scale)), max(1, round(int(b) * plan.scale))) for a, b in rows]
+
+
+def serve_table(rows: list[Row]) -> Table:
+    headings = ("streams", "offline tok/s", "HTTP tok/s", "ratio", "first token p50 ms", "p99 ms")
+    made = table("HTTP against the engine alone", headings)
+    for row in rows:
+        first = str(row["streams"]) if "streams" in row else f"{row['requests_per_s']:.2f} requests/s arrive"
+        made.add_row(
+            first,
+            text(row.get("offline"), 0),
+            text(row["http"], 0),
+            text(row.get("ratio"), 3),
+            text(row["ttft_p50_ms"], 1),
+            text(row["ttft_p99_ms"], 1),
+        )
+    return made

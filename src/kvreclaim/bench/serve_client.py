@@ -1,0 +1,124 @@
+"""A client that costs next to nothing: it keeps the bytes and looks at them when the clock has stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from kvreclaim.errors import KVReclaimError
+
+END = b"data: [DONE]\n\n"
+
+
+class BrokenStreamError(KVReclaimError):
+    """The server closed a stream before its end, or refused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A greedy completion of exactly num_tokens tokens. at_s: when it is sent, after the run's begin."""
+
+    prompt: list[int]
+    num_tokens: int
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came: the whole text, and seconds after the request was sent."""
+
+    text: str
+    first_s: float
+    last_s: float
+
+
+class _Stream(asyncio.Protocol):
+    """One request on a connection of its own."""
+
+    def __init__(self, head: bytes, ended: asyncio.Future[None]) -> None:
+        self.head = head
+        self.ended = ended
+        self.parts: list[bytes] = []
+        self.sent = self.first = self.last = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.sent = perf_counter()
+        transport.write(self.head)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append(data)
+        if not self.first and b"data: " in data:
+            self.first = perf_counter()
+        if END in data or END in b"".join(self.parts[-2:]):
+            self.last = perf_counter()
+            if not self.ended.done():
+                self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            seen = b"".join(self.parts)[:300].decode(errors="replace")
+            self.ended.set_exception(BrokenStreamError(f"the server ended a stream early; it said {seen!r}."))
+
+    def told(self) -> Told:
+        """Take the answer apart."""
+        body = _unchunked(b"".join(self.parts))
+        events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+        text = "".join(choice["text"] for event in events for choice in event["choices"])
+        return Told(text, self.first - self.sent, self.last - self.sent)
+
+
+async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[Told], float]:
+    """Send every request at its time. Returns: answers in order, seconds from the first to the last byte."""
+    where = urlsplit(base_url)
+    loop = asyncio.get_running_loop()
+
+    async def one(ask: Ask, begun: float) -> _Stream:
+        if ask.at_s:
+            await asyncio.sleep(max(0.0, begun + ask.at_s - perf_counter()))
+        ended = loop.create_future()
+        head = _head(where.netloc, model, ask)
+        transport, stream = await loop.create_connection(
+            lambda: _Stream(head, ended), where.hostname, where.port
+        )
+        try:
+            await ended
+        finally:
+            transport.close()
+        return stream
+
+    begun = perf_counter()
+    streams = await asyncio.gather(*(one(ask, begun) for ask in asks))
+    elapsed_s = max(stream.last for stream in streams) - min(stream.sent for stream in streams)
+    return [stream.told() for stream in streams], elapsed_s
+
+
+def _head(host: str, model: str, ask: Ask) -> bytes:
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _unchunked(answer: bytes) -> bytes:
+    """The body of an answer with `transfer-encoding: chunked`."""
+    body, rest = bytearray(), memoryview(answer[answer.index(b"\r\n\r\n") + 4 :])
+    while len(rest):
+        size, _, _ = bytes(rest[:16]).partition(b"\r\n")
+        length, start = int(size, 16), len(size) + 2
+        if not length:
+            break
+        body += rest[start : start + length]
+        rest = rest[start + length + 2 :]
+    return bytes(body)

@@ -1,0 +1,133 @@
+"""`kvreclaim serve`: what its options become, and how a mistake is said."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim.cli.main import app
+from kvreclaim.cli.serve import ENGINE, SERVER_FIELDS
+from kvreclaim.config import EngineConfig
+from kvreclaim.server.config import ServerConfig
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """(llm, config) of each server that was about to serve; none does."""
+    found: list = []
+
+    def serve(llm, config, listener) -> None:
+        listener.close()
+        found.append((llm, config))
+
+    monkeypatch.setattr("kvreclaim.server.run.serve", serve)
+    monkeypatch.setattr("kvreclaim.server.logs.configure_logging", lambda *_, **__: None)
+    return found
+
+
+def run(*arguments: object):
+    return runner.invoke(app, ["serve", "--port", "0", *map(str, arguments)])
+
+
+def test_without_options_it_is_the_demo_model_on_loopback(started: list) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    [(llm, config)] = started
+    default = ServerConfig(served_model_name=("kvreclaim-demo",), port=0)
+    assert config == default
+    assert default.host == "127.0.0.1"
+    given = {name: getattr(llm.engine.config, name) for name in ENGINE if hasattr(EngineConfig(), name)}
+    assert given == {name: getattr(EngineConfig(), name) for name in given} | {
+        "max_model_len": llm.engine.max_model_len
+    }
+    assert llm.compression is None
+
+
+def test_every_option_arrives(started: list, tmp_path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    server = {
+        "served-model-name": "a",
+        "operator-key": "op",
+        "max-body-bytes": 2048,
+        "max-n": 3,
+        "max-queue-len": 4,
+        "max-concurrent-requests-per-key": 5,
+        "default-max-tokens": 6,
+        "shutdown-timeout": 7,
+        "chat-template": template,
+    }
+    engine = {
+        "scheduling-policy": "priority",
+        "eviction-policy": "gdsf",
+        "max-pinned-fraction": 0.25,
+        "kv-cache-metrics-sample": 0.5,
+        "num-gpu-blocks-override": 99,
+        "max-num-seqs": 9,
+        "max-model-len": 512,
+        "block-size": 8,
+        "kv-compression": "knorm",
+        "kv-budget": 200,
+    }
+    options = [part for name, value in (server | engine).items() for part in (f"--{name}", value)]
+    result = run(*options, "--api-key", "x", "--api-key", "y", "--log-prompts")
+    assert result.exit_code == 0, result.output
+    [(llm, config)] = started
+    assert config == ServerConfig(
+        port=0,
+        served_model_name=("a",),
+        api_keys=("x", "y"),
+        operator_key="op",
+        max_body_bytes=2048,
+        max_n=3,
+        max_queue_len=4,
+        max_concurrent_requests_per_key=5,
+        default_max_tokens=6,
+        shutdown_timeout_s=7.0,
+        chat_template="{{ messages[0].content }}",
+        log_prompts=True,
+    )
+    found = llm.engine.config
+    assert (found.scheduling_policy, found.eviction_policy) == ("priority", "gdsf")
+    assert (found.max_pinned_fraction, found.kv_cache_metrics_sample) == (0.25, 0.5)
+    assert (found.num_blocks, found.max_num_seqs, found.max_model_len, found.block_size) == (99, 9, 512, 8)
+    assert (llm.compression.policy, llm.compression.budget) == ("knorm", 200)
+
+
+def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_API_KEY", "from-env")
+    assert run().exit_code == 0
+    assert started[0][1].api_keys == ("from-env",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "70000"], "ports end at 65535"),
+        (["--host", "nonesuch.invalid"], "cannot listen on nonesuch.invalid"),
+        (["--api-key", ""], "an API key is empty"),
+        (["--api-key", "x", "--api-key", "x"], "named twice"),
+        (["--max-queue-len", "0"], "max_queue_len is 0"),
+        (["--max-body-bytes", "5"], "max_body_bytes is 5"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout_s is -1.0"),
+        (["--chat-template", "nonesuch.jinja"], "nonesuch.jinja is no file"),
+        (["--scheduling-policy", "nonesuch"], "fcfs, priority"),
+        (["--eviction-policy", "nonesuch"], "lru"),
+        (["--max-pinned-fraction", "2"], "max_pinned_fraction is 2.0"),
+        (["--kv-compression", "nonesuch"], "nonesuch"),
+        (["--kv-budget", "200"], "--kv-compression"),
+        (["--model", "/nonesuch"], "/nonesuch"),
+    ],
+)
+def test_a_mistake_is_one_sentence(started: list, arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert not started
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert words in sentence
+
+
+def test_every_server_option_is_named_like_its_field() -> None:
+    assert set(SERVER_FIELDS) <= set(ServerConfig.__dataclass_fields__)

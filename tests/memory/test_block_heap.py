@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.memory.block_heap import BlockHeap
+
+STEPS = st.lists(st.tuples(st.sampled_from(["push", "remove", "pop"]), st.integers(0, 9), st.integers(0, 5)))
+
+
+@given(steps=STEPS)
+def test_it_is_a_sorted_dict(steps):
+    heap: BlockHeap[int] = BlockHeap()
+    keys: dict[int, int] = {}
+    for step, block, key in steps:
+        smallest = min(((key, block) for block, key in keys.items()), default=None)
+        assert heap.first() == smallest
+        if step == "push":
+            heap.push(block, key)
+            keys[block] = key
+        elif step == "remove" and block in keys:
+            heap.remove(block)
+            del keys[block]
+        elif step == "pop" and smallest is not None:
+            assert heap.pop() == smallest[1]
+            del keys[smallest[1]]
+        heap.check()
+        assert len(heap) == len(keys)
+        assert list(heap) == sorted(keys, key=lambda block: (keys[block], block))
+        assert all((block in heap) == (block in keys) for block in range(10))
+        assert all(heap.key(block) == key for block, key in keys.items())
+
+
+def test_blocks_that_leave_do_not_pile_up():
+    heap: BlockHeap[int] = BlockHeap()
+    for key in range(10_000):
+        heap.push(0, key)
+        heap.push(1, -key)
+        heap.remove(1)
+        heap.check()
+    assert list(heap) == [0]

@@ -1,0 +1,203 @@
+"""Each order by hand on a few blocks, and what all of them must hold to. That each does in any run of
+operations what its slow twin does is shown by test_stateful.py and test_random_operations.py."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory import EvictionOrder, MemoryManager, Retention, eviction_orders, make_order
+
+from .naive_orders import NAIVE
+from .sequences import run
+
+
+def test_the_known_orders_begin_with_the_default():
+    assert eviction_orders() == ("lru", "slru", "lfu", "priority", "gdsf")
+    assert set(NAIVE) == set(eviction_orders())
+    assert MemoryManager(4, 4).pool.free_queue.name == "lru"
+
+
+@pytest.mark.parametrize("name", ["LRU", "", "fifo"])
+def test_an_unknown_order_is_refused_with_the_known_ones(name):
+    with pytest.raises(InvalidArgumentError, match=f"{name!r}.*known are lru, slru, lfu, priority, gdsf"):
+        MemoryManager(4, 4, eviction_policy=name)
+
+
+def test_an_order_of_ones_own_is_taken():
+    order = make_order("lfu", 4, 4)
+    assert MemoryManager(4, 4, eviction_policy=order).pool.free_queue is order
+
+
+def cached(name: str, lengths: list[int], num_blocks: int = 10) -> tuple[EvictionOrder, list[list[int]]]:
+    """An order with chains of these lengths in use, of blocks of one slot."""
+    order = make_order(name, num_blocks, 1)
+    chains = [[order.pop() for _ in range(length)] for length in lengths]
+    for chain in chains:
+        for i, block in enumerate(chain):
+            order.entered(block, chain[i - 1] if i else None, 0)
+    return order, chains
+
+
+def release(order: EvictionOrder, chain: list[int]) -> None:
+    for block in reversed(chain):
+        order.push(block)
+        order.check()
+
+
+def hit(order: EvictionOrder, blocks: list[int], priority: int = 0) -> None:
+    for block in blocks:
+        order.remove(block)
+    for block in blocks:
+        order.used(block, priority)
+    release(order, blocks)
+
+
+def test_lru_by_hand():
+    order, (a, b) = cached("lru", [2, 1], 5)
+    release(order, a)
+    release(order, b)
+    assert list(order) == [3, 4, 1, 0, 2]
+    hit(order, a[:1])
+    assert list(order) == [3, 4, 1, 2, 0]
+    order.forgot(1)
+    assert list(order) == [3, 4, 1, 2, 0]
+
+
+def test_slru_by_hand():
+    """Of ten blocks two may be protected."""
+    order, (a, b) = cached("slru", [3, 2])
+    release(order, a)
+    release(order, b)
+    assert list(order) == [5, 6, 7, 8, 9, 2, 1, 0, 4, 3]
+    hit(order, a[:2])
+    assert list(order) == [5, 6, 7, 8, 9, 2, 4, 3, 1, 0]
+    hit(order, b[:1])
+    assert list(order) == [5, 6, 7, 8, 9, 2, 4, 1, 0, 3], "1 is the third that is protected: it goes back"
+    hit(order, b)
+    assert list(order) == [5, 6, 7, 8, 9, 2, 1, 0, 4, 3], "0 went back for 4"
+    order.forgot(0)
+    assert list(order) == [5, 6, 7, 8, 9, 0, 2, 1, 4, 3]
+
+
+def test_lfu_by_hand():
+    order, (a, b) = cached("lfu", [3, 2])
+    release(order, a)
+    release(order, b)
+    hit(order, a[:2])
+    hit(order, a[:1])
+    hit(order, b[:1])
+    assert list(order) == [5, 6, 7, 8, 9, 2, 4, 1, 3, 0], "used 1, 1, 2, 2, 3 times"
+    assert [order.pop() for _ in range(6)] == [5, 6, 7, 8, 9, 2]
+    order.forgot(0)
+    assert list(order) == [0, 4, 1, 3]
+
+
+def test_a_new_content_begins_anew():
+    order, (a,) = cached("lfu", [1], 3)
+    release(order, a)
+    hit(order, a)
+    assert [order.pop() for _ in range(3)] == [1, 2, 0]
+    order.forgot(0)
+    order.push(0)
+    order.push(1)
+    order.remove(0)
+    order.entered(0, None, 0)
+    order.push(0)
+    hit(order, [0])
+    order.entered(2, None, 0)
+    order.push(2)
+    assert list(order) == [1, 2, 0]
+
+
+def test_priority_by_hand():
+    """The lower the number the longer it stays; the most important request that came upon it counts."""
+    order = make_order("priority", 5, 1)
+    for block, priority in enumerate([0, 7, -3, 7]):
+        assert order.pop() == block
+        order.entered(block, None, priority)
+    for block in range(4):
+        order.push(block)
+    assert list(order) == [4, 1, 3, 0, 2]
+    hit(order, [1], priority=-5)
+    hit(order, [2], priority=100)
+    assert list(order) == [4, 3, 0, 2, 1]
+
+
+def test_gdsf_by_hand():
+    """Blocks of 8,192 slots: the third of a chain costs twice the first, 1, 1.5, 2."""
+    order = make_order("gdsf", 8, 8192)
+    chain = [order.pop() for _ in range(3)]
+    for i, block in enumerate(chain):
+        order.entered(block, chain[i - 1] if i else None, 0)
+    single = order.pop()
+    order.entered(single, None, 0)
+    release(order, chain)
+    order.push(single)
+    assert list(order) == [4, 5, 6, 7, 3, 2, 1, 0], "1 each, but the chain's are worth its last block's 2"
+    hit(order, [single])
+    assert list(order) == [4, 5, 6, 7, 2, 1, 0, 3], "2 x 1 is a tie with the chain; it was released later"
+    assert [order.pop() for _ in range(5)] == [4, 5, 6, 7, 2]
+    order.forgot(2)
+    order.entered(4, None, 0)
+    order.push(4)
+    assert list(order) == [1, 0, 3, 4], "what comes now begins at the age of 2: 2 + 1"
+
+
+@pytest.mark.parametrize("name", eviction_orders())
+def test_what_caches_nothing_goes_first_or_in_its_place(name):
+    order, (a,) = cached(name, [2], 4)
+    release(order, a)
+    assert order.pop() == 2
+    order.push(2)
+    assert list(order) == ([3, 1, 0, 2] if name == "lru" else [3, 2, 1, 0])
+
+
+PROMPTS = st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(-2, 2)))
+
+
+@pytest.mark.parametrize("name", eviction_orders())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(prompts=PROMPTS, num_blocks=st.integers(18, 30), seed=st.integers(0, 9))
+def test_no_block_is_reused_before_those_behind_it_in_its_chain(name, prompts, num_blocks, seed):
+    """Two requests run at a time, end in any order, and pin some of what they had."""
+    rng, ticks = random.Random(seed), count()
+    memory = MemoryManager(num_blocks, 1, eviction_policy=name, clock=lambda: next(ticks))
+    live: list[int] = []
+    for seq_id, (tokens, priority) in enumerate(prompts):
+        if len(live) == 2:
+            memory.free(live.pop(rng.randrange(2)))
+        match = memory.match_prefix(tokens)
+        memory.admit(seq_id, match, token_ids=tokens, priority=priority)
+        memory.grow(seq_id, len(tokens) - match.num_tokens)
+        memory.commit(seq_id, tokens[match.num_tokens :])
+        live.append(seq_id)
+        if rng.random() < 0.5:
+            memory.pin(seq_id, [Retention(rng.randrange(10), 20)])
+        check_children_first(memory)
+    for seq_id in live:
+        memory.free(seq_id)
+    check_children_first(memory)
+
+
+def check_children_first(memory: MemoryManager) -> None:
+    memory.check()
+    entries = [entry for block in memory.pool.reuse_order() if (entry := memory.pool.index.of(block))]
+    place = {entry.serial: i for i, entry in enumerate(entries)}
+    for i, entry in enumerate(entries):
+        assert place.get(entry.parent, i + 1) > i, f"block {entry.block} is reused after its parent"
+
+
+@pytest.mark.parametrize("name", eviction_orders())
+def test_a_prompt_that_comes_back_is_found_again(name):
+    memory = MemoryManager(8, 2, eviction_policy=name)
+    assert run(memory, 0, range(9)) == 0
+    memory.free(0)
+    assert run(memory, 1, range(9)) == 8
+    memory.free(1)
+    assert memory.stats().cached == 4

@@ -1,0 +1,172 @@
+"""Why a prefix missed: every prompt token is a hit or a miss of exactly one reason."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from kvreclaim.memory import MISS_REASONS, MemoryManager
+from kvreclaim.memory.prefix_index import PrefixIndex
+
+from .sequences import Plan, run
+
+
+def missed(memory: MemoryManager) -> dict[str, int]:
+    """Tokens by reason, without those of which there are none; the sum is checked."""
+    stats = memory.stats()
+    assert tuple(stats.misses) == MISS_REASONS
+    assert stats.prefix_hit_tokens + sum(stats.misses.values()) == stats.prefix_query_tokens
+    return {reason: tokens for reason, tokens in stats.misses.items() if tokens}
+
+
+def ask(
+    memory: MemoryManager, tokens, salt: str | None = None, max_tokens: int | None = None
+) -> dict[str, int]:
+    """What a request misses, which is not computed."""
+    before = memory.stats().misses
+    match = memory.match_prefix(tokens, cache_salt=salt, max_tokens=max_tokens)
+    memory.admit(-1, match, token_ids=tokens, cache_salt=salt)
+    memory.free(-1)
+    after = memory.stats().misses
+    missed(memory)
+    return {reason: after[reason] - before[reason] for reason in after if after[reason] != before[reason]}
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (0, {}),
+        (1, {"sub_block": 1}),
+        (4, {"sub_block": 4}),
+        (5, {"cold": 4, "sub_block": 1}),
+        (8, {"cold": 4, "sub_block": 4}),
+        (11, {"cold": 8, "sub_block": 3}),
+    ],
+)
+def test_a_cold_prompt(length, expected):
+    memory = MemoryManager(8, 4)
+    assert ask(memory, range(length)) == expected
+
+
+def test_the_first_missing_block_speaks_for_all_behind_it():
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(9))
+    assert ask(memory, [*range(8), *range(50, 60)]) == {"cold": 8, "sub_block": 2}
+    assert ask(memory, range(9)) == {"sub_block": 1}
+
+
+def test_another_salt():
+    memory = MemoryManager(16, 4)
+    run(memory, 0, range(13), "a")
+    assert ask(memory, range(13), "b") == {"salt": 12, "sub_block": 1}
+    assert ask(memory, [*range(4), *range(50, 55)], "b") == {"salt": 8, "sub_block": 1}
+    assert ask(memory, range(4, 13), "b") == {"cold": 8, "sub_block": 1}
+    run(memory, 1, range(5), "b")
+    assert ask(memory, range(13), "b") == {"cold": 8, "sub_block": 1}, "only a first block is judged by salt"
+    memory.free(0)
+    memory.reset_prefix_cache()
+    assert ask(memory, range(13), "c") == {"cold": 12, "sub_block": 1}
+
+
+def test_the_last_owner_of_a_first_block_takes_the_reason_along():
+    memory = MemoryManager(2, 4)
+    for seq_id, salt in enumerate("ab"):
+        run(memory, seq_id, range(4), salt)
+        memory.free(seq_id)
+    assert ask(memory, range(5), "c") == {"salt": 4, "sub_block": 1}
+    for seq_id in (2, 3):
+        assert ask(memory, range(5), "c") == {"salt": 4, "sub_block": 1}
+        run(memory, seq_id, [seq_id])
+    assert ask(memory, range(5), "c") == {"cold": 4, "sub_block": 1}
+    assert ask(memory, range(5), "a") == {"evicted": 4, "sub_block": 1}
+
+
+def test_evicted_blocks_are_remembered():
+    memory = MemoryManager(4, 4)
+    run(memory, 0, range(12))
+    memory.free(0)
+    run(memory, 1, range(50, 62))
+    memory.free(1)
+    assert ask(memory, range(13)) == {"evicted": 8, "sub_block": 1}
+    assert ask(memory, [*range(8), *range(70, 75)]) == {"evicted": 8, "sub_block": 1}
+    assert ask(memory, [*range(4), *range(70, 75)]) == {"cold": 4, "sub_block": 1}
+    memory.reset_prefix_cache()
+    assert ask(memory, range(13)) == {"cold": 12, "sub_block": 1}
+
+
+def test_a_child_whose_parent_was_evicted_is_evicted():
+    """Compression gave the first block back; it was computed anew, but the second hangs on the old one."""
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(9))
+    memory.shrink(Plan(0, 3, (memory.table(0).block_ids[0],), (memory.table(0).block_ids[0],)))
+    memory.free(0)
+    run(memory, 1, range(5))
+    assert ask(memory, range(9)) == {"evicted": 4, "sub_block": 1}
+
+
+def test_how_many_are_remembered():
+    index = PrefixIndex(1, remembered=3)
+    root = index.root(None)
+    seen = []
+    for token in range(8):
+        tokens = index.pack([token])
+        seen.append((index.digest(root, tokens), tokens))
+        index.add(root, *seen[-1], token)
+        index.evict([token])
+        index.check()
+        known = [
+            i
+            for i, (digest, tokens) in enumerate(seen)
+            if index.why_missing(root, digest, tokens) == "evicted"
+        ]
+        assert known == list(range(known[0], token + 1)), "the last ones, without a gap"
+        assert min(token + 1, 3) <= len(known) <= 6
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        (None, {"cold": 4, "sub_block": 1}),
+        (12, {"cold": 4, "sub_block": 1}),
+        (11, {"ineligible": 4, "sub_block": 1}),
+        (8, {"ineligible": 4, "sub_block": 1}),
+        (7, {"ineligible": 8, "sub_block": 1}),
+        (0, {"ineligible": 12, "sub_block": 1}),
+    ],
+)
+def test_what_a_limit_forbids_is_ineligible(max_tokens, expected):
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(9))
+    assert ask(memory, range(13), max_tokens=max_tokens) == expected
+
+
+def test_a_miss_before_the_limit_speaks_for_what_the_limit_forbids():
+    memory = MemoryManager(8, 4)
+    assert ask(memory, range(13), max_tokens=5) == {"cold": 12, "sub_block": 1}
+
+
+def test_without_caching_full_blocks_are_ineligible():
+    memory = MemoryManager(8, 4, enable_prefix_caching=False)
+    assert ask(memory, range(13)) == {"ineligible": 12, "sub_block": 1}
+    assert memory.stats().prefix_query_tokens == 13
+
+
+def two_digests(message: bytes) -> bytes:
+    """Roots differ by salt, blocks do not at all."""
+    return b"" if message.startswith(b"p") else hashlib.sha256(message).digest()
+
+
+def test_another_content_under_the_same_digest():
+    memory = MemoryManager(8, 4, hash_function=two_digests)
+    run(memory, 0, range(5))
+    assert ask(memory, range(50, 59)) == {"corrupt": 8, "sub_block": 1}
+    assert ask(memory, range(9), "other") == {"corrupt": 8, "sub_block": 1}
+    assert ask(memory, range(5)) == {"sub_block": 1}
+
+
+def test_a_question_alone_counts_nothing():
+    memory = MemoryManager(8, 4)
+    for _ in range(3):
+        memory.match_prefix(range(9))
+    assert missed(memory) == {}
