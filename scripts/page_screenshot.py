@@ -29,7 +29,8 @@ from kvreclaim.server.service import Service
 
 TARGET = Path(__file__).parents[1] / "docs" / "page.png"
 MODEL = "kvreclaim-demo"
-NUM_BLOCKS, NUM_CLIENTS, SECONDS, WIDTH = 1024, 6, 25, 1280
+NUM_BLOCKS, NUM_CLIENTS, SECONDS = 1024, 6, 15
+VIEWPORT = {"width": 1280, "height": 1500}
 COMPRESSED = {"policy": "query_mixture", "budget": 512, "recent": 64, "interval": 256}
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"]
 
@@ -81,7 +82,7 @@ def shoot(base_url: str, theme: str, out: Path) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme=theme)
+        page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
         page.goto(base_url)
         page.click("#example")
         wait_until(page, lambda: page.input_value("#prompt") != "")
@@ -92,7 +93,7 @@ def shoot(base_url: str, theme: str, out: Path) -> None:
         page.evaluate("document.activeElement.blur()")
         seen = page.locator("#passes").inner_text()
         wait_until(page, lambda: page.locator("#passes").inner_text() != seen)
-        page.screenshot(path=out, full_page=True)
+        page.screenshot(path=out)
         browser.close()
 
 

@@ -1,98 +1,21 @@
-"""The engine's thread: answers as alone, aborts at any moment, failures, and what its readers see."""
+"""The engine's thread: answers as alone, aborts at any moment, and what its readers see."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
 
 import pytest
 import tiny
+from async_reading import GREEDY, Answer, Witness, new, read, run, serving
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
-from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.engine.async_engine import AsyncEngine
+from kvreclaim.engine.stream import Update
 from kvreclaim.errors import EngineDeadError, RequestTooLongError
-
-LIMIT_S = 60.0
-"""A test that waits longer has lost an update; nothing is timed."""
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-class Witness:
-    """An observer that remembers what it was told, and in which thread."""
-
-    def __init__(self) -> None:
-        self.added_ids: Counter[str] = Counter()
-        self.ended_ids: Counter[str] = Counter()
-        self.num_steps = 0
-        self.threads: set[str] = set()
-
-    def added(self, engine, request) -> None:
-        self._note(self.added_ids, request)
-
-    def stepped(self, engine, result) -> None:
-        self.num_steps += 1
-
-    def ended(self, engine, request) -> None:
-        assert request.finished or request.error is not None
-        self._note(self.ended_ids, request)
-
-    def _note(self, counter: Counter[str], request) -> None:
-        counter[request.request_id] += 1
-        self.threads.add(threading.current_thread().name)
-
-
-@dataclass
-class Answer:
-    """What a reader put together from updates."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
-
-
-def take(answers: dict[int, Answer], update: Update) -> None:
-    for index, delta in update.deltas.items():
-        answer = answers.setdefault(index, Answer())
-        answer.text += delta.text
-        answer.token_ids += delta.token_ids
-        answer.logprobs += delta.logprobs
-        answer.finish_reasons += [delta.finish_reason] if delta.finish_reason else []
-
-
-async def read(stream: RequestStream) -> dict[int, Answer]:
-    answers: dict[int, Answer] = {}
-    async for update in stream:
-        take(answers, update)
-    return answers
-
-
-@asynccontextmanager
-async def serving(llm, *observers) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(llm, observers)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, LIMIT_S))
-
-
-def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> NewRequest:
-    prompt = tiny.prompts((length,), seed=length)[0]
-    return NewRequest(request_id=name, prompt_token_ids=prompt, params=params, **fields)
 
 
 @pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
@@ -214,87 +137,6 @@ def test_the_first_and_the_last_update_bring_metrics(make_llm) -> None:
     assert updates[-1].metrics.num_generated_tokens == 12
 
 
-def test_a_step_that_fails_ends_what_is_in_flight_and_nothing_else(make_llm, monkeypatch, caplog) -> None:
-    llm, witness = make_llm(), Witness()
-    real = llm.engine.step
-    plan = iter(["ok", "ok", "fail"])
-
-    def step():
-        if next(plan, "ok") == "fail":
-            raise ZeroDivisionError("of the test")
-        return real()
-
-    monkeypatch.setattr(llm.engine, "step", step)
-
-    async def main() -> tuple[list[Update], dict[int, Answer]]:
-        async with serving(llm, witness) as engine:
-            streams = await engine.add_all([new("a", 9), new("b", 30)])
-            last = [[update async for update in stream][-1] for stream in streams]
-            await engine.call(lambda _: assert_idle(llm))
-            return last, await read(await engine.add(new("c", 9)))
-
-    last, after = run(main())
-    assert [update.error for update in last] == ["ZeroDivisionError: of the test"] * 2
-    monkeypatch.undo()
-    assert after[0].token_ids == llm.generate(tiny.prompts((9,), seed=9), GREEDY)[0].outputs[0].token_ids
-    assert witness.ended_ids == Counter("abc")
-    assert "ending requests ['a', 'b']" in caplog.text
-
-
-def test_what_ended_in_a_step_that_then_failed_is_told(make_llm, monkeypatch) -> None:
-    llm = make_llm()
-    real = llm.engine.step
-
-    def step():
-        result = real()
-        if result.requests and result.requests[0].finished:
-            raise ZeroDivisionError("after the fact")
-        return result
-
-    monkeypatch.setattr(llm.engine, "step", step)
-
-    async def main() -> dict[int, Answer]:
-        async with serving(llm) as engine:
-            return await read(await engine.add(new("a")))
-
-    assert run(main())[0].finish_reasons == ["length"]
-
-
-def test_a_dead_engine_tells_everybody(make_llm, monkeypatch) -> None:
-    llm, witness, stepping, go = make_llm(), Witness(), threading.Event(), threading.Event()
-
-    def broken(*_):
-        stepping.set()
-        go.wait(LIMIT_S)
-        raise ZeroDivisionError("broken")
-
-    monkeypatch.setattr(llm.engine, "step", broken)
-    monkeypatch.setattr(llm.engine, "abort", broken)
-
-    async def main() -> None:
-        async with serving(llm, witness) as engine:
-            streams = await engine.add_all([new("a"), new("b")])
-            await asyncio.to_thread(stepping.wait, LIMIT_S)
-            waiting = asyncio.ensure_future(engine.call(lambda _: 1))
-            await asyncio.sleep(0)
-            go.set()
-            for stream in streams:
-                update = await stream.next()
-                assert update.finished
-                assert update.error == "ZeroDivisionError: broken"
-            with pytest.raises(EngineDeadError, match=r"\(ZeroDivisionError\)"):
-                await waiting
-            with pytest.raises(EngineDeadError, match="restart the server"):
-                await engine.add(new("c"))
-            engine.abort("a")
-            await engine.abort_all()
-            await engine.drained()
-            assert engine.death == "ZeroDivisionError"
-        assert witness.ended_ids == Counter("ab")
-
-    run(main())
-
-
 def test_requests_are_added_all_or_none(make_llm) -> None:
     llm, witness = make_llm(max_model_len=64), Witness()
 
@@ -342,18 +184,3 @@ def test_stopping_ends_what_runs_and_refuses_the_rest(make_llm) -> None:
 
     run(main())
     assert_idle(llm)
-
-
-def test_an_observer_that_fails_hurts_nobody(make_llm, caplog) -> None:
-    class Clumsy(Witness):
-        def stepped(self, engine, result) -> None:
-            raise RuntimeError("clumsy")
-
-    async def main() -> dict[int, Answer]:
-        async with serving(make_llm(), Clumsy(), witness) as engine:
-            return await read(await engine.add(new("a")))
-
-    witness = Witness()
-    assert run(main())[0].finish_reasons == ["length"]
-    assert witness.num_steps > 0
-    assert "Clumsy failed" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
+from bare_messages import (
+    CALL,
+    DEFINITION,
+    HELLO,
+    MARK,
+    RENDERED,
+    TEMPLATE,
+    TOOL,
+    USE,
+    answer,
+    post,
+    refused,
+    text,
+)
 from running import MODEL, Running, running_server
 from steering import paused, until
 
@@ -24,28 +36,7 @@ from kvreclaim.server.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvreclaim.server.anthropic.schemas import AnsweredMessage, TokensCount
-
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}{{ m.tool_call_id or '' }}: {{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}"
-    "{% if style is defined %}<{{ style }}>{% endif %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-HELLO: list[dict[str, Any]] = [{"role": "user", "content": "the end of the story"}]
-RENDERED = "user: the end of the story\nassistant: "
-TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
-DEFINITION = (
-    '[{"type": "function", "function": {"name": "weather", "description": "of a city", '
-    '"parameters": {"type": "object"}}}]\n'
-)
-USE = {"type": "tool_use", "id": "call-1", "name": "weather", "input": {"city": "Bern"}}
-CALL = (
-    '[{"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}]'
-)
-MARK = {"type": "ephemeral"}
+from kvreclaim.server.anthropic.schemas import TokensCount
 
 
 @pytest.fixture(scope="module")
@@ -54,35 +45,6 @@ def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
     llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
     with running_server(llm, chat_template=TEMPLATE) as running:
         yield running
-
-
-def post(server: Running, path: str = "", **fields: Any) -> httpx2.Response:
-    """Greedy unless the fields say otherwise."""
-    body = {"model": MODEL, "messages": HELLO, **fields}
-    if not path:
-        body = {"max_tokens": 12, "temperature": 0.0, **body}
-    content, headers = json.dumps(body), {"content-type": "application/json"}
-    return httpx2.post(f"{server.base_url}/v1/messages{path}", content=content, headers=headers, timeout=60)
-
-
-def answer(server: Running, **fields: Any) -> AnsweredMessage:
-    response = post(server, **fields)
-    assert response.status_code == 200, response.text
-    return AnsweredMessage.model_validate(response.json())
-
-
-def text(server: Running, **fields: Any) -> str:
-    (block,) = answer(server, **fields).content
-    return block.text
-
-
-def refused(server: Running, path: str = "", **fields: Any) -> str:
-    """What a 400 says."""
-    response = post(server, path, **fields)
-    assert response.status_code == 400, response.text
-    body = response.json()
-    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    return body["error"]["message"]
 
 
 # What shapes the prompt: the answer is the engine's to the text that the template should make of it.
@@ -288,121 +250,6 @@ def test_the_user_is_in_the_log(own: Running, caplog: pytest.LogCaptureFixture):
     assert lines()[0]["model"] == MODEL
 
 
-# Refusals
-
-REFUSED = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"model": None}, "model"),
-    ({"messages": []}, "messages"),
-    ({"messages": None}, "messages"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'"),
-    (
-        {
-            "messages": [
-                {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": ""}]}
-            ]
-        },
-        "'thinking'",
-    ),
-    ({"messages": [{"role": "user", "content": [USE]}]}, "content.0 is a tool_use block"),
-    (
-        {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-        "content.0 is a tool_result block",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-        "messages.1.content.0.tool_use_id is 'x'",
-    ),
-    ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "ends with a tool_use"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "citations": []}]}]},
-        "citations",
-    ),
-    ({"system": [{"type": "image"}]}, "system.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-    ({"tools": [{**TOOL, "strict": True}]}, "tools.0.strict"),
-    ({"tools": [TOOL, TOOL]}, "'weather' twice"),
-    ({"tool_choice": {"type": "auto"}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        "disable_parallel",
-    ),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ({"thinking": {"type": "adaptive"}}, "thinking.type"),
-    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, "thinking"),
-    ({"chat_template_kwargs": {"colour": 1}}, "'colour'"),
-    ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
-    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
-    ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"stop_sequences": "x"}, "stop_sequences"),
-    ({"temperature": -1.0}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_tokens": 13}, "min_tokens"),
-    ({"logit_bias": {"x": 1.0}}, "logit_bias"),
-    ({"metadata": {"user": "x"}}, "metadata.user"),
-    ({"cache_salt": ""}, "cache_salt"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a"),
-    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "half of a"),
-    *(
-        ({name: value}, name)
-        for name, value in {
-            "service_tier": "auto",
-            "container": "x",
-            "context_management": {},
-            "mcp_servers": [],
-            "output_config": {},
-            "output_format": {},
-            "inference_geo": "eu",
-            "speed": "fast",
-            "diagnostics": {},
-            "user_profile_id": "x",
-            "n": 2,
-            "stop": ["x"],
-            "logprobs": 1,
-        }.items()
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "named"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals_name_the_field(own: Running, fields: dict[str, Any], named: str):
-    body = {key: value for key, value in fields.items() if value is not None}
-    if len(body) < len(fields):
-        whole = {"model": MODEL, "max_tokens": 12, "messages": HELLO}
-        whole = {key: value for key, value in whole.items() if key not in fields}
-        response = httpx2.post(f"{own.base_url}/v1/messages", json=whole)
-        assert response.status_code == 400
-        assert named in response.json()["error"]["message"]
-    else:
-        assert named in refused(own, **body)
-
-
-def test_count_tokens_takes_what_makes_the_prompt_and_no_more(own: Running):
-    assert "max_tokens is not supported here" in refused(own, "/count_tokens", max_tokens=1)
-    assert "stream is not supported here" in refused(own, "/count_tokens", stream=True)
-    assert post(own, "/count_tokens", model="other").status_code == 404
-
-
-def test_thinking_needs_a_switch_in_the_template(tiny_server: Running):
-    assert "thinking is 'disabled', but the model's chat template has no switch" in refused(
-        tiny_server, thinking={"type": "disabled"}
-    )
-
-
-def test_tools_need_a_place_in_the_template(tiny_server: Running):
-    assert "no place for them" in refused(tiny_server, tools=[TOOL])
-
-
 def test_the_clients_headers_are_accepted(own: Running):
     client = anthropic.Anthropic(
         base_url=own.base_url, api_key="x", default_headers={"anthropic-beta": "prompt-caching-2024-07-31"}
@@ -412,7 +259,10 @@ def test_the_clients_headers_are_accepted(own: Running):
 
 
 def test_no_field_is_missing_here():
-    """A field that is added must be added to the tables above."""
+    """A field that is added must be added to the tables above, and to docs/api.md."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    described = page[page.index("## Anthropic") :]
+    assert all(f"`{name}" in described for name in MessageRequest.model_fields)
     tested = {name.partition(" ")[0] for name in PROMPTS} | {name for f, _ in PROMPTS.values() for name in f}
     tested |= {name for fields, _ in SAMPLED.values() for name in fields}
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}

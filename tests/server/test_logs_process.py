@@ -1,4 +1,4 @@
-"""The log of a server of its own: stderr holds JSON lines and nothing else."""
+"""The log of a server of its own: while it serves, stderr holds JSON lines and nothing else."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def test_every_line_is_an_object_and_none_quotes_a_prompt(tmp_path: Path) -> Non
             ("/v1/messages", {"model": "kvreclaim-demo", "messages": MARKER, "max_tokens": 2}),
         ):
             httpx2.post(url + path, json=body, timeout=LIMIT_S)
+        until(lambda: err.read_text().count("kvreclaim.access") == 3)
+        lines = [json.loads(line) for line in err.read_text().splitlines()]
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
     finally:
         process.kill()
         process.wait()
-    lines = [json.loads(line) for line in err.read_text().splitlines()]
     assert [line["status"] for line in lines if line["logger"] == "kvreclaim.access"] == [200, 400, 400]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     assert MARKER not in err.read_text()

@@ -82,7 +82,7 @@ async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[
         ended = loop.create_future()
         head = _head(where.netloc, model, ask)
         transport, stream = await loop.create_connection(
-            lambda: _Stream(head, ended), where.hostname, where.port
+            lambda: _Stream(head, ended), where.hostname or "", where.port or 80
         )
         try:
             await ended

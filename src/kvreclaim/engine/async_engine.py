@@ -226,7 +226,7 @@ class AsyncEngine:
         logger.critical("the engine cannot go on", exc_info=error)
         self.death = type(error).__name__  # its words may quote a prompt; the log has them
         for cursor in self._cursors.values():
-            cursor.request.error = cursor.request.error or self.death
+            cursor.request.error = cursor.request.error or f"{self.death}: {error}"
             self._outbox.append((cursor.stream, Update({}, finished=True, error=cursor.request.error)))
             self._tell("ended", cursor.request)
         self._cursors.clear()

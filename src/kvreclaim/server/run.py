@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then let running requests end, and return."""
-    fast = uvicorn.Config(None, log_config=None).get_loop_factory()  # uvloop where it runs: less time per chunk
+    fast = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop where it runs: less time per chunk
     with asyncio.Runner(loop_factory=fast) as runner:
         runner.run(_serve(llm, config, listener))
 

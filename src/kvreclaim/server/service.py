@@ -65,8 +65,8 @@ class Service:
         return model
 
     def check_room(self, num_new: int = 1) -> None:
-        """Raises: ApiError 429 if too many wait already, 400 if so many could never wait, 503 if the server is
-        shutting down."""
+        """Raises: ApiError 429 if too many wait already, 400 if so many could never wait, 503 if the server
+        is shutting down."""
         if self.draining.is_set():
             raise ApiError(503, "the server is shutting down; send the request to another one.")
         waiting, most = self.engine.num_queued, self.config.max_queue_len

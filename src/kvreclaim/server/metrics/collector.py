@@ -95,7 +95,8 @@ def registry_of(collector: MetricsCollector) -> CollectorRegistry:
 
 def engine_values(seen: MetricsObserver) -> dict[str, Values]:
     """The value of every gauge and counter of the engine. The caller holds the observer's lock."""
-    figures, memory, totals = seen.figures, seen.figures.memory, seen.figures.totals
+    figures, memory, totals = seen.figures, seen.figures.memory, seen.totals
+    preemptions = dict(totals.preemptions)
     net_freed = seen.blocks_freed - seen.blocks_taken
     computed = seen.prompt_tokens - seen.prompt_tokens_cached
     return {
@@ -112,7 +113,7 @@ def engine_values(seen: MetricsObserver) -> dict[str, Values]:
             "local_cache_hit": seen.prompt_tokens_cached,
         },
         "vllm:generation_tokens": totals.generation_tokens,
-        "vllm:num_preemptions": sum(totals.preemptions.values()),
+        "vllm:num_preemptions": sum(preemptions.values()),
         "vllm:request_success": {reason: totals.finished.get(reason, 0) for reason in FINISH_REASONS},
         "kvreclaim:blocks": {"in_use": memory.in_use, "cached": memory.cached, "free": memory.free},
         "kvreclaim:blocks_peak": memory.peak_in_use,
@@ -122,7 +123,7 @@ def engine_values(seen: MetricsObserver) -> dict[str, Values]:
         ),
         "kvreclaim:prefix_misses": memory.misses,
         "kvreclaim:prefix_evictions": memory.prefix_evictions,
-        "kvreclaim:preemptions": totals.preemptions,
+        "kvreclaim:preemptions": preemptions,
         "kvreclaim:pins_refused": memory.pins_refused,
         "kvreclaim:tokens_evicted": totals.tokens_evicted,
         "kvreclaim:blocks_freed": seen.blocks_freed,

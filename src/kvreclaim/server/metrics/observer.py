@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvreclaim.engine.engine import Engine, StepResult
-from kvreclaim.engine.outputs import EngineTotals
 from kvreclaim.engine.request import Request, Sequence
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
@@ -35,7 +34,6 @@ class Figures:
     num_running: int
     num_waiting: int
     memory: MemoryStats
-    totals: EngineTotals
 
 
 class MetricsObserver:
@@ -53,6 +51,7 @@ class MetricsObserver:
         self.blocks_freed = 0
         self.blocks_taken = 0
         self.step_s = 0.0
+        self.totals = engine.totals  # the engine's own: only ever grows
         self.figures = _read(engine)
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.max_model_len)) for m in HISTOGRAMS}
         self.lock = threading.Lock()
@@ -178,10 +177,5 @@ class MetricsObserver:
 
 
 def _read(engine: Engine) -> Figures:
-    totals = engine.totals
-    return Figures(
-        len(engine.scheduler.running),
-        len(engine.scheduler.waiting),
-        engine.memory.stats(),
-        replace(totals, finished=dict(totals.finished), preemptions=dict(totals.preemptions)),
-    )
+    scheduler = engine.scheduler
+    return Figures(len(scheduler.running), len(scheduler.waiting), engine.memory.stats())

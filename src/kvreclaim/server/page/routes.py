@@ -19,7 +19,7 @@ from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import Feed
-from kvreclaim.server.service import Service
+from kvreclaim.server.service import Service, service_of
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -59,7 +59,7 @@ def install_page(app: FastAPI, service: Service) -> None:
     folder = files("kvreclaim.server.page")
     static = {file.name: StaticFile(file) for file in (folder / "static").iterdir() if file.is_file()}
     examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
-    feed = Feed(service)
+    app.state.page_feed = Feed(service)  # no route may hold the service: FastAPI remembers routes for ever
 
     @router.get("/")
     async def index(request: Request) -> Response:
@@ -73,20 +73,22 @@ def install_page(app: FastAPI, service: Service) -> None:
 
     @router.get("/page/feed")
     async def events(request: Request) -> Response:
+        feed: Feed = request.app.state.page_feed
         feed.check_room()
         return await stream_events(feed.watch(), request)
 
     @router.get("/page/settings")
-    async def settings() -> Response:
+    async def settings(request: Request) -> Response:
+        service = service_of(request)
         return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine)))
 
     @router.get("/page/example")
-    async def example(index: int = 0) -> Response:
+    async def example(request: Request, index: int = 0) -> Response:
+        service = service_of(request)
         known = examples["demo" if _knows(service, examples["demo"][0]["prompt"]) else "text"]
         return JSONResponse(known[index % len(known)])
 
     app.include_router(router)
-    app.state.page_feed = feed
 
 
 def _settings(service: Service, engine: Engine) -> dict[str, Any]:

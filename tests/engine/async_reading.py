@@ -1,0 +1,91 @@
+"""Reading an engine's thread: what its observers were told, what its readers put together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tiny
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
+from kvreclaim.engine.stream import RequestStream, Update
+
+LIMIT_S = 60.0
+"""A test that waits longer has lost an update; nothing is timed."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+class Witness:
+    """An observer that remembers what it was told, and in which thread."""
+
+    def __init__(self) -> None:
+        self.added_ids: Counter[str] = Counter()
+        self.ended_ids: Counter[str] = Counter()
+        self.num_steps = 0
+        self.threads: set[str] = set()
+
+    def added(self, engine, request) -> None:
+        self._note(self.added_ids, request)
+
+    def stepped(self, engine, result) -> None:
+        self.num_steps += 1
+
+    def ended(self, engine, request) -> None:
+        assert request.finished or request.error is not None
+        self._note(self.ended_ids, request)
+
+    def _note(self, counter: Counter[str], request) -> None:
+        counter[request.request_id] += 1
+        self.threads.add(threading.current_thread().name)
+
+
+@dataclass
+class Answer:
+    """What a reader put together from updates."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+def take(answers: dict[int, Answer], update: Update) -> None:
+    for index, delta in update.deltas.items():
+        answer = answers.setdefault(index, Answer())
+        answer.text += delta.text
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs
+        answer.finish_reasons += [delta.finish_reason] if delta.finish_reason else []
+
+
+async def read(stream: RequestStream) -> dict[int, Answer]:
+    answers: dict[int, Answer] = {}
+    async for update in stream:
+        take(answers, update)
+    return answers
+
+
+@asynccontextmanager
+async def serving(llm, *observers) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(llm, observers)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, LIMIT_S))
+
+
+def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> NewRequest:
+    prompt = tiny.prompts((length,), seed=length)[0]
+    return NewRequest(request_id=name, prompt_token_ids=prompt, params=params, **fields)

@@ -1,0 +1,135 @@
+"""What /v1/messages does not take is a 400 that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from bare_messages import HELLO, TEMPLATE, TOOL, USE, post, refused
+from running import MODEL, Running, running_server
+
+from kvreclaim import LLM
+
+
+@pytest.fixture(scope="module")
+def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+    """A template that shows all that it is given, and requests run by priority."""
+    llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
+    with running_server(llm, chat_template=TEMPLATE) as running:
+        yield running
+
+
+REFUSED = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"model": None}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": ""}]}
+            ]
+        },
+        "'thinking'",
+    ),
+    ({"messages": [{"role": "user", "content": [USE]}]}, "content.0 is a tool_use block"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+        "content.0 is a tool_result block",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+        "messages.1.content.0.tool_use_id is 'x'",
+    ),
+    ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "ends with a tool_use"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "citations": []}]}]},
+        "citations",
+    ),
+    ({"system": [{"type": "image"}]}, "system.0"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{**TOOL, "strict": True}]}, "tools.0.strict"),
+    ({"tools": [TOOL, TOOL]}, "'weather' twice"),
+    ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "disable_parallel",
+    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ({"thinking": {"type": "adaptive"}}, "thinking.type"),
+    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, "thinking"),
+    ({"chat_template_kwargs": {"colour": 1}}, "'colour'"),
+    ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_tokens": 13}, "min_tokens"),
+    ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+    ({"metadata": {"user": "x"}}, "metadata.user"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a"),
+    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "half of a"),
+    *(
+        ({name: value}, name)
+        for name, value in {
+            "service_tier": "auto",
+            "container": "x",
+            "context_management": {},
+            "mcp_servers": [],
+            "output_config": {},
+            "output_format": {},
+            "inference_geo": "eu",
+            "speed": "fast",
+            "diagnostics": {},
+            "user_profile_id": "x",
+            "n": 2,
+            "stop": ["x"],
+            "logprobs": 1,
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refusals_name_the_field(own: Running, fields: dict[str, Any], named: str):
+    body = {key: value for key, value in fields.items() if value is not None}
+    if len(body) < len(fields):
+        whole = {"model": MODEL, "max_tokens": 12, "messages": HELLO}
+        whole = {key: value for key, value in whole.items() if key not in fields}
+        response = httpx2.post(f"{own.base_url}/v1/messages", json=whole)
+        assert response.status_code == 400
+        assert named in response.json()["error"]["message"]
+    else:
+        assert named in refused(own, **body)
+
+
+def test_count_tokens_takes_what_makes_the_prompt_and_no_more(own: Running):
+    assert "max_tokens is not supported here" in refused(own, "/count_tokens", max_tokens=1)
+    assert "stream is not supported here" in refused(own, "/count_tokens", stream=True)
+    assert post(own, "/count_tokens", model="other").status_code == 404
+
+
+def test_thinking_needs_a_switch_in_the_template(tiny_server: Running):
+    assert "thinking is 'disabled', but the model's chat template has no switch" in refused(
+        tiny_server, thinking={"type": "disabled"}
+    )
+
+
+def test_tools_need_a_place_in_the_template(tiny_server: Running):
+    assert "no place for them" in refused(tiny_server, tools=[TOOL])
