@@ -14,7 +14,7 @@ from kvreclaim.memory.prefix_index import HashFunction, sha256
 
 from .sequences import Plan
 from .shadow import Shadow, ShadowSequence
-from .world_check import check_world
+from .world_check import check_world, count_misses
 
 
 class World:
@@ -70,24 +70,11 @@ class World:
             return None
         seq_id = next(self.ids)
         self.memory.admit(seq_id, match, token_ids=tokens, cache_salt=salt, priority=priority)
-        self._count_misses(match, tokens, salt, max_tokens)
+        count_misses(self, match, tokens, salt, max_tokens)
         self._shadow_admit(seq_id, match, tokens, salt)
         self._shadow_hit(seq_id, priority)
         assert self.extend(seq_id, tokens[match.num_tokens :]), "can_admit said yes, can_grow no"
         return seq_id
-
-    def _count_misses(
-        self, match: PrefixMatch, tokens: Sequence[int], salt: str | None, max_tokens: int | None
-    ) -> None:
-        """Of what is not hit, whole blocks have one reason and the tail has another."""
-        size, limit = self.shadow.block_size, len(tokens) - 1
-        left = range(match.num_tokens, limit - size + 1, size)
-        if left and self.foretold:
-            limit = limit if max_tokens is None else min(limit, max_tokens)
-            assert match.miss in self.shadow.reasons(salt, tokens, match.num_tokens, limit)
-        if left:
-            self.misses[match.miss] += len(left) * size
-        self.misses["sub_block"] += len(tokens) - match.num_tokens - len(left) * size
 
     def _shadow_hit(self, seq_id: int, priority: int) -> None:
         shadow, sequence = self.shadow, self.shadow.sequences[seq_id]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvreclaim.memory import MISS_REASONS, MemoryStats
+from kvreclaim.memory import MISS_REASONS, MemoryStats, PrefixMatch
 from kvreclaim.memory.marks import INDEXED, PINNED
 
 if TYPE_CHECKING:
@@ -61,3 +62,17 @@ def _expected_stats(world: World) -> MemoryStats:
         pins_refused=shadow.pins.refused,
         misses={reason: world.misses[reason] for reason in MISS_REASONS},
     )
+
+
+def count_misses(
+    world: World, match: PrefixMatch, tokens: Sequence[int], salt: str | None, max_tokens: int | None
+) -> None:
+    """Of what is not hit, whole blocks have one reason and the tail has another."""
+    size, limit = world.shadow.block_size, len(tokens) - 1
+    left = range(match.num_tokens, limit - size + 1, size)
+    if left and world.foretold:
+        limit = limit if max_tokens is None else min(limit, max_tokens)
+        assert match.miss in world.shadow.reasons(salt, tokens, match.num_tokens, limit)
+    if left:
+        world.misses[match.miss] += len(left) * size
+    world.misses["sub_block"] += len(tokens) - match.num_tokens - len(left) * size

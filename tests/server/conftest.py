@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import pytest
 from running import Running, running_server
 
@@ -29,3 +32,15 @@ def tiny_server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 def tiny_oracle(tiny_dir: Callable[[str], Path]) -> LLM:
     """The same model without a server."""
     return LLM(tiny_dir("llama"), num_blocks=512)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., anthropic.Anthropic]]:
+    """connect(server, ...) is Anthropic's client of a server, closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def client(server: Running, **options: Any) -> anthropic.Anthropic:
+            options = {"api_key": "any", "max_retries": 0, **options}
+            return stack.enter_context(anthropic.Anthropic(base_url=server.base_url, **options))
+
+        yield client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -21,10 +22,12 @@ HELLO = [{"role": "user", "content": "the end of the story"}]
 RENDERED = "user: the end of the story\nassistant: "
 GREEDY = {"temperature": 0.0}
 
+Connect = Callable[..., anthropic.Anthropic]
+
 
 @pytest.fixture
-def client(tiny_server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=tiny_server.base_url, api_key="any", max_retries=0)
+def client(tiny_server: Running, connect: Connect) -> anthropic.Anthropic:
+    return connect(tiny_server)
 
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
@@ -56,15 +59,15 @@ def test_errors_are_the_clients_exceptions(tiny_server: Running, client: anthrop
         client.messages.create(**given, service_tier="auto")
 
 
-def test_keys_limits_and_sizes(tiny_oracle: LLM):
+def test_keys_limits_and_sizes(tiny_oracle: LLM, connect: Connect):
     given = {"model": MODEL, "max_tokens": 4, "messages": HELLO}
     limits = {"api_keys": ("right",), "max_body_bytes": 2048, "max_queue_len": 1}
     with running_server(tiny_oracle, **limits) as server:
-        client = anthropic.Anthropic(base_url=server.base_url, api_key="right", max_retries=0)
+        client = connect(server, api_key="right")
         assert client.messages.create(**given).usage.output_tokens == 4
         with pytest.raises(anthropic.AuthenticationError, match="API key is missing or unknown"):
             client.with_options(api_key="wrong").messages.create(**given)
-        bearer = anthropic.Anthropic(base_url=server.base_url, auth_token="right", max_retries=0)
+        bearer = connect(server, api_key=None, auth_token="right")
         assert bearer.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens > 0
         with pytest.raises(anthropic.RequestTooLargeError):
             client.messages.create(**{**given, "system": "x" * 4000})
@@ -98,13 +101,13 @@ class Failing:
 
 
 def test_a_failing_request_is_a_500_or_the_last_event_of_its_stream(
-    tiny_oracle: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_oracle: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, connect: Connect
 ):
     failing = Failing(tiny_oracle.engine.runner.forward)
     monkeypatch.setattr(tiny_oracle.engine.runner, "forward", failing)
     given = {"model": MODEL, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
     with running_server(tiny_oracle) as server:
-        client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)
+        client = connect(server)
         for stream in (False, True):
             failing.good_calls = 0
             with pytest.raises(anthropic.InternalServerError, match="failed inside the engine") as error:

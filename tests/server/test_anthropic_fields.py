@@ -38,6 +38,8 @@ from kvreclaim.server.anthropic.fields import (
 )
 from kvreclaim.server.anthropic.schemas import TokensCount
 
+Connect = Callable[..., anthropic.Anthropic]
+
 
 @pytest.fixture(scope="module")
 def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
@@ -250,10 +252,8 @@ def test_the_user_is_in_the_log(own: Running, caplog: pytest.LogCaptureFixture):
     assert lines()[0]["model"] == MODEL
 
 
-def test_the_clients_headers_are_accepted(own: Running):
-    client = anthropic.Anthropic(
-        base_url=own.base_url, api_key="x", default_headers={"anthropic-beta": "prompt-caching-2024-07-31"}
-    )
+def test_the_clients_headers_are_accepted(own: Running, connect: Connect):
+    client = connect(own, default_headers={"anthropic-beta": "prompt-caching-2024-07-31"})
     message = client.messages.create(model=MODEL, max_tokens=3, messages=HELLO)
     assert message.usage.output_tokens == 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -18,10 +19,12 @@ HELLO = [{"role": "user", "content": "the end of the story"}]
 RENDERED = "user: the end of the story\nassistant: "
 GREEDY = {"temperature": 0.0}
 
+Connect = Callable[..., anthropic.Anthropic]
+
 
 @pytest.fixture
-def client(tiny_server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=tiny_server.base_url, api_key="any", max_retries=0)
+def client(tiny_server: Running, connect: Connect) -> anthropic.Anthropic:
+    return connect(tiny_server)
 
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
@@ -139,8 +142,8 @@ def test_a_stop_sequence_is_named_and_cut(client: anthropic.Anthropic, tiny_orac
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_the_models_own_end(server: Running):
-    client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)
+def test_the_models_own_end(server: Running, connect: Connect):
+    client = connect(server)
     text = "the sun the sun the sun"
     oracle = server.llm.tokenizer.encode(text)
     message = ask(client, messages=[{"role": "user", "content": text}], max_tokens=24)
@@ -161,9 +164,9 @@ def test_the_context_window_is_another_end_than_max_tokens(client: anthropic.Ant
     assert usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens == limit
 
 
-def test_a_server_that_shuts_down_pauses_the_turn(tiny_oracle: LLM):
+def test_a_server_that_shuts_down_pauses_the_turn(tiny_oracle: LLM, connect: Connect):
     with running_server(tiny_oracle) as server:
-        client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)
+        client = connect(server)
         given = {"model": MODEL, "max_tokens": 400, "messages": HELLO}
         with client.messages.stream(**given) as stream:
             assert next(iter(stream)).type == "message_start"
@@ -190,9 +193,9 @@ def test_an_answer_goes_on_from_a_prefill(client: anthropic.Anthropic, tiny_orac
     assert counted == len(tiny_oracle.tokenizer.encode(RENDERED + "It was the"))
 
 
-def test_a_prefill_and_its_answer_join_as_one_text(server: Running):
+def test_a_prefill_and_its_answer_join_as_one_text(server: Running, connect: Connect):
     """The demo model's tokens are words with spaces between them, which no token has of its own."""
-    client = anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0)
+    client = connect(server)
     prefill = "sky sun # ?"
     messages = [{"role": "user", "content": "wind wave"}, {"role": "assistant", "content": prefill}]
     alone = LLM(demo_model(), num_blocks=64)

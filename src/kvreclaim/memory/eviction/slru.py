@@ -42,9 +42,7 @@ class SLRU(EvictionOrder):
         else:
             self._protected.push_back(block)
             if len(self._protected) > self._limit:
-                demoted = self._protected.pop_front()
-                self._proven[demoted] = 0
-                self._probation.push_back(demoted)
+                self._probation.push_back(self._protected.pop_front())
 
     def pop(self) -> int:
         return next(segment for segment in self._segments() if len(segment)).pop_front()
