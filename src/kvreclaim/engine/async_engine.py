@@ -24,6 +24,10 @@ from kvreclaim.memory.pins import Retention
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MANY, SOON_S = 8, 0.004
+"""News of so many streams waits so long: by then the engine's thread is in native code of its next step.
+At once, both threads would want the interpreter at the same time (docs/serving.md has what that costs)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
@@ -247,7 +251,8 @@ class AsyncEngine:
         for request in ended:
             self._tell("ended", request)
         if requests:
-            self._post(self._deliver)
+            waits = len(self._outbox) >= MANY and self.llm.engine.has_unfinished
+            self._post(self._deliver_soon if waits else self._deliver)
 
     def _tell(self, event: Literal["added", "stepped", "ended"], fact: Request | StepResult) -> None:
         for observer in self.observers:
@@ -261,6 +266,10 @@ class AsyncEngine:
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)
+
+    def _deliver_soon(self) -> None:
+        assert self._loop is not None, "start() comes first"
+        self._loop.call_later(SOON_S, self._deliver)
 
     def _deliver(self) -> None:
         """In the event loop: wake the readers."""
