@@ -58,6 +58,6 @@ def check_text(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"{name} holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, which "
-            "is no text; remove it."
+            f"{name} holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, "
+            "which is no text; remove it."
         ) from None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compression_oracles import model_facts, query_stats
 
+from kvreclaim import third_parties
 from kvreclaim.compression import (
     CompressionConfig,
     CompressionPolicy,
@@ -119,7 +120,7 @@ class TestEntryPoints:
         def entry_points(*, group, name=None):
             return [point for point in points if point.group == group and name in (None, point.name)]
 
-        monkeypatch.setattr(module, "entry_points", entry_points)
+        monkeypatch.setattr(third_parties, "entry_points", entry_points)
 
     def test_are_found_listed_and_given_options(self):
         assert policy_class("dice") is Dice

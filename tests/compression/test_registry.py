@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvreclaim import third_parties
 from kvreclaim.compression import (
     CompressionConfig,
     CompressionPolicy,
@@ -205,7 +206,7 @@ class TestThirdParties:
             for c in (Newest, Doubled)
         ]
         monkeypatch.setattr(
-            registry,
+            third_parties,
             "entry_points",
             lambda *, group, name=None: [p for p in points if name in (None, p.name)],
         )

@@ -4,14 +4,17 @@ operations what its slow twin does is shown by test_stateful.py and test_random_
 from __future__ import annotations
 
 import random
+from importlib.metadata import EntryPoint
 from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvreclaim import third_parties
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import EvictionOrder, MemoryManager, Retention, eviction_orders, make_order
+from kvreclaim.memory.eviction.lru import LRU
 
 from .naive_orders import NAIVE
 from .sequences import run
@@ -27,6 +30,45 @@ def test_the_known_orders_begin_with_the_default():
 def test_an_unknown_order_is_refused_with_the_known_ones(name):
     with pytest.raises(InvalidArgumentError, match=f"{name!r}.*known are lru, slru, lfu, priority, gdsf"):
         MemoryManager(4, 4, eviction_policy=name)
+
+
+class Newest(LRU):
+    """A third party's order."""
+
+    name = "newest"
+
+
+class TestThirdParties:
+    @pytest.fixture(autouse=True)
+    def _installed(self, monkeypatch):
+        group = "kvreclaim.eviction_orders"
+        points = [
+            EntryPoint("newest", f"{__name__}:Newest", group),
+            EntryPoint("lru", f"{__name__}:Newest", group),
+            EntryPoint("number", "builtins:int", group),
+            EntryPoint("gone", "no_such_module:Order", group),
+        ]
+
+        def entry_points(*, group, name=None):
+            return [point for point in points if point.group == group and name in (None, point.name)]
+
+        monkeypatch.setattr(third_parties, "entry_points", entry_points)
+
+    def test_are_found_and_listed_behind_the_built_in_ones(self):
+        assert eviction_orders()[:5] == ("lru", "slru", "lfu", "priority", "gdsf")
+        assert set(eviction_orders()[5:]) == {"newest", "number", "gone"}
+        order = MemoryManager(4, 4, eviction_policy="newest").pool.free_queue
+        assert type(order).__name__ == "Newest"
+
+    def test_take_over_no_built_in_name(self):
+        assert type(make_order("lru", 4, 4)).__name__ == "LRU"
+
+    @pytest.mark.parametrize(
+        ("name", "reason"), [("number", "does not derive from EvictionOrder"), ("gone", "cannot be imported")]
+    )
+    def test_are_refused_if_they_are_none(self, name, reason):
+        with pytest.raises(InvalidArgumentError, match=f"eviction order '{name}'.*{reason}"):
+            make_order(name, 4, 4)
 
 
 def test_an_order_of_ones_own_is_taken():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from running import MODEL, Running, running_server
+from running import Running, running_server
 from schemathesis import GenerationMode
 from schemathesis import checks as known
 from schemathesis.specs.openapi import checks as openapi

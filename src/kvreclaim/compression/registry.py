@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from kvreclaim.compression.policies.ada_kv import AdaKV
@@ -33,6 +32,7 @@ from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
 DEFAULT_POLICY = "query_mixture"
@@ -70,25 +70,18 @@ _WRAPPED = "inner"
 
 def policy_names() -> tuple[str, ...]:
     """Built-in names, then those of third parties in alphabetical order."""
-    others = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
-    return (*_BUILT_IN, *sorted(others - _BUILT_IN.keys()))
+    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
 
 
 def policy_class(name: str) -> type[CompressionPolicy]:
     """Raises InvalidArgumentError for a name that is not known or whose entry point is no policy."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        try:
-            cls = point.load()
-        except Exception as error:  # a third party's module may fail in any way
-            raise InvalidArgumentError(
-                f"policy {name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}; "
-                "repair or uninstall its package."
-            ) from error
+    if found := load(ENTRY_POINT_GROUP, name, "policy"):
+        cls, place = found
         if not (isinstance(cls, type) and issubclass(cls, CompressionPolicy) and is_dataclass(cls)):
             raise InvalidArgumentError(
-                f"policy {name!r} is {point.value!r}, which is no dataclass derived from CompressionPolicy."
+                f"policy {name!r} is {place!r}, which is no dataclass derived from CompressionPolicy."
             )
         return cls
     raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")

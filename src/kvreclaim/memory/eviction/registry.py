@@ -1,4 +1,5 @@
-"""From the name of an eviction order to the order."""
+"""From the name of an eviction order to the order. Third parties add theirs as entry points of the group
+`kvreclaim.eviction_orders`; a built-in name cannot be taken over."""
 
 from __future__ import annotations
 
@@ -12,25 +13,38 @@ from kvreclaim.memory.eviction.lfu import LFU
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.eviction.priority import Priority
 from kvreclaim.memory.eviction.slru import SLRU
+from kvreclaim.third_parties import load, names_in
 
+ENTRY_POINT_GROUP = "kvreclaim.eviction_orders"
 DEFAULT_ORDER = LRU.name
-_KNOWN: Mapping[str, type[EvictionOrder]] = MappingProxyType(
+_BUILT_IN: Mapping[str, type[EvictionOrder]] = MappingProxyType(
     {cls.name: cls for cls in (LRU, SLRU, LFU, Priority, GDSF)}
 )
 
 
 def eviction_orders() -> tuple[str, ...]:
-    """The known names, the default first."""
-    return tuple(_KNOWN)
+    """The built-in names, the default first, then those of third parties in alphabetical order."""
+    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
 
 
 def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
     """An order of this many blocks, all of them queued.
 
-    Raises: InvalidArgumentError for a name that is not known.
+    Raises: InvalidArgumentError for a name that is not known, or whose entry point is no eviction order.
     """
-    if name not in _KNOWN:
-        raise InvalidArgumentError(
-            f"eviction_policy is {name!r}, which is unknown; known are {', '.join(_KNOWN)}."
-        )
-    return _KNOWN[name](num_blocks, block_size)
+    return _order_class(name)(num_blocks, block_size)
+
+
+def _order_class(name: str) -> type[EvictionOrder]:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if found := load(ENTRY_POINT_GROUP, name, "eviction order"):
+        cls, place = found
+        if not (isinstance(cls, type) and issubclass(cls, EvictionOrder)):
+            raise InvalidArgumentError(
+                f"eviction order {name!r} is {place!r}, which does not derive from EvictionOrder."
+            )
+        return cls
+    raise InvalidArgumentError(
+        f"eviction_policy is {name!r}, which is unknown; known are {', '.join(eviction_orders())}."
+    )
