@@ -37,8 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise InvalidArgumentError(
-            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port "
-            "(0: any free port)."
+            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port (0: any free port)."
         ) from error
 
 
