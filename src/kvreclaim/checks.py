@@ -18,10 +18,14 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: object, minimum: int, remedy: str = "") -> None:
-    """Raises InvalidArgumentError unless value is an int >= minimum."""
+def check_int(
+    name: str, value: object, minimum: int, remedy: str = "", *, maximum: int | None = None
+) -> None:
+    """Raises InvalidArgumentError unless value is an int >= minimum, and <= maximum if there is one."""
     if not isinstance(value, int) or not is_int(value) or value < minimum:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer >= {minimum}{remedy}.")
+    if maximum is not None and value > maximum:
+        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer <= {maximum}{remedy}.")
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
@@ -43,12 +47,20 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}.")
 
 
+MAX_OFFSETS = 64
+MAX_OFFSET = 1 << 30
+
+
 def check_offsets(name: str, value: object) -> tuple[int, ...]:
-    """A non-empty list or tuple of integers >= 0, as a tuple."""
+    """A list or tuple of 1 to MAX_OFFSETS integers from 0 to MAX_OFFSET, as a tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be a non-empty list of integers >= 0.")
+    require(
+        len(value) <= MAX_OFFSETS,
+        f"{name} has {len(value)} entries; at most {MAX_OFFSETS} are allowed; pass fewer.",
+    )
     for item in value:
-        check_int(f"an entry of {name}", item, 0)
+        check_int(f"an entry of {name}", item, 0, maximum=MAX_OFFSET)
     return tuple(value)
 
 

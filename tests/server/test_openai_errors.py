@@ -71,6 +71,12 @@ COMPLETION_REFUSALS = [
     ({"user": "a", "extra_body": {"safety_identifier": "b"}}, "user"),
     ({"extra_body": {"min_tokens": 3}}, "min_tokens"),
     ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
+    ({"extra_body": {"body": 1}}, "body"),
+    ({"extra_body": {"path": {}}}, "path"),
+    ({"extra_body": {"priority": 1}}, "priority"),
+    ({"extra_body": {"stop_token_ids": [10**9]}}, "stop_token_ids"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ({"prompt": ""}, "prompt"),
     ({"extra_body": {"prompt_cache_retention": "1h"}}, "prompt_cache_retention"),
     ({"extra_body": {"kv_compression": {"policy": "zoo"}}}, "kv_compression"),
     ({"extra_body": {"kv_compression": {"stats": "/etc/passwd"}}}, "kv_compression.stats"),
@@ -148,6 +154,10 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, stream: bool):
     with pytest.raises(openai.BadRequestError, match="max_model_len") as refused:
         client.completions.create(**COMPLETION | {"prompt": "a" * 600}, stream=stream)
     assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as refused:
+        client.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": "a" * 600}]})
+    assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize("tokens", [[10**9], [-1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import anthropic
 import httpx2
 import pytest
 from running import MODEL, Running, openai_client, running_server
+from steering import LIMIT_S, Asking
 
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.server.openai import schemas
@@ -77,6 +79,26 @@ def test_a_long_text_is_tokenized_aside(tiny_server: Running, tiny_oracle: LLM):
     assert tokens == tiny_oracle.tokenizer.encode(text)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+def test_a_conversation_is_rendered_aside(tiny_server: Running, monkeypatch: pytest.MonkeyPatch, path: str):
+    """However long the template takes, and however short the conversation is: others are answered."""
+    tokenizer = tiny_server.llm.tokenizer
+    entered, go, apply = threading.Event(), threading.Event(), tokenizer.apply_chat_template
+
+    def slowly(*args, **options) -> str:
+        entered.set()
+        assert go.wait(LIMIT_S)
+        return apply(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", slowly)
+    limit = {} if path == "/tokenize" else {"max_tokens": 1}
+    asking = Asking(tiny_server, path, {"model": MODEL, "messages": MESSAGES, **limit})
+    assert entered.wait(LIMIT_S)
+    assert httpx2.get(f"{tiny_server.base_url}/health").status_code == 200
+    go.set()
+    assert asking.answer().status_code == 200
+
+
 def test_a_conversation_is_tokenized_as_it_would_be_answered(tiny_server: Running):
     with openai_client(tiny_server) as client:
         for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
@@ -129,16 +151,6 @@ def test_a_request_and_the_servers_own_compression():
         refused = post(server, "/v1/completions", **ask, kv_compression={"budget": 10})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "kv_compression"
-
-
-def test_ever_new_settings_are_not_kept_for_ever(tiny_server: Running):
-    for budget in range(200, 240):
-        settings = {"policy": "knorm", "budget": budget}
-        answer = post(
-            tiny_server, "/v1/completions", model=MODEL, prompt=[5], max_tokens=1, kv_compression=settings
-        )
-        assert answer.status_code == 200
-    assert len(tiny_server.llm._compressors) <= 16
 
 
 ASKED = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -82,7 +82,7 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryStats:
-    """Moments, and clusters where calibrated, of every layer's queries before rotation, fp32 on the CPU.
+    """Moments, and clusters where calibrated, of every layer's queries before rotation, fp32.
 
     q_mean:        [L, H, D], in the arrangement of dims that the model itself uses
     q_abs_mean:    [L, H, F], E|q_f|; F the most bands of any layer, zeros where one has fewer
@@ -124,6 +124,11 @@ class QueryStats:
         if meta.covariance:
             shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
         return shapes
+
+    def to(self, device: torch.device) -> QueryStats:
+        """The same on another device."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return replace(self, **{n: t.to(device) for n, t in tensors.items() if t is not None})
 
     @property
     def num_centers(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from tqdm.auto import tqdm
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.chat import Message, render_chat
+from kvreclaim.engine.compressors import Compressors
 from kvreclaim.engine.engine import Engine
 from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request import Request
@@ -24,9 +24,6 @@ from kvreclaim.model.loader import Tokenizer, load_model
 
 STATS_FILE = "kvreclaim_stats.safetensors"
 """Looked up in the model's directory when a policy needs statistics and none are named."""
-
-MAX_COMPRESSORS = 16
-"""Settings whose compressors, with their statistics, are kept at a time: callers may invent ever new ones."""
 
 Prompt = str | list[int]
 OnStep = Callable[[StepStats], None]
@@ -61,7 +58,8 @@ class LLM:
         self.loaded = load_model(model, dtype=dtype, device=device, kernels=config.kernels)
         self.stats_file = Path(model) / STATS_FILE
         self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
-        self._compressors: dict[CompressionConfig, Compressor] = {}
+        select_top = self.engine.backend.select_top
+        self._compressors = Compressors(self.loaded.facts, self.stats_file, select_top)
         self._ids = itertools.count()
         self.compression = compression
         if compression is not None:
@@ -227,18 +225,9 @@ class LLM:
         )
 
     def compressor(self, config: CompressionConfig) -> Compressor:
-        """The config bound to this model, with the statistics beside the weights. The last ones are kept."""
+        """The config bound to this model, with the statistics beside the weights if it names none."""
         _check_type(config, CompressionConfig, "compression")
-        known = self._compressors.pop(config, None)
-        if known is None:
-            bound = config
-            if config.stats is None and self.stats_file.is_file():
-                bound = replace(config, stats=self.stats_file)
-            known = Compressor(bound, self.loaded.facts, select_top=self.engine.backend.select_top)
-        self._compressors[config] = known
-        if len(self._compressors) > MAX_COMPRESSORS:
-            del self._compressors[next(iter(self._compressors))]
-        return known
+        return self._compressors.of(config)
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
         bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvreclaim import __version__
-from kvreclaim.server import system, tokenizing
+from kvreclaim.server import system
 from kvreclaim.server.anthropic import routes as anthropic
 from kvreclaim.server.errors import install_handlers
 from kvreclaim.server.gate import Gate
 from kvreclaim.server.observe import observe, stop_observing
-from kvreclaim.server.openai import chat, completions, models
+from kvreclaim.server.openai import chat, completions, models, tokenizing
 from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.service import Service
 

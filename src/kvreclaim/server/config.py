@@ -63,6 +63,10 @@ class ServerConfig:
             check_int("max_concurrent_requests_per_key", self.max_concurrent_requests_per_key, 1)
         keys = (*self.api_keys, *([self.operator_key] if self.operator_key is not None else []))
         require(all(keys), "an API key is empty; pass a non-empty key, or none at all.")
+        require(
+            all(key.isascii() for key in keys),
+            "an API key holds a character beyond ASCII, which HTTP headers do not carry; choose another key.",
+        )
         require(len(set(self.api_keys)) == len(self.api_keys), "an API key is named twice; name each once.")
 
 

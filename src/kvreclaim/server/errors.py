@@ -40,6 +40,14 @@ OPENAI_TYPES = {
     500: "server_error",
     503: "server_error",
 }
+PROMPT_FIELDS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/tokenize": "prompt",
+    "/detokenize": "tokens",
+}
+ENGINE_FIELDS = {*PROMPT_FIELDS.values(), "n", "priority", "stop_token_ids", "logit_bias", "prompt_logprobs"}
+"""What a refusal of the engine begins with, if it is about a field of the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,12 +111,14 @@ def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     return {"error": body}
 
 
-def from_engine(error: KVReclaimError) -> ApiError:
-    """A refusal of the engine as an answer."""
+def from_engine(error: KVReclaimError, path: str) -> ApiError:
+    """A refusal of the engine as an answer to a request of this path."""
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
+    message = str(error)
     code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
-    return ApiError(400, str(error), code=code)
+    field = PROMPT_FIELDS.get(path) if message.startswith("the prompt") else message.partition(" ")[0]
+    return ApiError(400, message, field if field in ENGINE_FIELDS else None, code)
 
 
 def failed(request_id: str) -> ApiError:
@@ -120,11 +130,13 @@ def from_validation(error: RequestValidationError) -> ApiError:
     """The first problem of a body, naming its field."""
     problems = error.errors()
     first = problems[0]
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    where = ".".join(str(part) for part in first["loc"][1:])  # the first is body, query or path
     if first["type"] == "extra_forbidden":
         message = f"{where} is not supported here; remove it."
     elif first["type"] == "json_invalid":
         message, where = f"the body is not JSON: {first['ctx']['error']}.", ""
+    elif first["type"] in ("missing", "model_attributes_type") and not where:
+        message = "the body is no JSON object; send one, with the header `content-type: application/json`."
     else:
         message = f"{where or 'the body'}: {first['msg']}."
     return ApiError(400, message, param=where or None)
@@ -134,7 +146,7 @@ def install_handlers(app: FastAPI) -> None:
     """Answer every exception that is an answer in the dialect of the path; the gate has the others."""
 
     def answer(request: Request, error: ApiError) -> Response:
-        body = error_body(error, request.url.path, request_id_of(request.scope))
+        body = error_body(error, request.scope["path"], request_id_of(request.scope))
         return JSONResponse(body, error.status, headers=error.headers)
 
     async def api_error(request: Request, error: Exception) -> Response:
@@ -143,7 +155,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, KVReclaimError)
-        return answer(request, from_engine(error))
+        return answer(request, from_engine(error, request.scope["path"]))
 
     async def validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -151,7 +163,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail.rstrip('.')}."
+        message = f"{request.method} {request.scope['path']}: {error.detail.rstrip('.')}."
         return answer(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     app.add_exception_handler(ApiError, api_error)

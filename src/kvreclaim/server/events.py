@@ -64,7 +64,7 @@ def error_event(error: Exception, scope: Scope) -> bytes:
     """What went wrong after the answer had begun, in the dialect of the path."""
     request_id, path = request_id_of(scope), scope["path"]
     if isinstance(error, KVReclaimError):
-        error = from_engine(error)
+        error = from_engine(error, path)
     if not isinstance(error, ApiError):
         logger.error("request %s failed", request_id, exc_info=error)
         error = failed(request_id)

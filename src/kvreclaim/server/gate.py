@@ -18,7 +18,7 @@ from kvreclaim.server.tenants import Tenant, Tenants
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health",)
-OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/docs", "/openapi.json")
+OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/openapi.json")
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from kvreclaim.checks import check_choice
 from kvreclaim.engine.detokenizer import Detokenizer
-from kvreclaim.model.loader import LoadedModel
+from kvreclaim.engine.exports import LoadedModel
 from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")

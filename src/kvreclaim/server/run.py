@@ -51,7 +51,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
 async def _serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
     server = Server(Service(AsyncEngine(llm), config))
-    address = "http://{}:{}".format(*listener.getsockname()[:2])
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
     await server.serve(sockets=[listener])
 

@@ -12,6 +12,21 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import KVCompression
 
+SHARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Fields of SamplingParams that have the same name in both dialects."""
+
 
 def sampling_of(given: Mapping[str, Any], cache_salt: str | None, fields: Container[str]) -> SamplingParams:
     """given: SamplingParams' fields as the request has them; None is left out, and a max_tokens left out is

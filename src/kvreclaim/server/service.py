@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,12 +17,14 @@ from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
 from kvreclaim.engine.chat import render_chat
+from kvreclaim.engine.exports import Retention
 from kvreclaim.engine.request import Request as EngineRequest
-from kvreclaim.engine.stream import RequestStream
-from kvreclaim.memory.pins import Retention
+from kvreclaim.engine.stream import RequestStream, Update
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.errors import ApiError
+from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.tenants import Tenant
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,13 @@ class Service:
             for stream in streams:
                 if not stream.ended:
                     self.engine.abort(stream.request_id)
+
+
+def check_update(stream: RequestStream, update: Update) -> None:
+    """Raises: ApiError 500 if the request failed; it names the id under which the log has the reason."""
+    if update.error is not None:
+        logger.error("request %s failed in the engine", stream.request_id)
+        raise failed(stream.request_id)
 
 
 def service_of(request: Request) -> Service:

@@ -41,7 +41,7 @@ class ExpectedAttention(CompressionPolicy):
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_int("expected_attention option 'horizon'", self.horizon, 1)
+        check_int("expected_attention option 'horizon'", self.horizon, 1, maximum=MAX_HORIZON)
         check_bool("expected_attention option 'covariance'", self.covariance)
         check_bool("expected_attention option 'value_norm'", self.value_norm)
         check_choice("expected_attention option 'group'", self.group, GROUP)

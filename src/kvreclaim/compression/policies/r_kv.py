@@ -54,12 +54,12 @@ class RKV(CompressionPolicy):
 
     def __post_init__(self) -> None:
         check_number("r_kv option 'weight'", self.weight, 0, 1)
-        check_int("r_kv option 'window'", self.window, 1)
+        check_int("r_kv option 'window'", self.window, 1, maximum=MAX_WINDOW)
         check_kernel("r_kv option 'kernel'", self.kernel)
         check_number("r_kv option 'threshold'", self.threshold, 0, 1)
         check_choice("r_kv option 'group'", self.group, GROUP)
         check_choice("r_kv option 'similarity'", self.similarity, ("full", "block"))
-        check_int("r_kv option 'block'", self.block, 2)
+        check_int("r_kv option 'block'", self.block, 2, maximum=MAX_BLOCK)
 
     @property
     def query_window(self) -> int:

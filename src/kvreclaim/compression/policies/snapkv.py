@@ -46,7 +46,7 @@ class SnapKV(CompressionPolicy):
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_int("snapkv option 'window'", self.window, 1)
+        check_int("snapkv option 'window'", self.window, 1, maximum=MAX_WINDOW)
         check_kernel("snapkv option 'kernel'", self.kernel)
         check_choice("snapkv option 'pooling'", self.pooling, ("average", "max"))
         check_choice("snapkv option 'when'", self.when, ("prefill", "always"))
@@ -71,8 +71,8 @@ class SnapKV(CompressionPolicy):
 
 
 def check_kernel(name: str, value: object) -> None:
-    """Raises InvalidArgumentError unless value is an odd integer >= 1."""
-    check_int(name, value, 1)
+    """Raises InvalidArgumentError unless value is an odd integer from 1 to MAX_KERNEL."""
+    check_int(name, value, 1, maximum=MAX_KERNEL)
     require(isinstance(value, int) and value % 2 == 1, f"{name} is {value!r}; it must be odd.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -13,14 +12,13 @@ from kvreclaim.engine.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.anthropic.content import BlockEvents, Splitter, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
-from kvreclaim.server.errors import failed
 from kvreclaim.server.events import event
+from kvreclaim.server.ids import answer_id
 from kvreclaim.server.joint import joint
-from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.service import Prompt, Service, check_update
 from kvreclaim.server.tool_calls import Piece, ToolCallParser
 
-logger = logging.getLogger(__name__)
-
+ROUTE = "/v1/messages"
 PING_S = 10.0
 """Silence after which a stream sends a ping, so that nothing on the way to the client gives it up."""
 PING = event({"type": "ping"}, "ping")
@@ -47,10 +45,8 @@ class Answer:
     async def message(self) -> dict[str, Any]:
         """The whole answer. Raises: ApiError 500 if the request failed."""
         async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
-            update = await stream.next()
-            while not update.finished:
-                update.extend(await stream.next())
-            _check(stream, update)
+            update = await stream.rest()
+            check_update(stream, update)
         pieces = self._pieces(update)
         return {
             **self._head(),
@@ -89,7 +85,7 @@ class Answer:
 
     def _head(self) -> dict[str, Any]:
         return {
-            "id": self.request_id.replace("req-", "msg_", 1),
+            "id": answer_id(self.request_id, ROUTE),
             "type": "message",
             "role": "assistant",
             "model": self.body.model,
@@ -144,15 +140,9 @@ async def _updates(stream: RequestStream) -> AsyncGenerator[Update | None, None]
         except TimeoutError:
             yield None
             continue
-        _check(stream, update)
+        check_update(stream, update)
         finished = update.finished
         yield update
-
-
-def _check(stream: RequestStream, update: Update) -> None:
-    if update.error is not None:
-        logger.error("request %s failed in the engine", stream.request_id)
-        raise failed(stream.request_id)
 
 
 def _delta(update: Update) -> OutputDelta:

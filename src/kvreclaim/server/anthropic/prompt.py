@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from kvreclaim.engine.chat import chat_text
+from kvreclaim.engine.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.pins import Retention
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
 from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields
 from kvreclaim.server.errors import ApiError

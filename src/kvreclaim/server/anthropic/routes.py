@@ -11,10 +11,10 @@ from starlette.responses import Response
 from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, render
-from kvreclaim.server.anthropic.schemas import ERRORS, TokensCount, streamed
+from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.sampling import compression_of, sampling_of
+from kvreclaim.server.sampling import SHARED, compression_of, sampling_of
 from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.tool_calls import ToolCallParser, make_parser
@@ -23,23 +23,8 @@ router = APIRouter(tags=["anthropic"])
 ServiceDep = Annotated[Service, Depends(service_of)]
 TenantDep = Annotated[Tenant, Depends(tenant_of)]
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-)
 
-
-@router.post("/v1/messages", responses=ERRORS | streamed(), response_class=Response)
+@router.post("/v1/messages", responses=ERRORS | STREAMED, response_class=Response)
 async def create_message(
     body: MessageRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
@@ -47,7 +32,8 @@ async def create_message(
     _note(body, request, service)
     if body.metadata is not None and body.metadata.user_id is not None:
         request.scope["state"]["user"] = body.metadata.user_id
-    given = {name: getattr(body, name) for name in SAMPLING} | {"stop": body.stop_sequences}
+    given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
+    given["stop"] = body.stop_sequences
     params = sampling_of(given, tenant.salt(body.cache_salt), MessageRequest.model_fields)
     compression = compression_of(body.kv_compression, service.engine.llm.compression)
     service.check_room()

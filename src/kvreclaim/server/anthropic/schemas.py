@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
+from kvreclaim.server import schemas
 from kvreclaim.server.errors import AnthropicError
-from kvreclaim.server.openai.schemas import KVCacheUsage, Responses, Shape
+from kvreclaim.server.schemas import KVCacheUsage, Shape
 
 
 class TokensCount(Shape):
@@ -60,11 +59,5 @@ class AnsweredMessage(Shape):
     usage: MessageUsage
 
 
-ERRORS: Responses = {status: {"model": AnthropicError} for status in (400, 401, 404, 413, 429, 500, 503)}
-
-
-def streamed() -> Responses:
-    """An answer that is one JSON object, or server-sent events with `stream`."""
-    model: type[BaseModel] = AnsweredMessage
-    events = {"schema": {"type": "string", "description": "`event:` and `data:` lines"}}
-    return {200: {"model": model, "description": "The answer.", "content": {"text/event-stream": events}}}
+ERRORS = schemas.errors_of(AnthropicError)
+STREAMED = schemas.streamed(AnsweredMessage, "`event:` and `data:` lines")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvreclaim.engine.exports import Retention
 from kvreclaim.engine.outputs import RequestMetrics
-from kvreclaim.memory.pins import Retention
 from kvreclaim.server.anthropic.fields import TTL_S
-from kvreclaim.server.openai.usage import usage_of
+from kvreclaim.server.usage import kv_cache_usage
 
 
 def input_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block_size: int) -> dict[str, Any]:
@@ -43,5 +43,5 @@ def whole_usage(metrics: RequestMetrics, breakpoints: Sequence[Retention], block
     return {
         **input_usage(metrics, breakpoints, block_size),
         "output_tokens": metrics.num_generated_tokens,
-        "kv_cache": usage_of([metrics])["kv_cache"],
+        "kv_cache": kv_cache_usage([metrics]),
     }

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.exports import MemoryStats
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
@@ -36,7 +37,7 @@ Values = float | Mapping[str, float]
 
 
 class MetricsCollector(Collector):
-    """Reads a consistent copy at each scrape; the engine never waits for a scrape.
+    """Reads a consistent copy at each scrape; the engine waits for that copy at most, not for its text.
 
     model_name: the label's value
     """
@@ -95,36 +96,51 @@ def registry_of(collector: MetricsCollector) -> CollectorRegistry:
 
 def engine_values(seen: MetricsObserver) -> dict[str, Values]:
     """The value of every gauge and counter of the engine. The caller holds the observer's lock."""
-    figures, memory, totals = seen.figures, seen.figures.memory, seen.totals
+    return _request_values(seen) | _cache_values(seen.figures.memory) | _compression_values(seen)
+
+
+def _request_values(seen: MetricsObserver) -> dict[str, Values]:
+    figures, totals = seen.figures, seen.totals
     preemptions = dict(totals.preemptions)
-    net_freed = seen.blocks_freed - seen.blocks_taken
-    computed = seen.prompt_tokens - seen.prompt_tokens_cached
     return {
         "vllm:num_requests_running": figures.num_running,
         "vllm:num_requests_waiting": figures.num_waiting,
         "vllm:num_requests_waiting_by_reason": {"capacity": figures.num_waiting, "deferred": 0},
-        "vllm:kv_cache_usage_perc": memory.in_use / memory.num_blocks,
-        "vllm:prefix_cache_queries": memory.prefix_query_tokens,
-        "vllm:prefix_cache_hits": memory.prefix_hit_tokens,
         "vllm:prompt_tokens": seen.prompt_tokens,
         "vllm:prompt_tokens_cached": seen.prompt_tokens_cached,
         "vllm:prompt_tokens_by_source": {
-            "local_compute": computed,
+            "local_compute": seen.prompt_tokens - seen.prompt_tokens_cached,
             "local_cache_hit": seen.prompt_tokens_cached,
         },
         "vllm:generation_tokens": totals.generation_tokens,
         "vllm:num_preemptions": sum(preemptions.values()),
         "vllm:request_success": {reason: totals.finished.get(reason, 0) for reason in FINISH_REASONS},
+        "kvreclaim:preemptions": preemptions,
+        "kvreclaim:engine_steps": totals.steps,
+        "kvreclaim:engine_step_seconds": seen.step_s,
+    }
+
+
+def _cache_values(memory: MemoryStats) -> dict[str, Values]:
+    return {
+        "vllm:kv_cache_usage_perc": memory.in_use / memory.num_blocks,
+        "vllm:prefix_cache_queries": memory.prefix_query_tokens,
+        "vllm:prefix_cache_hits": memory.prefix_hit_tokens,
         "kvreclaim:blocks": {"in_use": memory.in_use, "cached": memory.cached, "free": memory.free},
         "kvreclaim:blocks_peak": memory.peak_in_use,
         "kvreclaim:pinned_blocks": memory.pinned,
+        "kvreclaim:pins_refused": memory.pins_refused,
+        "kvreclaim:prefix_misses": memory.misses,
+        "kvreclaim:prefix_evictions": memory.prefix_evictions,
+    }
+
+
+def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
+    totals, net_freed = seen.totals, seen.blocks_freed - seen.blocks_taken
+    return {
         "kvreclaim:reclaim_efficiency": (
             net_freed / totals.blocks_perfect if totals.blocks_perfect else float("nan")
         ),
-        "kvreclaim:prefix_misses": memory.misses,
-        "kvreclaim:prefix_evictions": memory.prefix_evictions,
-        "kvreclaim:preemptions": preemptions,
-        "kvreclaim:pins_refused": memory.pins_refused,
         "kvreclaim:tokens_evicted": totals.tokens_evicted,
         "kvreclaim:blocks_freed": seen.blocks_freed,
         "kvreclaim:blocks_taken": seen.blocks_taken,
@@ -133,6 +149,4 @@ def engine_values(seen: MetricsObserver) -> dict[str, Values]:
         "kvreclaim:compactions_postponed": totals.compactions_postponed,
         "kvreclaim:compaction_seconds": totals.compact_s,
         "kvreclaim:scoring_seconds": totals.score_s,
-        "kvreclaim:engine_steps": totals.steps,
-        "kvreclaim:engine_step_seconds": seen.step_s,
     }

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvreclaim.engine.engine import Engine, StepResult
+from kvreclaim.engine.exports import MemoryStats
 from kvreclaim.engine.request import Request, Sequence
-from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
 from kvreclaim.server.metrics.histogram import Histogram
 

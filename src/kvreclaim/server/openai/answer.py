@@ -16,6 +16,7 @@ from kvreclaim.engine.outputs import RequestMetrics
 from kvreclaim.engine.request import Request
 from kvreclaim.engine.stream import OutputDelta
 from kvreclaim.server.events import answer_json, event, stream_events
+from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
 from kvreclaim.server.openai.logprobs import Vocabulary
 from kvreclaim.server.openai.run import collect, updates
@@ -29,7 +30,7 @@ class Answer(ABC):
     kind, chunk_kind: `object` of the whole answer and of a chunk
     """
 
-    id_prefix: ClassVar[str]
+    route: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
@@ -39,7 +40,7 @@ class Answer(ABC):
         self.fields = fields
         self.service = service
         self.request_id = request_id
-        self.response_id = request_id.replace("req-", self.id_prefix, 1)
+        self.response_id = answer_id(request_id, self.route)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
         self.vocabulary = Vocabulary(service.engine.llm.tokenizer)
@@ -50,7 +51,6 @@ class Answer(ABC):
         self._chunk_head: bytes | None = None
 
     async def respond(self, request: HTTPRequest) -> Response:
-        request.scope["state"]["response_id"] = self.response_id
         if self.fields.stream:
             return await stream_events(self._events(), request)
         return await answer_json(self._whole(), request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from kvreclaim.server.openai.messages import ConversationOptions, Messages, num_characters, render
-from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
+from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
 from kvreclaim.server.tenants import Tenant
@@ -83,17 +84,16 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
-    def encode() -> list[int]:
-        return render(body.messages, body, service, with_tools=body.tool_choice != "none")
-
-    ids = await tokenized(num_characters(body.messages), encode)
+    with_tools = body.tool_choice != "none"
+    # In a thread: many messages or tools take their time, and nobody else should have to wait for them.
+    ids = await asyncio.to_thread(render, body.messages, body, service, with_tools=with_tools)
     return engine_prompt(ids, params, body, service)
 
 
 class ChatAnswer(Answer):
     """Choices with a `message`, or in chunks a `delta` whose first has the role."""
 
-    id_prefix = "chatcmpl-"
+    route = "/v1/chat/completions"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     fields: ChatRequest

@@ -97,7 +97,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
 class CompletionAnswer(Answer):
     """Choices with `text`; with echo the prompt comes first, in text, tokens and log-probabilities."""
 
-    id_prefix = "cmpl-"
+    route = "/v1/completions"
     kind = chunk_kind = "text_completion"
     fields: CompletionRequest
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from kvreclaim.engine.exports import Tokenizer
 from kvreclaim.engine.outputs import Logprob
-from kvreclaim.model.loader import Tokenizer
 
 LOWEST = -9999.0
 """Instead of -inf, for which JSON has no word."""
@@ -22,6 +22,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._codes: dict[str, int] = {}
 
     def text(self, token_id: int) -> str:
         """The token alone, special ones too; a part of a character is U+FFFD."""
@@ -34,7 +35,7 @@ class Vocabulary:
         piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if found := BYTE_PIECE.fullmatch(piece):
             return [int(found[1], 16)]
-        codes = byte_level_codes()
+        self._codes = codes = self._codes or byte_level_codes()
         known = all(character in codes for character in piece)
         return [codes[character] for character in piece] if known else list(text.encode())
 

@@ -118,12 +118,6 @@ def render(
     return ids
 
 
-def num_characters(messages: Sequence[Message]) -> int:
-    """About as many as are to be tokenized."""
-    contents = [message.content or "" for message in messages]
-    return sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
-
-
 def _for_template(message: Message, developer: str) -> dict[str, Any]:
     """Text in one piece (templates of text models take nothing else), arguments as objects."""
     content = message.content

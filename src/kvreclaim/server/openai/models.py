@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
-from kvreclaim.server.openai.schemas import ERRORS, Responses, Shape
+from kvreclaim.server.openai.schemas import ERRORS
+from kvreclaim.server.schemas import Responses, Shape
 from kvreclaim.server.service import Service, service_of
 
 router = APIRouter(tags=["openai"])

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.memory.pins import Retention
+from kvreclaim.engine.exports import Retention
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
-from kvreclaim.server.sampling import compression_of, sampling_of
+from kvreclaim.server.sampling import SHARED, compression_of, sampling_of
 from kvreclaim.server.service import Prompt, Service
 from kvreclaim.server.tenants import Tenant
 
@@ -21,23 +21,7 @@ T = TypeVar("T")
 LONG = 4096
 """Characters from which on a text is tokenized in a thread, so that nobody else has to wait."""
 
-SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-    "min_tokens",
-    "ignore_eos",
-    "prompt_logprobs",
-)
+SAMPLING = (*SHARED, "n", "stop", "stop_token_ids", "prompt_logprobs")
 
 
 async def tokenized(size: int, work: Callable[[], T]) -> T:

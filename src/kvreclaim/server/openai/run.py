@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Sequence
 
 from kvreclaim.engine.stream import RequestStream, Update
-from kvreclaim.server.errors import failed
-
-logger = logging.getLogger(__name__)
+from kvreclaim.server.service import check_update
 
 Updates = AsyncGenerator[tuple[int, Update], None]
 
@@ -19,7 +16,7 @@ async def collect(streams: Sequence[RequestStream]) -> list[Update]:
     answers = []
     for stream in streams:
         answer = await stream.rest()
-        _check(stream, answer)
+        check_update(stream, answer)
         answers.append(answer)
     return answers
 
@@ -31,7 +28,7 @@ def updates(streams: Sequence[RequestStream]) -> Updates:
 
 async def _one(stream: RequestStream) -> Updates:
     async for update in stream:
-        _check(stream, update)
+        check_update(stream, update)
         yield 0, update
 
 
@@ -42,16 +39,10 @@ async def _merged(streams: Sequence[RequestStream]) -> Updates:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 place, update = waiting.pop(task), task.result()
-                _check(streams[place], update)
+                check_update(streams[place], update)
                 if not update.finished:
                     waiting[asyncio.ensure_future(streams[place].next())] = place
                 yield place, update
     finally:
         for task in waiting:
             task.cancel()
-
-
-def _check(stream: RequestStream, update: Update) -> None:
-    if update.error is not None:
-        logger.error("request %s failed in the engine", stream.request_id)
-        raise failed(stream.request_id)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
+from kvreclaim.server import schemas
 from kvreclaim.server.errors import OpenAIError
-
-
-class Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+from kvreclaim.server.schemas import KVCacheUsage, Responses, Shape
 
 
 class PromptTokensDetails(Shape):
     cached_tokens: int
-
-
-class KVCacheUsage(Shape):
-    tokens_evicted: int
-    blocks_freed: int
-    peak_blocks: int
-    reclaim_efficiency: float | None
 
 
 class Usage(Shape):
@@ -146,12 +137,8 @@ class ChatCompletionChunk(Shape):
     usage: Usage | None = None
 
 
-Responses = dict[int | str, dict[str, Any]]
-
-ERRORS: Responses = {status: {"model": OpenAIError} for status in (400, 401, 404, 413, 429, 500, 503)}
+ERRORS = schemas.errors_of(OpenAIError)
 
 
 def streamed(model: type[BaseModel]) -> Responses:
-    """An answer that is one JSON object, or server-sent events with `stream`."""
-    events = {"schema": {"type": "string", "description": "`data:` lines, each a chunk; the last is [DONE]"}}
-    return {200: {"model": model, "description": "The answer.", "content": {"text/event-stream": events}}}
+    return schemas.streamed(model, "`data:` lines, each a chunk; the last is [DONE]")

@@ -6,21 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvreclaim.engine.outputs import RequestMetrics
+from kvreclaim.server.usage import kv_cache_usage
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     """Sums over a request's prompts; OpenAI's counts, and beside them what its cache gave back."""
-    efficiency = None
-    if perfect := sum(m.blocks_perfect for m in metrics):
-        efficiency = sum(m.blocks_freed for m in metrics) / perfect
     usage = token_usage(metrics, sum(m.num_generated_tokens for m in metrics))
-    usage["kv_cache"] = {
-        "tokens_evicted": sum(m.tokens_evicted for m in metrics),
-        "blocks_freed": sum(m.blocks_freed for m in metrics),
-        "peak_blocks": max(m.peak_blocks for m in metrics),
-        "reclaim_efficiency": efficiency,
-    }
-    return usage
+    return {**usage, "kv_cache": kv_cache_usage(metrics)}
 
 
 def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -9,9 +10,10 @@ from pydantic import BaseModel
 
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields
-from kvreclaim.server.openai.messages import ConversationOptions, Messages, num_characters, render
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.prompts import tokenized
-from kvreclaim.server.openai.schemas import ERRORS, Responses
+from kvreclaim.server.openai.schemas import ERRORS
+from kvreclaim.server.schemas import Responses
 from kvreclaim.server.service import Service, service_of
 
 router = APIRouter(tags=["tokenizer"])
@@ -69,7 +71,7 @@ async def _ids(body: TokenizeRequest, service: Service) -> list[int]:
                 "add_special_tokens is true, but a template writes its own; remove it.",
                 "add_special_tokens",
             )
-        return await tokenized(num_characters(messages), lambda: render(messages, body, service))
+        return await asyncio.to_thread(render, messages, body, service)
     if prompt is None or messages is not None:
         raise ApiError(400, "pass either prompt or messages, and not both.", "prompt")
     for name in OF_MESSAGES:

@@ -1,0 +1,58 @@
+"""Settings of the compression bound to the model, with the query statistics that they need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
+from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.ops.facts import ModelFacts
+
+MAX_KEPT = 16
+"""Settings whose compressors are kept at a time: callers may invent ever new ones."""
+
+
+class Compressors:
+    """One compressor for each setting. A file of statistics is read once, on whatever many settings it bears,
+    and lies on the model's device once.
+
+    stats_file: of settings that name none; it need not exist
+    select_top: the op that finds the best of each row (Backend.select_top)
+    """
+
+    def __init__(
+        self, facts: ModelFacts, stats_file: Path, select_top: Callable[[Tensor, int], Tensor]
+    ) -> None:
+        self._facts = facts
+        self._stats_file = stats_file
+        self._select_top = select_top
+        self._made: dict[CompressionConfig, Compressor] = {}
+        self._stats: dict[str, QueryStats] = {}
+
+    def of(self, config: CompressionConfig) -> Compressor:
+        """The setting's compressor; the last 16 are kept. Raises what Compressor raises."""
+        compressor = self._made.pop(config, None) or self._make(config)
+        self._made[config] = compressor
+        if len(self._made) > MAX_KEPT:
+            del self._made[next(iter(self._made))]
+        return compressor
+
+    def _make(self, config: CompressionConfig) -> Compressor:
+        if config.stats is None and self._stats_file.is_file():
+            config = replace(config, stats=self._stats_file)
+        return Compressor(config, self._facts, self._read_stats(config), self._select_top)
+
+    def _read_stats(self, config: CompressionConfig) -> QueryStats | None:
+        """Those of the file that the setting names, if its policy reads them."""
+        source = config.stats
+        if source is None or isinstance(source, QueryStats) or not config.make_policy().needs & STATISTICS:
+            return None
+        name = os.fspath(source)
+        if name not in self._stats:
+            self._stats[name] = QueryStats.load(source).to(self._facts.device)
+        return self._stats[name]

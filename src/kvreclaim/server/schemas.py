@@ -1,0 +1,33 @@
+"""Pieces of the OpenAPI description that both dialects have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+class Shape(BaseModel):
+    """What an answer looks like; tests hold the answers against it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class KVCacheUsage(Shape):
+    tokens_evicted: int
+    blocks_freed: int
+    peak_blocks: int
+    reclaim_efficiency: float | None
+
+
+def errors_of(model: type[BaseModel]) -> Responses:
+    """Every status that a route which generates may refuse with. model: the body."""
+    return {status: {"model": model} for status in (400, 401, 404, 413, 429, 500, 503)}
+
+
+def streamed(model: type[BaseModel], events: str) -> Responses:
+    """An answer that is one JSON object, or server-sent events with `stream`. events: what they are."""
+    content = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+    return {200: {"model": model, "description": "The answer.", "content": content}}
