@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 from typer.testing import CliRunner
 
+from kvreclaim.cli.compression import OPTIONS
 from kvreclaim.cli.main import app
-from kvreclaim.cli.serve import ENGINE, SERVER_FIELDS
+from kvreclaim.cli.serve import serve
 from kvreclaim.config import EngineConfig
 from kvreclaim.server.config import ServerConfig
 
@@ -38,10 +42,9 @@ def test_without_options_it_is_the_demo_model_on_loopback(started: list) -> None
     default = ServerConfig(served_model_name=("kvreclaim-demo",), port=0)
     assert config == default
     assert default.host == "127.0.0.1"
-    given = {name: getattr(llm.engine.config, name) for name in ENGINE if hasattr(EngineConfig(), name)}
-    assert given == {name: getattr(EngineConfig(), name) for name in given} | {
-        "max_model_len": llm.engine.max_model_len
-    }
+    engine = llm.engine.config
+    chosen = {"num_blocks": engine.num_blocks, "max_model_len": llm.engine.max_model_len}
+    assert engine == EngineConfig(**chosen)
     assert llm.compression is None
 
 
@@ -109,10 +112,11 @@ def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None
         (["--host", "nonesuch.invalid"], "cannot listen on nonesuch.invalid"),
         (["--api-key", ""], "an API key is empty"),
         (["--api-key", "x", "--api-key", "x"], "named twice"),
+        (["--api-key", "clé"], "beyond ASCII"),
         (["--max-queue-len", "0"], "max_queue_len is 0"),
         (["--max-body-bytes", "5"], "max_body_bytes is 5"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout_s is -1.0"),
-        (["--chat-template", "nonesuch.jinja"], "nonesuch.jinja is no file"),
+        (["--chat-template", "nonesuch.jinja"], "nonesuch.jinja is no file of UTF-8 text"),
         (["--scheduling-policy", "nonesuch"], "fcfs, priority"),
         (["--eviction-policy", "nonesuch"], "lru"),
         (["--max-pinned-fraction", "2"], "max_pinned_fraction is 2.0"),
@@ -129,5 +133,21 @@ def test_a_mistake_is_one_sentence(started: list, arguments: list[str], words: s
     assert words in sentence
 
 
-def test_every_server_option_is_named_like_its_field() -> None:
-    assert set(SERVER_FIELDS) <= set(ServerConfig.__dataclass_fields__)
+def test_every_option_is_somebodys() -> None:
+    """An option that is read by nobody would be accepted and ignored."""
+    named = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    model = {"model", "dtype", "device", "num_gpu_blocks_override", "kv_compression", *OPTIONS}
+    renamed = {"api_key", "shutdown_timeout", "log_level", "log_format"}
+    assert set(inspect.signature(serve).parameters) <= named | model | renamed
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_template_that_is_no_text(started: list, tmp_path, content: bytes | None) -> None:
+    template = tmp_path / "chat.jinja"
+    if content is None:
+        template.mkdir()
+    else:
+        template.write_bytes(content)
+    result = run("--chat-template", template)
+    assert result.exit_code == 2
+    assert "is no file of UTF-8 text" in result.stderr

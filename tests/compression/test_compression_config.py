@@ -81,6 +81,8 @@ def test_statistics_are_a_path_or_themselves(stats):
         ({"options": {"offsets": []}}, "non-empty list"),
         ({"options": {"offsets": "16"}}, "non-empty list"),
         ({"options": {"offsets": [1, -2]}}, "an entry of query_mixture option 'offsets' is -2"),
+        ({"options": {"offsets": [1 << 40]}}, "an entry of query_mixture option 'offsets' is 1099511627776"),
+        ({"options": {"offsets": list(range(65))}}, "option 'offsets' has 65 entries; at most 64"),
         ({"options": {"value_norm": None}}, "true or false"),
         ({"options": {"normalise": "some"}}, "must be one of candidates, all"),
     ],

@@ -101,6 +101,10 @@ def test_needs_covariances_only_for_the_quadratic_term():
     ("options", "message"),
     [
         ({"horizon": 0}, "expected_attention option 'horizon' is 0"),
+        (
+            {"horizon": 1 << 17},
+            "expected_attention option 'horizon' is 131072; it must be an integer <= 65536",
+        ),
         ({"covariance": 1}, "true or false"),
         ({"value_norm": "no"}, "true or false"),
         ({"group": "sum"}, "must be one of mean, max"),

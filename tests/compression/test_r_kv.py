@@ -109,6 +109,8 @@ def test_defaults_are_the_published_ones():
         ({"group": "sum"}, "must be one of mean, max"),
         ({"similarity": "local"}, "must be one of full, block"),
         ({"block": 1}, "r_kv option 'block' is 1; it must be an integer >= 2"),
+        ({"block": 10**9}, "r_kv option 'block' is 1000000000; it must be an integer <= 1024"),
+        ({"window": 10**9}, "r_kv option 'window' is 1000000000; it must be an integer <= 1024"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -125,6 +125,7 @@ MISTAKES = {
     "segments(knorm, inner=knorm)": "given the option 'inner' twice",
     "segments(knorm, n=full())": r"option 'n': full\(…\) is a policy; write a plain value",
     "segments(knorm, n=eight)": "segments option 'n' is 'eight'; it must be an integer",
+    "segments(knorm, n=9999999)": "segments option 'n' is 9999999; it must be an integer <= 1048576",
     "knorm(keep=true)": "knorm option 'keep' is True; it must be one of small, large",
 }
 

@@ -82,7 +82,9 @@ def test_defaults_are_the_published_ones_but_for_decoding():
     ("options", "message"),
     [
         ({"window": 0}, "snapkv option 'window' is 0; it must be an integer >= 1"),
+        ({"window": 1025}, "snapkv option 'window' is 1025; it must be an integer <= 1024"),
         ({"kernel": 4}, "snapkv option 'kernel' is 4; it must be odd"),
+        ({"kernel": 1025}, "snapkv option 'kernel' is 1025; it must be an integer <= 1023"),
         ({"kernel": 0}, "snapkv option 'kernel' is 0"),
         ({"kernel": 5.0}, "snapkv option 'kernel' is 5.0"),
         ({"pooling": "mean"}, "must be one of average, max"),

@@ -89,6 +89,17 @@ def test_usage_so_far_in_every_chunk(client: openai.OpenAI):
     assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens for chunk in chunks)
 
 
+def test_an_echo_alone_is_no_answer_in_any_usage(client: openai.OpenAI):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = {"prompt": PROMPT, **GREEDY_FIELDS, "max_tokens": 0, "echo": True}
+    chunks = list(client.completions.create(**ask, stream=True, stream_options=options))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == PROMPT
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [0] * len(chunks)
+    whole = client.completions.create(**ask)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (PROMPT, "length")
+    assert whole.usage.completion_tokens == 0
+
+
 def test_the_asynchronous_client(tiny_server: Running, tiny_oracle: LLM):
     prompts = [PROMPT, "a stop at the top", "then"]
     expected = [output.outputs[0].text for output in tiny_oracle.generate(prompts, GREEDY)]

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, spread, table, text
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
+from kvreclaim.checks import check_number, require
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -36,8 +37,13 @@ class DifferentAnswersError(KVReclaimError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan:
-    """What is run. arrivals: requests of the run under load, at load x what the engine did offline at the
-    most streams; none: no such run."""
+    """What is run.
+
+    num_prompt, num_output: tokens of each request
+    arrivals: requests of the run under load, which come at load x what the engine did offline at the most
+              streams; 0: no such run
+    trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
+    """
 
     model: Path
     streams: tuple[int, ...] = (1, 8, 32, 64)
@@ -52,6 +58,19 @@ class ServePlan:
     trace: Path | None = None
     scale: float = 0.1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.streams) and min(self.streams) > 0,
+            f"--streams is {self.streams}; pass one or more numbers of concurrent streams, each at least 1.",
+        )
+        check_number("--load", self.load, 0.01, 100.0)
+        check_number("--scale", self.scale, 0.0001, 100.0)
+        if self.trace is not None:
+            require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
+            require(
+                self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV."
+            )
 
 
 def run(plan: ServePlan) -> list[Row]:
@@ -198,6 +217,10 @@ def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
             f"{plan.trace} begins with {header[:60]!r}; pass a CSV file with the columns TIMESTAMP, "
             "ContextTokens, GeneratedTokens."
         )
+    require(
+        len(lines) >= plan.arrivals,
+        f"{plan.trace} has {len(lines)} requests, but --arrivals is {plan.arrivals}; lower it.",
+    )
     rows = [line.split(",")[1:] for line in lines[: plan.arrivals]]
     return [(max(1, round(int(a) * plan.scale)), max(1, round(int(b) * plan.scale))) for a, b in rows]
 

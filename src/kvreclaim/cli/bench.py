@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from kvreclaim.checks import check_choice
+from kvreclaim.cli.bench_options import (
+    Dtype,
+    Json,
+    Kernels,
+    Model,
+    Threads,
+    VllmPython,
+    command_line,
+    model_directory,
+    names_in,
+    numbers,
+    ready,
+)
 from kvreclaim.cli.bench_prefix import prefix
 from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.options import usage_errors
-from kvreclaim.errors import InvalidArgumentError
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 bench_app.command("prefix")(prefix)
 bench_app.command("serve")(serve)
 
 SYSTEMS = "full,query_mixture,triattention"
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
-Model = Annotated[
-    Path | None,
-    typer.Option(help="Model directory; the 26 M model of `make bench-model` where none is named."),
-]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads, of every system.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
-Kernels = Annotated[str, typer.Option(help="kvreclaim's kernels: auto, reference, native or triton.")]
-VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of vLLM's environment (`make vllm-env`).")]
 
 
 @bench_app.command("blocks")
@@ -69,20 +68,20 @@ def decode(
     json_file: Json = None,
 ) -> None:
     """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
-    with _ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common, decode, decode_table
         from kvreclaim.bench import growth as growth_bench
         from kvreclaim.bench.decode_plan import DecodePlan
         from kvreclaim.bench.verify import agreement_table, as_rows
 
         plan = DecodePlan(
-            model=_model(model),
+            model=model_directory(model),
             dtype=dtype,
             threads=threads,
-            contexts=_numbers(contexts),
-            batches=_numbers(batches),
-            systems=tuple(f"kvreclaim-{name}" for name in _names(systems)),
-            peers=tuple(_names(peers)),
+            contexts=numbers("--contexts", contexts),
+            batches=numbers("--batches", batches),
+            systems=tuple(f"kvreclaim-{name}" for name in names_in(systems)),
+            peers=tuple(names_in(peers)),
             vllm_python=vllm_python,
             vllm_eager=not vllm_compile,
             kernels=kernels,
@@ -103,7 +102,7 @@ def decode(
         if growth:
             extra["growth"] = growth_bench.run(plan)
             common.show(growth_bench.growth_table(extra["growth"]))
-        content = common.report(result.rows, _command(), peer_versions=result.versions, **extra)
+        content = common.report(result.rows, command_line(), peer_versions=result.versions, **extra)
         common.write_json(content, json_file)
 
 
@@ -124,18 +123,18 @@ def memory(
     json_file: Json = None,
 ) -> None:
     """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
-    with _ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common, memory
 
         plan = memory.MemoryPlan(
-            model=_model(model),
+            model=model_directory(model),
             dtype=dtype,
             threads=threads,
             requests=requests,
             prompt=prompt,
             output=output,
             pool_requests=pool,
-            policies=tuple(_names(policies)),
+            policies=tuple(names_in(policies)),
             budget=budget,
             interval=interval,
             kernels=kernels,
@@ -143,7 +142,7 @@ def memory(
         )
         rows = memory.run(plan, common.wide_console(stderr=True))
         common.show(memory.memory_table(rows))
-        common.write_json(common.report(rows, _command()), json_file)
+        common.write_json(common.report(rows, command_line()), json_file)
 
 
 @bench_app.command("compress")
@@ -162,24 +161,29 @@ def compress(
     json_file: Json = None,
 ) -> None:
     """Cost of one compaction pass (score, select, move) and its share of decoding."""
-    with _ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common, compress
         from kvreclaim.bench.decode_plan import DecodePlan
 
         base = DecodePlan(
-            _model(model), dtype=dtype, threads=threads, budget=budget, interval=interval, kernels=kernels
+            model_directory(model),
+            dtype=dtype,
+            threads=threads,
+            budget=budget,
+            interval=interval,
+            kernels=kernels,
         )
         plan = compress.CompressPlan(
             base,
-            contexts=_numbers(contexts),
-            budgets=_numbers(budgets),
-            batches=_numbers(batches),
-            policies=tuple(_names(policies)),
+            contexts=numbers("--contexts", contexts),
+            budgets=numbers("--budgets", budgets),
+            batches=numbers("--batches", batches),
+            policies=tuple(names_in(policies)),
             budget_context=budget_context,
         )
         rows = compress.run(plan, common.wide_console(stderr=True))
         common.show(compress.compress_table(rows))
-        common.write_json(common.report(rows, _command()), json_file)
+        common.write_json(common.report(rows, command_line()), json_file)
 
 
 @bench_app.command("kernels")
@@ -190,13 +194,13 @@ def kernels(
     json_file: Json = None,
 ) -> None:
     """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
-    with _ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common
         from kvreclaim.bench import kernels as kernel_bench
 
         rows, machine = kernel_bench.run(kernels, device=device)
         common.show(kernel_bench.rows_table(rows, machine))
-        content = common.report(rows, _command(), bandwidth=machine.row(), threads=threads)
+        content = common.report(rows, command_line(), bandwidth=machine.row(), threads=threads)
         common.write_json(content, json_file)
 
 
@@ -213,23 +217,23 @@ def step(
     json_file: Json = None,
 ) -> None:
     """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
-    with _ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common, step
         from kvreclaim.bench.decode_plan import DecodePlan
 
         plan = DecodePlan(
-            _model(model),
+            model_directory(model),
             dtype=dtype,
             threads=threads,
-            systems=tuple(f"kvreclaim-{name}" for name in _names(systems)),
-            contexts=_numbers(contexts),
-            batches=_numbers(batches),
+            systems=tuple(f"kvreclaim-{name}" for name in names_in(systems)),
+            contexts=numbers("--contexts", contexts),
+            batches=numbers("--batches", batches),
             kernels=kernels,
             steps=2 * steps,
         )
         rows = step.run(plan, steps=steps)
         common.show(step.step_table(rows))
-        common.write_json(common.report(rows, _command()), json_file)
+        common.write_json(common.report(rows, command_line()), json_file)
 
 
 @bench_app.command("plot")
@@ -244,48 +248,6 @@ def plot(
         decode_chart(files, out)
 
 
-@contextmanager
-def _ready(threads: int) -> Iterator[None]:
-    """Threads set, no progress bars, a caller's mistake in one sentence."""
-    with usage_errors():
-        import torch
-
-        from kvreclaim.model.loader import hide_progress_bars
-
-        torch.set_num_threads(threads)
-        hide_progress_bars()
-        yield
-
-
-def _model(given: Path | None) -> Path:
-    from kvreclaim.bench.common import DEFAULT_MODEL
-
-    model = given or DEFAULT_MODEL
-    if not model.is_dir():
-        raise InvalidArgumentError(
-            f"--model is {str(model)!r}, which is no directory; run `make bench-model`, or name another one."
-        )
-    return model
-
-
 def _fill(value: str) -> Literal["synthetic", "prefill"]:
     check_choice("--fill", value, ("synthetic", "prefill"))
     return "prefill" if value == "prefill" else "synthetic"
-
-
-def _numbers(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in value.split(",") if part)
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"{value!r} is no list of numbers; pass, for example, 1024,8192."
-        ) from error
-
-
-def _names(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
-
-
-def _command() -> str:
-    """The command line as it was given."""
-    return shlex.join(["kvreclaim", *sys.argv[1:]])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvreclaim.cli.bench_options import Json, command_line, names_in, numbers
 from kvreclaim.cli.options import usage_errors
-from kvreclaim.errors import InvalidArgumentError
 
 
 def prefix(
@@ -24,15 +22,14 @@ def prefix(
     pins: Annotated[
         bool, typer.Option("--pins", help="Also two tenants, one of which pins all it sends.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Prefix hit rates of a block-hash trace, by eviction order and size of the cache."""
     with usage_errors():
         from kvreclaim.bench import common, prefix_pins
         from kvreclaim.bench import prefix as prefix_bench
 
-        names = tuple(part.strip() for part in orders.split(",") if part.strip())
-        plan = prefix_bench.PrefixPlan(trace, _sizes(blocks), names)
+        plan = prefix_bench.PrefixPlan(trace, numbers("--blocks", blocks), tuple(names_in(orders)))
         progress = common.wide_console(stderr=True)
         rows = prefix_bench.run(plan, progress.print)
         common.show(prefix_bench.prefix_table(rows, trace))
@@ -41,14 +38,4 @@ def prefix(
             extra["pins"] = prefix_pins.run(trace, plan.sizes)
             common.show(prefix_pins.pins_table(extra["pins"]))
         if json_file is not None:
-            command = shlex.join(["kvreclaim", *sys.argv[1:]])
-            common.write_json(common.report(rows, command, trace=trace.name, **extra), json_file)
-
-
-def _sizes(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in value.split(",") if part.strip())
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"--blocks is {value!r}, which is no list of numbers; pass, for example, 1000,4000."
-        ) from error
+            common.write_json(common.report(rows, command_line(), trace=trace.name, **extra), json_file)

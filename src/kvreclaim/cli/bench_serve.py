@@ -7,14 +7,24 @@ from typing import Annotated
 
 import typer
 
+from kvreclaim.cli.bench_options import (
+    Json,
+    Model,
+    Threads,
+    command_line,
+    model_directory,
+    numbers,
+    ready,
+)
+
 
 def serve(
-    model: Annotated[Path | None, typer.Option(help="Model directory; the 26 M model by default.")] = None,
+    model: Model = None,
     streams: Annotated[str, typer.Option(help="Concurrent streams.")] = "1,8,32,64",
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 64,
     output: Annotated[int, typer.Option(min=1, help="Generated tokens of each.")] = 256,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the engine, on both sides.")] = 1,
+    threads: Threads = 1,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     num_blocks: Annotated[int, typer.Option(min=1, help="Of the pool, on both sides.")] = 4096,
     arrivals: Annotated[int, typer.Option(min=0, help="Requests of a run under load; 0: none.")] = 0,
@@ -23,18 +33,16 @@ def serve(
         Path | None, typer.Option(help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens: their lengths.")
     ] = None,
     scale: Annotated[float, typer.Option(help="Of the trace's lengths.")] = 0.1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Throughput and time to first token through HTTP, beside the engine alone."""
-    from kvreclaim.cli import bench as given
-
-    with given._ready(threads):
+    with ready(threads):
         from kvreclaim.bench import common
         from kvreclaim.bench import serve as bench
 
         plan = bench.ServePlan(
-            model=given._model(model),
-            streams=given._numbers(streams),
+            model=model_directory(model),
+            streams=numbers("--streams", streams),
             num_prompt=prompt,
             num_output=output,
             rounds=rounds,
@@ -48,4 +56,4 @@ def serve(
         )
         rows = bench.run(plan)
         common.show(bench.serve_table(rows))
-        common.write_json(common.report(rows, given._command()), json_file)
+        common.write_json(common.report(rows, command_line()), json_file)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,11 @@ Budget = Annotated[int | None, _option(COMPRESSION, help="Tokens kept.")]
 CompressionInt = Annotated[int | None, _option(COMPRESSION)]
 CompressionText = Annotated[str | None, _option(COMPRESSION)]
 ProtectPrompt = Annotated[bool, _option(COMPRESSION, "--kv-protect-prompt")]
+
+
+def fields_of(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are called like a field of this dataclass."""
+    return {field.name: given[field.name] for field in fields(config) if field.name in given}
 
 
 @contextmanager

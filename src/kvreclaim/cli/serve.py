@@ -68,39 +68,10 @@ def serve(
         _run(given)
 
 
-ENGINE = (
-    "dtype",
-    "device",
-    "kernels",
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "enable_prefix_caching",
-    "scheduling_policy",
-    "eviction_policy",
-    "max_pinned_fraction",
-    "kv_cache_metrics_sample",
-    "seed",
-)
-SERVER_FIELDS = (
-    "host",
-    "port",
-    "operator_key",
-    "max_body_bytes",
-    "max_n",
-    "max_queue_len",
-    "max_concurrent_requests_per_key",
-    "default_max_tokens",
-    "tool_call_parser",
-    "log_prompts",
-    "otlp_traces_endpoint",
-)
-
-
 def _run(given: dict[str, Any]) -> None:
     """Listens before the model is loaded, so that a port in use is said at once."""
     from kvreclaim import LLM, demo_model
+    from kvreclaim.config import EngineConfig
     from kvreclaim.model.loader import hide_progress_bars
     from kvreclaim.server.logs import configure_logging
     from kvreclaim.server.run import bind, serve
@@ -113,22 +84,34 @@ def _run(given: dict[str, Any]) -> None:
             given["model"] or demo_model(),
             num_blocks=given["num_gpu_blocks_override"],
             compression=compression_of(given),
-            **{name: given[name] for name in ENGINE},
+            dtype=given["dtype"],
+            device=given["device"],
+            **opt.fields_of(EngineConfig, given),
         )
         serve(llm, config, listener)
 
 
 def _server_config(given: dict[str, Any]) -> ServerConfig:
-    from kvreclaim.errors import InvalidArgumentError
     from kvreclaim.server.config import ServerConfig
 
-    template = given["chat_template"]
-    if template is not None and not template.is_file():
-        raise InvalidArgumentError(f"--chat-template {template} is no file; pass a Jinja template.")
-    return ServerConfig(
-        served_model_name=tuple(given["served_model_name"] or (given["model"] or "kvreclaim-demo",)),
-        api_keys=tuple(given["api_key"] or ()),
-        shutdown_timeout_s=given["shutdown_timeout"],
-        chat_template=template.read_text() if template is not None else None,
-        **{name: given[name] for name in SERVER_FIELDS},
-    )
+    renamed = {
+        "served_model_name": tuple(given["served_model_name"] or (given["model"] or "kvreclaim-demo",)),
+        "api_keys": tuple(given["api_key"] or ()),
+        "shutdown_timeout_s": given["shutdown_timeout"],
+        "chat_template": _text_of(given["chat_template"]),
+    }
+    return ServerConfig(**opt.fields_of(ServerConfig, given) | renamed)
+
+
+def _text_of(template: Path | None) -> str | None:
+    from kvreclaim.errors import InvalidArgumentError
+
+    if template is None:
+        return None
+    try:
+        return template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(
+            f"--chat-template {template} is no file of UTF-8 text ({type(error).__name__}); "
+            "pass a Jinja template."
+        ) from error

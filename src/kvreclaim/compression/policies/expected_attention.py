@@ -13,6 +13,9 @@ from kvreclaim.compression.attention import GROUP, over_group
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.ops.scoring import as_real, grouped_products, offset_phases, turned_queries
 
+MAX_HORIZON = 1 << 16
+"""Memory grows with it, and whoever may send a request may name it."""
+
 
 @dataclass(frozen=True)
 class ExpectedAttention(CompressionPolicy):

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from kvreclaim.checks import check_choice, check_int, check_number
 from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
-from kvreclaim.compression.policies.snapkv import check_kernel, pool
+from kvreclaim.compression.policies.snapkv import MAX_WINDOW, check_kernel, pool
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.ops.scoring import MAX_LOGITS
+
+MAX_BLOCK = 1024
+"""Memory grows with it, and whoever may send a request may name it."""
 
 
 @dataclass(frozen=True)

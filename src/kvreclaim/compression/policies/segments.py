@@ -11,6 +11,9 @@ from kvreclaim.checks import check_int, check_number
 from kvreclaim.compression.policy import LayerView, Signal, Wrapper
 from kvreclaim.compression.wrapping import Trait, lift_step, refuse
 
+MAX_SEGMENTS = 1 << 20
+"""Times a position it must fit into an int64."""
+
 
 @dataclass(frozen=True)
 class Segments(Wrapper):
@@ -36,7 +39,7 @@ class Segments(Wrapper):
     name = "segments"
 
     def __post_init__(self) -> None:
-        check_int("segments option 'n'", self.n, 1, " segments")
+        check_int("segments option 'n'", self.n, 1, " segments", maximum=MAX_SEGMENTS)
         check_number("segments option 'share'", self.share, 0, 1)
         refuse(
             self.name,

@@ -12,6 +12,10 @@ from kvreclaim.checks import check_choice, check_int, require
 from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 
+MAX_WINDOW = 1024
+MAX_KERNEL = 1023
+"""Whoever may send a request may name these, and memory and time grow with them."""
+
 
 @dataclass(frozen=True)
 class SnapKV(CompressionPolicy):

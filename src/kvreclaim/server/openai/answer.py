@@ -69,6 +69,10 @@ class Answer(ABC):
         """Further fields of a whole answer and of an output's first chunk, for a request with one prompt."""
         return {}
 
+    def take(self, delta: OutputDelta) -> OutputDelta:
+        """News of an output as they are told."""
+        return delta
+
     def usage(self) -> dict[str, Any]:
         """Of everything, at the end."""
         return usage_of([self._metrics[place] for place in sorted(self._metrics)])
@@ -81,7 +85,8 @@ class Answer(ABC):
             assert update.metrics is not None, "the last update has metrics"
             self._metrics[place] = update.metrics
             for delta in sorted(update.deltas.values(), key=lambda delta: delta.index):
-                choices.append(self.choice(self._index(place, delta), delta, streams[place].request))  # noqa: PERF401
+                told, index = self.take(delta), self._index(place, delta)
+                choices.append(self.choice(index, told, streams[place].request))
         more = self.extras(streams[0].request)
         return {**self._head(self.kind), "choices": choices, **more, "usage": self.usage()}
 
@@ -94,7 +99,9 @@ class Answer(ABC):
                 chunks = [
                     self._chunk(choice, more)
                     for delta in update.deltas.values()
-                    for choice, more in self._news(self._index(place, delta), delta, streams[place].request)
+                    for choice, more in self._news(
+                        self._index(place, delta), self.take(delta), streams[place].request
+                    )
                 ]
                 if chunks:
                     yield b"".join(chunks)

@@ -117,8 +117,14 @@ class CompletionAnswer(Answer):
         silent = not tells and self.fields.logprobs is None and not self.fields.return_token_ids
         return [] if silent else [self._choice(index, delta, request, first=first)]
 
+    def take(self, delta: OutputDelta) -> OutputDelta:
+        """Without the token that is drawn for want of a way to draw none."""
+        if self.fields.max_tokens != 0:
+            return delta
+        return OutputDelta(delta.index, finish_reason=delta.finish_reason and "length")
+
     def usage(self) -> dict[str, Any]:
-        """The token that is drawn for want of a way to draw none does not count."""
+        """That token does not count."""
         if self.fields.max_tokens == 0:
             for metrics in self._metrics.values():
                 metrics.num_generated_tokens = 0
@@ -128,9 +134,6 @@ class CompletionAnswer(Answer):
         self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
     ) -> dict[str, Any]:
         fields, text = self.fields, delta.text
-        if fields.max_tokens == 0:
-            delta = OutputDelta(delta.index, finish_reason="length")
-            text = ""
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
