@@ -5,41 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import anthropic
 import httpx2
 import pytest
+from bare_messages import HELLO
+from messaging import GREEDY, Connect, ask, expected
 from running import MODEL, Running, running_server
 from steering import LIMIT_S, paused
 
-from kvreclaim import LLM, SamplingParams
+from kvreclaim import LLM
 from kvreclaim.server.anthropic import answer as answers
-
-HELLO = [{"role": "user", "content": "the end of the story"}]
-RENDERED = "user: the end of the story\nassistant: "
-GREEDY = {"temperature": 0.0}
-
-Connect = Callable[..., anthropic.Anthropic]
 
 
 @pytest.fixture
 def client(tiny_server: Running, connect: Connect) -> anthropic.Anthropic:
     return connect(tiny_server)
-
-
-def ask(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Message:
-    """Greedy; fields that the client has no argument for go beside the others."""
-    extra = {**GREEDY, **fields.pop("extra", {})}
-    given = {"model": MODEL, "max_tokens": 12, "messages": HELLO, **fields}
-    return client.messages.create(**given, extra_body=extra)
-
-
-def expected(oracle: LLM, prompt: str = RENDERED, **params: Any) -> Any:
-    params = {"temperature": 0.0, "max_tokens": 12, **params}
-    return oracle.generate(prompt, SamplingParams(**params))[0].outputs[0]
 
 
 # Errors

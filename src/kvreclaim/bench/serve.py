@@ -68,9 +68,7 @@ class ServePlan:
         check_number("--scale", self.scale, 0.0001, 100.0)
         if self.trace is not None:
             require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
-            require(
-                self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV."
-            )
+            require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
 
 
 def run(plan: ServePlan) -> list[Row]:

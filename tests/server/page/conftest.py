@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,8 +26,11 @@ def page_server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """For one module: while Playwright runs, its event loop is this thread's, and asyncio.run is refused."""
+    if CHROMIUM is None and os.environ.get("CI"):
+        pytest.fail("CI has no browser; .ci/run installs one")
     if CHROMIUM is None:
         pytest.skip("no chromium, chromium-browser or google-chrome: the page is not tested in a browser")
     expect.set_options(timeout=TIMEOUT_MS)

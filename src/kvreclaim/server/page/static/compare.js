@@ -77,8 +77,9 @@ export class Compare {
       interval: number("interval"),
     };
     this.#setRunning(2);
+    // Of blocks that both held, compression could give none back while the other runs: they share no prefix.
     await Promise.all([compression, { policy: "full" }].map(async (kv_compression, i) => {
-      await this.#panes[i].run({ ...body, kv_compression }, known);
+      await this.#panes[i].run({ ...body, kv_compression, cache_salt: `page pane ${i}` }, known);
       this.#setRunning(this.#running - 1);
     }));
   }
