@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 
 
+@cache
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """Looked up once in a process: it reads files of every package, and names come with every request."""
+    return tuple(entry_points(group=group))
+
+
 def names_in(group: str) -> set[str]:
-    return {point.name for point in entry_points(group=group)}
+    return {point.name for point in installed(group)}
 
 
 def load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
@@ -17,7 +24,7 @@ def load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
 
     noun: what it should be, for the message. Raises: InvalidArgumentError if it cannot be imported.
     """
-    for point in entry_points(group=group, name=name):
+    for point in (point for point in installed(group) if point.name == name):
         try:
             return point.load(), point.value
         except Exception as error:  # a third party's module may fail in any way

@@ -119,10 +119,10 @@ class TestEntryPoints:
             EntryPoint("knorm", "builtins:int", module.ENTRY_POINT_GROUP),
         ]
 
-        def entry_points(*, group, name=None):
-            return [point for point in points if point.group == group and name in (None, point.name)]
+        def installed(group):
+            return [point for point in points if point.group == group]
 
-        monkeypatch.setattr(third_parties, "entry_points", entry_points)
+        monkeypatch.setattr(third_parties, "installed", installed)
 
     def test_are_found_listed_and_given_options(self):
         assert policy_class("dice") is Dice

@@ -206,11 +206,7 @@ class TestThirdParties:
             EntryPoint(c.name, f"{__name__}:{c.__name__}", registry.ENTRY_POINT_GROUP)
             for c in (Newest, Doubled)
         ]
-        monkeypatch.setattr(
-            third_parties,
-            "entry_points",
-            lambda *, group, name=None: [p for p in points if name in (None, p.name)],
-        )
+        monkeypatch.setattr(third_parties, "installed", lambda group: points)
 
     def test_are_written_and_wrapped_like_any_other(self):
         policy = make_policy("segments(doubled(newest(weight=2.5)), n=2)")

@@ -82,6 +82,7 @@ COMPLETION_REFUSALS = [
     ({"extra_body": {"kv_compression": {"stats": "/etc/passwd"}}}, "kv_compression.stats"),
     ({"extra_body": {"kv_compression": {"budget": 0}}}, "kv_compression"),
     ({"extra_body": {"kv_compression": "knorm"}}, "kv_compression"),
+    ({"extra_body": {"kv_compression": {"options": {"keep": {}}}}}, "kv_compression.options.keep"),
 ]
 
 CHAT_REFUSALS = [
@@ -243,7 +244,16 @@ def test_a_failure_after_the_answer_has_begun(
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 9999]
+    "body",
+    [
+        *(b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 9999),
+        b'{"model": "m", "prompt": "a", "kv_compression": {"policy": "knorm", "options": {"keep": '
+        + b'{"a":' * 950
+        + b"1"
+        + b"}" * 950
+        + b"}}}",
+    ],
+    ids=range(9),
 )
 def test_bodies_that_are_no_request(limited: Running, body: bytes):
     headers = {"authorization": "Bearer k1", "content-type": "application/json"}

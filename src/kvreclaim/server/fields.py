@@ -44,6 +44,13 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+Plain = bool | int | float | str | None
+OptionValue = Annotated[
+    Plain | list[Plain | list[Plain]], described("a number, true, false, null, a text, or a list of these")
+]
+"""What a policy's name can say too (compression/spec.py)."""
+
+
 class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 
@@ -54,7 +61,7 @@ class KVCompression(Fields):
     recent: int | None = None
     protect_prompt: bool | None = None
     mode: str | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, OptionValue] | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

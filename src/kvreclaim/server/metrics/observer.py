@@ -37,7 +37,7 @@ class Figures:
 
 
 class MetricsObserver:
-    """An EngineObserver. Its cost is O(1) a step, and under a microsecond for each output that got a token.
+    """An EngineObserver. Its cost is O(1) a step and O(1) for each output that got a token.
 
     An output of a request with n > 1 counts as vLLM counts it: as a request of its own.
 
