@@ -63,6 +63,7 @@ bench: setup bench_models/qwen3-26m
 	$(KVB) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
+	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
 
 # The whole grids and both models: long.
 bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b

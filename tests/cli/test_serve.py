@@ -71,11 +71,12 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
         "max-num-seqs": 9,
         "max-model-len": 512,
         "block-size": 8,
+        "gpu-memory-utilization": 0.25,
         "kv-compression": "knorm",
         "kv-budget": 200,
     }
     options = [part for name, value in (server | engine).items() for part in (f"--{name}", value)]
-    result = run(*options, "--api-key", "x", "--api-key", "y", "--log-prompts")
+    result = run(*options, "--api-key", "x", "--api-key", "y", "--log-prompts", "--enforce-eager")
     assert result.exit_code == 0, result.output
     [(llm, config)] = started
     assert config == ServerConfig(
@@ -96,6 +97,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     assert (found.scheduling_policy, found.eviction_policy) == ("priority", "gdsf")
     assert (found.max_pinned_fraction, found.kv_cache_metrics_sample) == (0.25, 0.5)
     assert (found.num_blocks, found.max_num_seqs, found.max_model_len, found.block_size) == (99, 9, 512, 8)
+    assert (found.kv_memory_fraction, found.enforce_eager) == (0.25, True)
     assert (llm.compression.policy, llm.compression.budget) == ("knorm", 200)
 
 

@@ -27,6 +27,16 @@ Kernels = Annotated[str, _option(ENGINE, help="auto, native, triton or reference
 EngineInt = Annotated[int, _option(ENGINE)]
 EngineLimit = Annotated[int | None, _option(ENGINE)]
 NumBlocks = Annotated[int | None, _option(ENGINE, "--num-blocks", "--num-gpu-blocks-override")]
+KVMemoryFraction = Annotated[
+    float,
+    _option(
+        ENGINE,
+        "--kv-memory-fraction",
+        "--gpu-memory-utilization",
+        help="Of the free memory, for blocks at most.",
+    ),
+]
+EnforceEager = Annotated[bool, _option(ENGINE, "--enforce-eager", help="On CUDA, no CUDA graphs.")]
 PrefixCaching = Annotated[bool, _option(ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching")]
 SamplingInt = Annotated[int, _option(SAMPLING)]
 SamplingLimit = Annotated[int | None, _option(SAMPLING)]

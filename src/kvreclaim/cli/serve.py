@@ -48,6 +48,8 @@ def serve(
     max_num_batched_tokens: opt.EngineInt = 2048,
     max_model_len: opt.EngineLimit = None,
     enable_prefix_caching: opt.PrefixCaching = True,
+    kv_memory_fraction: opt.KVMemoryFraction = 0.5,
+    enforce_eager: opt.EnforceEager = False,
     scheduling_policy: Annotated[str, _option(help="fcfs or priority.")] = "fcfs",
     eviction_policy: Annotated[str, _option(help="lru, slru, lfu, priority or gdsf.")] = "lru",
     max_pinned_fraction: Annotated[float, _option(help="Of all blocks, at most so many pinned.")] = 0.5,
