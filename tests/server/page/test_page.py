@@ -141,11 +141,14 @@ def test_the_moment_of_compaction_shows(page_server: Running, open_page: OpenPag
 
 def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
-    fill_form(page, prompt="sun", max_tokens="4000", temperature="2")
+    fill_form(page, prompt="GO wind", max_tokens="4000", temperature="0")
     page.click("#send")
     for pane in ("compressed", "full"):
-        page.locator(f"#{pane} [data-stop]").click()
-        expect(page.locator(f"#{pane} [data-state]")).to_have_text("stopped")
+        expect(page.locator(f"#{pane} [data-state]")).to_contain_text("runs")
+    with paused(page_server):  # neither can finish before it is stopped
+        for pane in ("compressed", "full"):
+            page.locator(f"#{pane} [data-stop]").click()
+            expect(page.locator(f"#{pane} [data-state]")).to_have_text("stopped")
     expect(page.locator("#send")).to_be_enabled()
     expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
 
