@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 MANY, SOON_S = 8, 0.004
 """News of so many streams waits so long: by then the engine's thread is in native code of its next step.
-At once, both threads would want the interpreter at the same time (docs/serving.md has what that costs)."""
+At once, both threads would want the interpreter at the same time (docs/log.md has what was measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
