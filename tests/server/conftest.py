@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from logged import Log
 from running import Running, running_server
 
 from kvreclaim import LLM
@@ -44,3 +45,10 @@ def connect() -> Iterator[Callable[..., anthropic.Anthropic]]:
             return stack.enter_context(anthropic.Anthropic(base_url=server.base_url, **options))
 
         yield client
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """What the server logs while the test runs."""
+    with Log.attached() as log:
+        yield log

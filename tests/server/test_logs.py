@@ -28,12 +28,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def log() -> Iterator[Log]:
-    with Log.attached() as log:
-        yield log
-
-
 def test_one_line_for_each_request(server: Running, log: Log) -> None:
     prompt = " ".join(["GO", "wind", "oak", "fern"] * 12)
     complete(server, prompt=prompt)

@@ -28,12 +28,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def log() -> Iterator[Log]:
-    with Log.attached() as log:
-        yield log
-
-
 CHAT = "/v1/chat/completions"
 REFUSED = {
     "a wrong type": ("/v1/completions", {"model": MODEL, "prompt": {"text": MARKER}}),
