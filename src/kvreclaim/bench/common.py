@@ -126,6 +126,12 @@ def table(title: str, headings: Sequence[str], *, text_columns: int = 1) -> Tabl
     return made
 
 
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as a document shows it."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def show(made: Table, console: Console | None = None) -> None:
     """Print a table."""
     (console or wide_console()).print(made)

@@ -156,7 +156,7 @@ def _vllm(plan: MemoryPlan, python: Path) -> Row:
         running=done["running"],
         waiting=done["waiting"],
         preemptions=done["preemptions"],
-        peak_blocks=done["peak_blocks"] - 1,
+        peak_blocks=max(done["blocks"]),
         blocks_held=-(-plan.length // VLLM_BLOCK_SIZE),
     )
 

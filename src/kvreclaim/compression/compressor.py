@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import NO_SIGNALS, CompressionPolicy, LayerSignals, LayerView, Mode
-from kvreclaim.compression.refusals import STATISTICS, check_policy, required_stats
-from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, select
+from kvreclaim.compression.protection import Rules, candidates, kept_prompt_slots
+from kvreclaim.compression.refusals import STATISTICS, check_policy, layer_stats
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
@@ -27,6 +28,7 @@ class _Pass:
     """What one compression knows: lengths in tokens; positions [L, K, T] where the engine has them."""
 
     num_tokens: int
+    keep: int
     logical_len: int
     candidates: slice
     positions: Tensor | None
@@ -41,7 +43,8 @@ class Compressor:
     Args:
         config: checked already
         facts:  the model
-        stats:  of the model's queries; None takes config.stats (read here if it is a path)
+        stats:  of the model's queries; None takes config.stats (read here if it is a path). A tuple holds
+                one for each layer, checked against the model and on its device already
         select_top: the op that finds the best of each row (Backend.select_top)
 
     Raises:
@@ -53,7 +56,7 @@ class Compressor:
         self,
         config: CompressionConfig,
         facts: ModelFacts,
-        stats: QueryStats | None = None,
+        stats: QueryStats | tuple[LayerStats, ...] | None = None,
         select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
     ) -> None:
         self.config = config
@@ -62,11 +65,10 @@ class Compressor:
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         check_policy(self.policy, facts)
+        self._rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
         self._stats: tuple[LayerStats, ...] | None = None
         if self.policy.needs & STATISTICS:
-            found = required_stats(self.policy, stats if stats is not None else config.stats)
-            found.check_model(facts)
-            self._stats = tuple(found.layer(n).to(facts.device) for n in range(facts.num_layers))
+            self._stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
         windows = [layer.sliding_window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
         alone = self.mode is Mode.PER_LAYER_HEAD and not self.policy.whole_blocks
@@ -141,17 +143,12 @@ class Compressor:
         tiers[max(0, num_tokens - self.config.recent) :] = ALWAYS
         return tiers
 
-    def kept_prompt_slots(self, num_tokens: int, num_prompt_slots: int) -> int:
-        """Prompt slots left after a compression of num_tokens slots: with protect_prompt the same in
-        every head. Without it heads differ, nothing reads the count, and it is 0 once anything goes."""
-        if num_tokens <= self.budget or not self.evicts:
+    def kept_prompt_slots(self, num_tokens: int, num_prompt_slots: int, keep: int | None = None) -> int:
+        """Prompt slots left after a compression of num_tokens slots: protection.kept_prompt_slots."""
+        if not self.evicts:
             return num_prompt_slots
-        if not self.config.protect_prompt:
-            return 0
-        sinks, recent_start = self.config.sinks, num_tokens - self.config.recent
-        always = min(sinks, num_prompt_slots) + max(0, num_prompt_slots - recent_start)
-        places = self.budget - sinks - self.config.recent
-        return always + min(num_prompt_slots - always, places)
+        prompt, keep = num_prompt_slots, self.budget if keep is None else keep
+        return kept_prompt_slots(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
 
     @torch.no_grad()
     def choose(
@@ -164,6 +161,8 @@ class Compressor:
         positions: Tensor | None = None,
         signals: SignalSource = lambda _: NO_SIGNALS,
         first: bool | None = None,
+        keep: int | None = None,
+        check: Callable[[Tensor], None] = refuse_nan,
     ) -> Tensor:
         """The slots that stay.
 
@@ -176,18 +175,22 @@ class Compressor:
                               sliding layers; without it a slot counts as out of a window only if it must be
             signals:          layer -> what the policy's needs name besides statistics
             first:            nothing has been evicted yet; None: if logical_len is T
+            keep:             tokens kept; None: the budget, which it must not be below
+            check:            as for select: what becomes of a NaN
 
-        Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, by mode. Sliding layers do not vote in
+        Returns: [L | 1, K | 1, min(keep, T)] int64 ascending, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
         Raises: InvalidArgumentError if the policy gives scores of a wrong shape or NaN.
         """
-        tiers = self.tiers(num_tokens, num_prompt_slots)
-        if num_tokens <= self.budget or not self.evicts:
+        keep = self.budget if keep is None else keep
+        assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
+        if num_tokens <= keep or not self.evicts:
             return self._everything(num_tokens)
         first = logical_len == num_tokens if first is None else first
-        free = self._candidates(num_tokens, num_prompt_slots)
-        job = _Pass(num_tokens, logical_len, free, positions, signals, first)
-        return select(self._votes(layer_source, job), self.budget, tiers, self.mode, self.select_top)
+        free = self._candidates(num_tokens, num_prompt_slots, keep)
+        job = _Pass(num_tokens, keep, logical_len, free, positions, signals, first)
+        tiers = self.tiers(num_tokens, num_prompt_slots)
+        return select(self._votes(layer_source, job), keep, tiers, self.mode, self.select_top, check)
 
     @torch.no_grad()
     def choose_blocks(
@@ -208,8 +211,8 @@ class Compressor:
         """
         if num_tokens <= self.budget:
             return []
-        free = self._candidates(num_tokens, num_prompt_slots)
-        job = _Pass(num_tokens, logical_len, free, positions, signals, logical_len == num_tokens)
+        free = self._candidates(num_tokens, num_prompt_slots, self.budget)
+        job = _Pass(num_tokens, self.budget, logical_len, free, positions, signals, logical_len == num_tokens)
         tiers = self.tiers(num_tokens, num_prompt_slots)
         return lowest_blocks(self._votes(layer_source, job), self.budget, tiers, block_size)
 
@@ -247,13 +250,9 @@ class Compressor:
         heads = 1 if self.mode is Mode.UNION else self.facts.layers[0].num_kv_heads
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
-    def _candidates(self, num_tokens: int, num_prompt_slots: int) -> slice:
-        """Slots that may go: all between sinks and recent tokens, less a prompt that stays whole."""
-        first, end = self.config.sinks, num_tokens - self.config.recent
-        whole = self.kept_prompt_slots(num_tokens, num_prompt_slots) == num_prompt_slots
-        if self.config.protect_prompt and whole:
-            first = max(first, num_prompt_slots)
-        return slice(first, max(first, end))
+    def _candidates(self, num_tokens: int, num_prompt_slots: int, keep: int) -> slice:
+        prompt = num_prompt_slots
+        return candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
 
     def _scores(self, layer: int, layer_source: LayerSource, job: _Pass) -> Tensor:
         """[K, T] fp32 of one layer; -inf for tokens that none of its future queries can see."""
@@ -266,7 +265,7 @@ class Compressor:
             job.candidates,
             signals=self._signals(layer, job),
             first=job.first,
-            budget=self.budget,
+            budget=job.keep,
         )
         scores = self.score(view)
         window = self._windows[layer]

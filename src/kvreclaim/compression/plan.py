@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Id = TypeVar("Id", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class TableState:
 
 
 @dataclass(frozen=True, slots=True)
-class CompactionPlan:
+class CompactionPlan(Generic[Id]):
     """What the memory manager has to do so that a sequence's survivors lie in whole private blocks.
 
     seq_id:     whose table
@@ -31,15 +34,15 @@ class CompactionPlan:
     strip:      targets that must leave the prefix index before they are written
     """
 
-    seq_id: int
+    seq_id: Id
     num_tokens: int
     targets: tuple[int | None, ...]
     strip: tuple[int, ...]
 
 
 def plan_compaction(
-    seq_id: int, table: TableState, num_tokens: int, block_size: int, num_free: int
-) -> CompactionPlan | None:
+    seq_id: Id, table: TableState, num_tokens: int, block_size: int, num_free: int
+) -> CompactionPlan[Id] | None:
     """Choose ceil(num_tokens / block_size) blocks that may be written.
 
     Own blocks that nobody else refers to and the index does not know come first, in table order. What

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
-from kvreclaim.compression.stats import RECALIBRATE, QueryStats
+from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 
@@ -68,6 +68,23 @@ def _check_rotation(policy: CompressionPolicy, facts: ModelFacts) -> None:
     )
 
 
+def layer_stats(
+    policy: CompressionPolicy, given: StatsSource | tuple[LayerStats, ...] | None, facts: ModelFacts
+) -> tuple[LayerStats, ...]:
+    """The statistics of every layer, on the model's device; a tuple is that already.
+
+    Raises: InvalidArgumentError if there are none or they lack what the policy needs; StatsMismatchError if
+        they are malformed or of another model.
+    """
+    if isinstance(given, tuple):
+        assert len(given) == facts.num_layers, f"{len(given)} statistics for {facts.num_layers} layers"
+        _check_contents(policy, given[0], f"of {facts.name!r}")
+        return given
+    stats = required_stats(policy, given)
+    stats.check_model(facts)
+    return tuple(stats.layer(n).to(facts.device) for n in range(facts.num_layers))
+
+
 def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:
     """The statistics, loaded. Raises InvalidArgumentError if they lack what the policy needs."""
     if given is None:
@@ -76,15 +93,18 @@ def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> Quer
             "and pass the file as stats."
         )
     stats = given if isinstance(given, QueryStats) else QueryStats.load(given)
-    if Signal.QUERY_CENTERS in policy.needs and stats.num_centers == 0:
+    _check_contents(policy, stats, f"of {stats.metadata.model_name!r} ({stats.metadata.source})")
+    return stats
+
+
+def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, whose: str) -> None:
+    if Signal.QUERY_CENTERS in policy.needs and stats.centers is None:
         raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with centres, and those of {stats.metadata.model_name!r} "
-            f"({stats.metadata.source}) hold none; {RECALIBRATE} with centres."
+            f"policy {policy.name} needs statistics with centres, and those {whose} hold none; "
+            f"{RECALIBRATE} with centres."
         )
     if Signal.QUERY_COVARIANCE in policy.needs and stats.q_cov is None:
         raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with the covariance of the queries, and those of "
-            f"{stats.metadata.model_name!r} ({stats.metadata.source}) hold none; {RECALIBRATE} with "
-            "--covariance."
+            f"policy {policy.name} needs statistics with the covariance of the queries, and those {whose} "
+            f"hold none; {RECALIBRATE} with --covariance."
         )
-    return stats

@@ -10,9 +10,20 @@ from torch import Tensor
 from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
+from kvreclaim.ops.moving import move
+
+NanCheck = Callable[[Tensor], None]
 
 FREE, PROMPT, ALWAYS = 0, 1, 2
 """Tiers: tokens that may go, prompt tokens under protection, sinks and recent tokens."""
+
+
+def refuse_nan(found: Tensor) -> None:
+    """Raise InvalidArgumentError if the bool scalar is true: waits for the device that computes it."""
+    if bool(found):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )
 
 
 def select(
@@ -21,34 +32,40 @@ def select(
     tiers: Tensor,
     mode: Mode,
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
+    check: NanCheck = refuse_nan,
 ) -> Tensor:
     """The kept slots of every (layer, KV head), equal in number.
 
     Args:
         scores: [L, K, T] float, higher = keep; -inf is allowed, NaN is not
         budget: tokens kept, >= 0
-        tiers:  [T] int; a token of a higher tier always beats one of a lower tier
+        tiers:  [T] int on the CPU; a token of a higher tier always beats one of a lower tier
                 (FREE, PROMPT, ALWAYS)
         mode:   who shares a set: union takes the maximum over layers and heads, per_head the mean
                 over layers, per_layer_head the scores as they are
         select_top: the op that finds the best of each row (Backend.select_top)
+        check:  is given a bool scalar on the device of the scores: whether a score is NaN. By default it
+                raises. One that keeps the scalar for later leaves nothing here that waits for the device;
+                if it then turns out true, the slots returned are valid but arbitrary (a select_top that
+                refuses NaN itself raises at once)
 
     Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
         lowest slot wins. Mutates nothing.
-    Raises: InvalidArgumentError if a score is NaN.
+    Raises: InvalidArgumentError if a score is NaN, by default.
     """
     rows = _shared_scores(scores, mode)
     num_tokens = rows.shape[-1]
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     forced, rivals = _split_tiers(tiers, min(budget, num_tokens))
-    forced, rivals = forced.to(rows.device), rivals.to(rows.device)
     places = min(budget, num_tokens) - forced.numel()
+    before, after, apart = _around(forced, rivals)
+    before, after, rivals = (move(slots, rows.device) for slots in (before, after, rivals))
     flat = rows.flatten(0, 1)
-    _refuse_nan(flat)
-    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
-    kept[:, forced] = True
-    kept.scatter_(-1, rivals[select_top(flat[:, rivals], places)], True)
-    return kept.nonzero()[:, 1].view(*rows.shape[:2], -1)
+    check(_holds_nan(flat))
+    top = rivals[select_top(flat[:, rivals], places)]
+    parts = [before.expand(len(flat), -1), top, after.expand(len(flat), -1)]
+    kept = torch.cat(parts, dim=-1)
+    return (kept if apart else kept.sort(dim=-1).values).view(*rows.shape[:2], -1)
 
 
 def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -> list[int]:
@@ -70,7 +87,7 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     full = num_tokens // block_size
     wanted = max(0, -(-(num_tokens - budget) // block_size))
-    _refuse_nan(scores.flatten(0, 1))
+    refuse_nan(_holds_nan(scores.flatten(0, 1)))
     blocks = scores[..., : full * block_size].unflatten(-1, (full, block_size))
     seen = blocks > -torch.inf
     total = blocks.masked_fill(~seen, 0.0).sum(dim=(0, 1, 3), dtype=torch.float64)
@@ -83,11 +100,17 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -
     return sorted(order[:wanted])
 
 
-def _refuse_nan(rows: Tensor) -> None:
-    if bool(rows.sum(dim=-1).isnan().any()) and bool(rows.isnan().any()):
-        raise InvalidArgumentError(
-            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
-        )
+def _holds_nan(rows: Tensor) -> Tensor:
+    """Bool scalar on the device of the rows; a maximum is NaN if anything is."""
+    return rows.amax(dim=-1).isnan().any() if rows.numel() else rows.isnan().any()
+
+
+def _around(forced: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The forced slots before the first rival and those after it; whether none lies between rivals."""
+    if not rivals.numel():
+        return forced, rivals, True
+    cut = int((forced < rivals[0]).sum())
+    return forced[:cut], forced[cut:], not bool((forced[cut:] < rivals[-1]).any())
 
 
 def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:
@@ -105,5 +128,5 @@ def _split_tiers(tiers: Tensor, places: int) -> tuple[Tensor, Tensor]:
         members = (tiers == tier).nonzero()[:, 0]
         if forced.numel() + members.numel() > places:
             return forced, members
-        forced = torch.cat([forced, members])
+        forced = torch.cat([forced, members]).sort().values
     return forced, forced[:0]

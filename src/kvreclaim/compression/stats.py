@@ -130,6 +130,22 @@ class QueryStats:
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return replace(self, **{n: t.to(device) for n, t in tensors.items() if t is not None})
 
+    def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
+        """Of some query heads and the KV heads that they read, for whoever holds only these; views.
+
+        kv_heads: may hold a KV head whose query heads are not all in `heads`
+        """
+        meta = self.metadata
+        num_heads = len(range(meta.num_heads)[heads])
+        num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
+        of_centers = kv_heads if meta.shared_centers else heads
+        own = {name: of_centers if name in _CENTER_TENSORS else heads for name in _TENSORS}
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return QueryStats(
+            meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
+            **{name: t[:, own[name]] for name, t in tensors.items() if t is not None},
+        )
+
     @property
     def num_centers(self) -> int:
         """Centres per query head, or per KV head where they are shared; 0 for statistics without."""

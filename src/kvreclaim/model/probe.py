@@ -1,8 +1,7 @@
 """Learn a model's attention facts by running it once, instead of guessing them from its config.
 
 The probe feeds one token at several positions and answers every attention layer with the values
-themselves. All tokens then carry the same hidden state in every layer, so a query differs between
-positions by its rotation alone, and each candidate rotation can be checked by undoing it.
+themselves; what ops/rope_probe.py does with the queries and keys is said there.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ from transformers import PreTrainedModel
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.rotation import frequencies_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
-from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate, to_bands
+from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.rope_probe import POSITIONS, find_rope, loudest
 
-POSITIONS = (0, 1, 2, 3, 5, 11, 47, 120)
-STYLES: tuple[RopeStyle, ...] = ("half", "interleaved")
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 FINGERPRINT_FIELDS = ("model_type", "hidden_size", "intermediate_size", "vocab_size")
 
@@ -47,11 +45,11 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
     layers differ in heads or dims (one block table could not serve them all).
     """
     calls = _run(model, name)
-    candidates = _inverse_frequencies(model)
+    candidates = frequencies_in(model)
     layers, problem = [], None
     for index in range(len(calls)):
         call = calls[index]
-        rope = _find_rope(call, candidates)
+        rope = find_rope(call.q, call.k, candidates)
         if rope is None and problem is None:
             problem = f"layer {index} of {name} encodes positions in a way that no known rotation explains"
         layers.append(_layer_facts(call, rope))
@@ -71,8 +69,8 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
 def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
     recorder = _Probe()
     positions = torch.tensor([POSITIONS], device=model.device)
-    sizes = model.get_input_embeddings().weight.float().norm(dim=-1)  # type: ignore[operator]
-    token = torch.full_like(positions, int(sizes.argmax()))  # never the zero row of a padding token
+    embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    token = torch.full_like(positions, loudest(embeddings))
     model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.calls) != list(range(expected)):
@@ -105,51 +103,6 @@ def _check_uniform(layers: list[LayerFacts], name: str) -> None:
             f"{name} has attention layers of different shapes {sorted(shapes)} (heads, KV heads, head dim, "
             "value dim); one block table serves only layers of one shape."
         )
-
-
-def _inverse_frequencies(model: PreTrainedModel) -> list[Tensor]:
-    """The distinct inv_freq buffers of the model, float64 on its device."""
-    found: list[Tensor] = []
-    for key, buffer in model.named_buffers():
-        if not key.endswith("inv_freq") or "original" in key.rsplit(".", 1)[-1]:
-            continue
-        freq = buffer.detach().to(torch.float64)
-        if not any(f.shape == freq.shape and torch.equal(f, freq) for f in found):
-            found.append(freq)
-    return found
-
-
-def _find_rope(call: AttentionCall, frequencies: list[Tensor]) -> RopeLayout | None:
-    """The layout under which queries and keys, un-rotated, are the same at every position."""
-    dim = call.q.shape[-1]
-    layouts = [RopeLayout(torch.empty(0, dtype=torch.float64, device=call.q.device))]
-    for freq, style in product(frequencies, STYLES):
-        starts = sorted({0, dim - 2 * freq.numel()})
-        layouts += [RopeLayout(freq, style, start) for start in starts if start >= 0]
-    changes = [_change(layout, call) for layout in layouts]
-    least = min(range(len(layouts)), key=changes.__getitem__)
-    tolerance = 1e-3 if call.q.dtype == torch.float32 else 2e-2
-    return layouts[least] if changes[least] < tolerance else None
-
-
-def _change(layout: RopeLayout, call: AttentionCall) -> float:
-    """How much the un-rotated queries or keys still differ between positions: the mean, over heads, of
-    each band's and each other dim's largest difference, relative to its own size.
-
-    Relative to the whole vector, a head with a few massive dims (Qwen2's biases) would hide the
-    rotation of all others, and pass for one without rotation in half precision.
-    """
-    positions = torch.tensor(POSITIONS, device=call.q.device)
-    rest = layout.rest_dims(call.q.shape[-1]).to(call.q.device)
-    worst = 0.0
-    for x in (call.q, call.k):
-        still = rotate(x.transpose(0, 1).float(), positions, layout, inverse=True)
-        ratios = []
-        for part in (to_bands(still, layout), still[..., rest]):
-            size = part.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
-            ratios.append((part - part[:, :1]).abs().amax(1) / size)
-        worst = max(worst, float(torch.cat(ratios, dim=-1).mean()))
-    return worst
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -168,15 +168,20 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
 
 
 def _keys(tokens: PagedTokens) -> Tensor:
-    return _gather_tokens(tokens.cache.k[tokens.layer], tokens.block_ids, tokens.num_tokens)
+    return gather_slots(tokens.cache.k[tokens.layer], tokens.block_ids, tokens.num_tokens)
 
 
 def _values(tokens: PagedTokens) -> Tensor:
-    return _gather_tokens(tokens.cache.v[tokens.layer], tokens.block_ids, tokens.num_tokens)
+    return gather_slots(tokens.cache.v[tokens.layer], tokens.block_ids, tokens.num_tokens)
 
 
-def _gather_tokens(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
-    """[B, K, S, D] -> [K, T, D]."""
+def gather_slots(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """One sequence's keys or values of one layer in token order: a copy [K, T, D].
+
+    Args:
+        x:         [B, K, S, D] in any strides and any dtype that can be indexed
+        block_ids: [blocks] int64, at least ceil(T / S)
+    """
     blocks = x.index_select(0, block_ids)
     return blocks.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :num_tokens]
 
@@ -226,17 +231,25 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     Every layer is read whole before it is written, so sources and targets may overlap.
     Mutates the target blocks only; what lies past slot M in the last one is zeroed.
     """
-    size, heads = cache.block_size, cache.k.shape[2]
-    num_kept = kept.shape[-1]
-    kept = kept.expand(-1, heads, -1)
-    block, offset = source_ids[kept // size], kept % size
-    head = torch.arange(heads, device=kept.device)[:, None]
-    padded = target_ids.numel() * size - num_kept
     for layer in range(cache.k.shape[0]):
-        row = layer if kept.shape[0] > 1 else 0
+        row = kept[layer if kept.shape[0] > 1 else 0]
         for x in (cache.k[layer], cache.v[layer]):
-            survivors = F.pad(x[block[row], head, offset[row]], (0, 0, 0, padded))
-            x[target_ids] = survivors.view(heads, -1, size, x.shape[-1]).transpose(0, 1)
+            compact_layer(x, row, source_ids, target_ids)
+
+
+def compact_layer(x: Tensor, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """compact for the keys or the values of one layer.
+
+    Args:
+        x:    [B, K, S, D] in any strides and any dtype that can be indexed; mutated
+        kept: [K | 1, M] int64 ascending
+    """
+    heads, size, dim = x.shape[1:]
+    slots = kept.expand(heads, -1)
+    head = torch.arange(heads, device=kept.device)[:, None]
+    survivors = x[source_ids[slots // size], head, slots % size]
+    padded = F.pad(survivors, (0, 0, 0, target_ids.numel() * size - kept.shape[-1]))
+    x[target_ids] = padded.view(heads, -1, size, dim).transpose(0, 1)
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:

@@ -17,7 +17,7 @@ RopeStyle = Literal["half", "interleaved"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeLayout:
-    """Where a layer's heads keep position, found by probing the model (model/probe.py).
+    """Where a layer's heads keep position, found by probing the model (ops/rope_probe.py).
 
     inv_freq: [F] float64, the model's own frequencies after its own scaling (linear, llama3, YaRN);
               F = 0 for a layer without rotary embedding.
@@ -33,22 +33,22 @@ class RopeLayout:
     def num_bands(self) -> int:
         return self.inv_freq.numel()
 
-    def band_dims(self) -> tuple[Tensor, Tensor]:
-        """Indices [F] of the real and of the imaginary dims."""
-        f = torch.arange(self.num_bands)
+    def band_dims(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Indices [F] of the real and of the imaginary dims, on the CPU by default."""
+        f = torch.arange(self.num_bands, device=device)
         if self.style == "half":
             return self.start + f, self.start + f + self.num_bands
         return self.start + 2 * f, self.start + 2 * f + 1
 
-    def rest_dims(self, head_dim: int) -> Tensor:
-        """Indices [D - 2F] of the dims that are not rotated, ascending."""
-        dims = torch.arange(head_dim)
-        return dims[(dims < self.start) | (dims >= self.start + 2 * self.num_bands)]
+    def rest_dims(self, head_dim: int, device: torch.device | None = None) -> Tensor:
+        """Indices [D - 2F] of the dims that are not rotated, ascending, on the CPU by default."""
+        before = torch.arange(self.start, device=device)
+        return torch.cat([before, torch.arange(self.start + 2 * self.num_bands, head_dim, device=device)])
 
 
 def to_bands(x: Tensor, layout: RopeLayout) -> Tensor:
     """[..., D] real -> [..., F] complex (complex128 for float64 input, else complex64)."""
-    real, imag = (dims.to(x.device) for dims in layout.band_dims())
+    real, imag = layout.band_dims(x.device)
     x = x if x.dtype == torch.float64 else x.float()
     return torch.complex(x[..., real], x[..., imag])
 
@@ -57,10 +57,10 @@ def from_bands(bands: Tensor, rest: Tensor, layout: RopeLayout) -> Tensor:
     """[..., F] complex and [..., D - 2F] real -> [..., D] real; the inverse of to_bands and rest_dims."""
     head_dim = 2 * layout.num_bands + rest.shape[-1]
     out = rest.new_empty((*rest.shape[:-1], head_dim))
-    real, imag = (dims.to(rest.device) for dims in layout.band_dims())
+    real, imag = layout.band_dims(rest.device)
     out[..., real] = bands.real.to(rest.dtype)
     out[..., imag] = bands.imag.to(rest.dtype)
-    out[..., layout.rest_dims(head_dim).to(rest.device)] = rest
+    out[..., layout.rest_dims(head_dim, rest.device)] = rest
     return out
 
 
@@ -77,5 +77,5 @@ def rotate(x: Tensor, positions: Tensor, layout: RopeLayout, *, inverse: bool = 
         return x
     turn = phases(positions, layout)
     bands = to_bands(x, layout).to(torch.complex64) * (turn.conj() if inverse else turn)
-    rest = x[..., layout.rest_dims(x.shape[-1]).to(x.device)].float()
+    rest = x[..., layout.rest_dims(x.shape[-1], x.device)].float()
     return from_bands(bands, rest, layout).to(x.dtype)

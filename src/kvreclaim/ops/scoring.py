@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.moving import move
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
 
 MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
@@ -27,7 +28,8 @@ def offset_phases(logical_len: int, offsets: Sequence[int], layout: RopeLayout) 
     fp64 throughout: an fp32 angle is off by up to 6e-3 at L = 131,072.
     """
     frequencies = layout.inv_freq.to(torch.float64)
-    angle = frequencies.new_tensor([logical_len + d for d in offsets])[:, None] * frequencies
+    times = torch.tensor([logical_len + d for d in offsets], dtype=torch.float64)
+    angle = move(times, frequencies.device)[:, None] * frequencies
     return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -38,8 +40,8 @@ def turned_queries(queries: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor
     an ordinary dot product, Re sum_f q_f turn_f conj(K_f) + rest.
     """
     queries = as_real(queries)
-    bands = to_bands(queries, layout)[..., None, :] * turns.to(queries.device)
-    rest = queries[..., layout.rest_dims(queries.shape[-1]).to(queries.device)]
+    bands = to_bands(queries, layout)[..., None, :] * move(turns, queries.device)
+    rest = queries[..., layout.rest_dims(queries.shape[-1], queries.device)]
     return from_bands(bands, rest[..., None, :].expand(*bands.shape[:-1], -1), layout)
 
 

@@ -25,9 +25,12 @@ ANSWER_TIMEOUT_S = 1800.0
 
 
 class VllmProcess:
-    """Sends commands, one JSON object a line, and waits for answers. Its log is a temporary file."""
+    """Sends commands, one JSON object a line, and waits for answers. Its log is a temporary file.
 
-    def __init__(self, python: Path, threads: int, pool_bytes: int) -> None:
+    plugin: whether vLLM loads kvreclaim's plugin, which compresses only if the engine is loaded with the
+    option."""
+
+    def __init__(self, python: Path, threads: int, pool_bytes: int, *, plugin: bool = False) -> None:
         if not python.is_file():
             raise InvalidArgumentError(
                 f"--vllm-python is {str(python)!r}, which is no file; run `make vllm-env` and pass "
@@ -41,7 +44,7 @@ class VllmProcess:
             stdout=subprocess.PIPE,
             stderr=handle,
             text=True,
-            env=os.environ | _environment(python, threads, pool_bytes),
+            env=_environment(python, threads, pool_bytes) | {"VLLM_PLUGINS": "kvreclaim" if plugin else ""},
         )
         os.close(handle)
 
@@ -92,10 +95,12 @@ class VllmProcess:
 
 
 def _environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
-    """Threads unbound as ours are; Intel's OpenMP preloaded, as vLLM advises, where the environment
-    has it and it helps: with one thread it costs a fifth."""
+    """This process's own, with threads unbound as ours are; Intel's OpenMP preloaded, as vLLM advises, where
+    the environment has it and it helps: with one thread it costs a fifth. Nothing that would ask for
+    compression."""
     openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
-    return {
+    inherited = {name: value for name, value in os.environ.items() if name != "KVRECLAIM_VLLM"}
+    return inherited | {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-pool_bytes // 2**30))),

@@ -7,6 +7,8 @@ two commands. Imports nothing of kvreclaim.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -39,8 +41,10 @@ class Worker:
         block_size: int,
         eager: bool,
         chunk: int,
+        additional_config: Answer | None = None,
     ) -> Answer:
-        """Start the engine with exactly num_blocks blocks. Answers versions, threads and the pool."""
+        """Start the engine with exactly num_blocks blocks. Answers versions, threads, the pool, whether our
+        plugin was loaded and what schedules."""
         import transformers
         import vllm
         from vllm import LLM
@@ -55,6 +59,7 @@ class Worker:
             num_gpu_blocks_override=num_blocks,
             block_size=block_size,
             disable_log_stats=True,
+            additional_config=additional_config or {},
         )
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
@@ -70,6 +75,8 @@ class Worker:
             "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
             "block_size": block_size,
             "eager": eager,
+            "plugin": "kvreclaim.integrations.vllm.plugin" in sys.modules,
+            "scheduler": type(self.scheduler).__name__,
         }
 
     def open(self, *, prompts: Prompts, max_tokens: int, synthetic: bool) -> Answer:
@@ -101,9 +108,12 @@ class Worker:
         elapsed_s = time.perf_counter() - started
         return {"elapsed_s": elapsed_s, "tokens": sum(self.count.values()) - before}
 
-    def _step(self) -> None:
-        for output in self.engine.step():
+    def _step(self) -> list[Any]:
+        """One step; the outputs of requests that got a token, their tokens so far counted."""
+        outputs: list[Any] = self.engine.step()
+        for output in outputs:
             self.count[output.request_id] = len(output.outputs[0].token_ids)
+        return outputs
 
     def close(self) -> Answer:
         """Abort what is left of the point and forget every cached prefix."""
@@ -124,29 +134,25 @@ class Worker:
         return {"tokens": [outputs[i] for i in range(len(prompts))]}
 
     def serve(self, *, prompts: Prompts, max_tokens: int) -> Answer:
-        """All requests to their ends in the pool: how many run at once, preemptions, blocks, seconds."""
-        pool = self.scheduler.kv_cache_manager.block_pool
+        """All requests to their ends in the pool. Answers, step by step, seconds since the start, requests
+        that run and wait, blocks in use; of all: seconds of wall and processor, preemptions, a digest of the
+        tokens, and what compression did."""
+        log = _ServeLog(self.scheduler)
         self.count = {}
-        running: list[int] = []
-        waiting: list[int] = []
-        peak, preemptions = 0, _PreemptionCount(self.scheduler)
-        for i, prompt in enumerate(prompts):
-            self._add(f"serve-{time.time_ns()}-{i}", prompt, max_tokens)
-        started = time.perf_counter()
+        tokens: dict[str, Any] = {}
+        names = [f"serve-{time.time_ns()}-{i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self._add(name, prompt, max_tokens)
+        started, cpu_started = time.perf_counter(), time.process_time()
         while self.engine.has_unfinished_requests():
-            self._step()
-            running.append(len(self.scheduler.running))
-            waiting.append(len(self.scheduler.waiting))
-            peak = max(peak, pool.num_gpu_blocks - pool.get_num_free_blocks())
-        elapsed_s = time.perf_counter() - started
+            for output in self._step():
+                tokens[output.request_id] = output.outputs[0].token_ids
+            log.note(time.perf_counter() - started)
+        elapsed_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         self.engine.reset_prefix_cache()
-        return {
-            "elapsed_s": elapsed_s,
-            "running": running,
-            "waiting": waiting,
-            "peak_blocks": peak,
-            "preemptions": preemptions.stop(),
-        }
+        drawn = json.dumps([list(tokens[name]) for name in names])
+        digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
+        return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "digest": digest, **log.stop()}
 
     def _add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         from vllm import SamplingParams
@@ -187,21 +193,55 @@ class Worker:
         return self.noise[:tokens]
 
 
-class _PreemptionCount:
-    """Counts the scheduler's preemptions from now on."""
+class _ServeLog:
+    """What the scheduler and the pool did, step by step, while it lasts."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.count, self.inner = scheduler, 0, scheduler._preempt_request
+        self.scheduler = scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        self.preemptions = self.after_pass = self.decoding = 0
+        self.steps: dict[str, list[float]] = {"at_s": [], "running": [], "waiting": [], "blocks": []}
+        self.before = self._totals()
+        self.preempt, self.schedule = scheduler._preempt_request, scheduler.schedule
+        scheduler._preempt_request, scheduler.schedule = self._counted, self._watched
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self.inner(*args, **kwargs)
+    def _totals(self) -> Answer:
+        reclaim = getattr(self.scheduler, "reclaim", None)
+        return {} if reclaim is None else dataclasses.asdict(reclaim.totals)
 
-        scheduler._preempt_request = counted
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        self.preemptions += 1
+        return self.preempt(*args, **kwargs)
 
-    def stop(self) -> int:
-        del self.scheduler._preempt_request
-        return self.count
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        """The scheduler's own answer; notes the most blocks that a request has after a compression of it."""
+        output = self.schedule(*args, **kwargs)
+        message = getattr(output, "kvreclaim", None)
+        for done in message.passes if message else ():
+            self.after_pass = max(self.after_pass, len(done.target_ids))
+        return output
+
+    def note(self, at_s: float) -> None:
+        """One step is over. A request that has more than its first token was scheduled, and so compressed if
+        due, after its prompt was complete."""
+        self.steps["at_s"].append(at_s)
+        self.steps["running"].append(len(self.scheduler.running))
+        self.steps["waiting"].append(len(self.scheduler.waiting))
+        self.steps["blocks"].append(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
+        for request in self.scheduler.running:
+            if request.num_output_tokens > 1:
+                held = sum(not block.is_null for block in self.tables[request.request_id])
+                self.decoding = max(self.decoding, held)
+
+    def stop(self) -> Answer:
+        """What was noted. decoding, after_pass: most blocks of one request while it decodes, and after a
+        pass."""
+        del self.scheduler._preempt_request, self.scheduler.schedule
+        done = {name: value - self.before[name] for name, value in self._totals().items()}
+        left = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+        figures = {"preemptions": self.preemptions, "after_pass": self.after_pass, "decoding": self.decoding}
+        return {**self.steps, **figures, "left": left, "reclaim": done}
 
 
 def random_prompts(batch: int, context: int, vocab_size: int, seed: int) -> Prompts:

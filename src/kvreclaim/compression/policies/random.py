@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvreclaim.checks import check_int
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.ops.moving import move
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Random(CompressionPolicy):
         num_kv_heads, num_tokens = view.source.shape
         heads = range(view.first_head, view.first_head + num_kv_heads)
         draws = [torch.rand(num_tokens, generator=self._generator(view, head)) for head in heads]
-        return torch.stack(draws).to(view.source.device)
+        return move(torch.stack(draws), view.source.device)
 
     def _generator(self, view: LayerView, head: int) -> torch.Generator:
         text = f"{self.seed} {view.layer} {head} {view.logical_len}"

@@ -1,0 +1,1 @@
+"""kvreclaim inside of other engines."""

@@ -1,0 +1,1 @@
+"""Block-freeing compression inside vLLM. Importing this imports nothing; vLLM finds the entry point in plugin."""

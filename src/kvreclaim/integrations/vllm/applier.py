@@ -1,0 +1,183 @@
+"""What a worker does before a step: choose the survivors, move them, say where they lie now."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.stats import LayerStats
+from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
+from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.passes import Pass, StepMessage
+from kvreclaim.integrations.vllm.settings import Settings
+from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
+from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.ops import reference
+from kvreclaim.ops.backend import Backend, Need, choose_backend
+from kvreclaim.ops.facts import ModelFacts
+
+logger = logging.getLogger("vllm.kvreclaim")
+
+MAX_COMPRESSORS = 16
+"""Different settings of requests that are kept ready."""
+
+
+class Rows(Protocol):
+    """A runner's block tables, and how far each request's slots lie before its positions."""
+
+    @property
+    def num_shifted(self) -> int:
+        """Requests whose shift is not 0."""
+        ...
+
+    def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
+        """From now on the request's tokens lie in these blocks; position minus slot is shift."""
+        ...
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests are gone or start anew; unknown ones are ignored."""
+        ...
+
+
+@dataclass(slots=True)
+class Figures:
+    """Sums since the start, of this worker. seconds: of the passes whose end has been seen."""
+
+    tokens_evicted: int = 0
+    compactions: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Applier:
+    """Carries out the scheduler's passes on this worker's shard of the cache.
+
+    Args:
+        options: of the engine
+        facts:   of this worker's heads
+        stats:   of these heads' queries, on the device; None if there are none
+        views:   the caches of all layers
+        rows:    the runner's block tables
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        facts: ModelFacts,
+        stats: tuple[LayerStats, ...] | None,
+        views: CacheViews,
+        rows: Rows,
+    ) -> None:
+        self.facts, self.stats = facts, stats
+        self.views, self.rows = views, rows
+        self.kernels = _kernels(facts)
+        self.stage = _stage(self.kernels, facts, views)
+        self.compressors: OrderedDict[Settings, Compressor] = OrderedDict()
+        self.clock: Clock = DeviceClock() if facts.device.type == "cuda" else HostClock()
+        self.figures = Figures()
+        self.trace: Trace | None = None
+        self.compressor(options.settings)
+
+    def begin(self, scheduler_output: Any) -> None:
+        """The first thing of a step: forget who is gone, then carry out the passes in their order."""
+        if self.rows.num_shifted or self.trace is not None:
+            self._forget(scheduler_output)
+        message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
+        if message is None:
+            return
+        with torch.inference_mode():
+            self.clock.start()
+            for one in message.passes:
+                self._carry_out(one)
+            self.clock.stop()
+
+    def compressor(self, settings: Settings) -> Compressor:
+        """Of these settings; kept as long as they are among the latest MAX_COMPRESSORS used."""
+        found = self.compressors.pop(settings, None)
+        if found is None:
+            found = Compressor(settings.make_config(), self.facts, self.stats, self._select_top)
+            while len(self.compressors) >= MAX_COMPRESSORS:
+                self.compressors.popitem(last=False)
+        self.compressors[settings] = found
+        return found
+
+    def take_seconds(self) -> float | None:
+        """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
+        ended = self.clock.take()
+        if ended is None:
+            return None
+        seconds, flagged = ended
+        self.figures.seconds += seconds
+        for request_id in flagged:
+            logger.error(
+                "request %s: its keys scored NaN, so what was kept of it is arbitrary and its output cannot "
+                "be trusted; other requests are not affected. Check the model's dtype and the statistics.",
+                request_id,
+            )
+        return seconds
+
+    def _select_top(self, scores: Tensor, places: int) -> Tensor:
+        """Backend.select_top, where NaN is the least: one request's must not stop the engine of all."""
+        return self.kernels.select_top(
+            scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), places
+        )
+
+    def _carry_out(self, one: Pass) -> None:
+        source = self.views.block_ids(one.source_ids)
+        kept = self.compressor(one.settings).choose(
+            lambda layer: self.views.source(layer, source, one.num_tokens, self.stage),
+            one.num_tokens,
+            one.prompt_slots,
+            one.logical_len,
+            first=one.first,
+            keep=one.keep,
+            check=partial(self.clock.watch, one.request_id),
+        )
+        self.views.compact(kept, source, self.views.block_ids(one.target_ids))
+        self.rows.rewrite(one.request_id, one.target_ids, one.shift)
+        self.figures.tokens_evicted += one.num_tokens - one.keep
+        self.figures.compactions += 1
+        if self.trace is not None:
+            self.trace.add(one, kept, self.facts.num_layers, self.facts.layers[0].num_kv_heads)
+
+    def _forget(self, output: Any) -> None:
+        """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
+        gone = [
+            *output.finished_req_ids,
+            *(output.preempted_req_ids or ()),
+            *(request.req_id for request in output.scheduled_new_reqs),
+            *output.scheduled_cached_reqs.resumed_req_ids,
+        ]
+        if gone:
+            self.rows.forget(gone)
+            if self.trace is not None:
+                self.trace.forget(gone)
+
+
+def _kernels(facts: ModelFacts) -> Backend:
+    """The native kernels where they run, else PyTorch. On GPUs PyTorch alone, so that nothing is compiled
+    while requests are served."""
+    if facts.device.type != "cpu":
+        return reference
+    layers = tuple(staged_layer(layer) for layer in facts.layers)
+    dtype = torch.bfloat16 if facts.dtype == torch.bfloat16 else torch.float32
+    return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device)).backend
+
+
+def _stage(kernels: Backend, facts: ModelFacts, views: CacheViews) -> Stage | None:
+    """Where keys are copied for kernels that cannot read the host's cache; None: scored as they are."""
+    if kernels.NAME == reference.NAME:
+        return None
+    exact = torch.bfloat16 if views.layers[0].stored == torch.bfloat16 else torch.float32
+    return Stage(kernels, facts.layers[0], exact)

@@ -1,0 +1,197 @@
+"""What compression inside vLLM does not compose with, by the configuration: checked in the front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.refusals import CACHE_DTYPES, DISTANCES, OTHER_MODEL, WINDOW, Refusal
+
+
+def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
+    def find(config: Any) -> str | None:
+        value = _get(config, path)
+        return f"{option} = {value}" if value > limit else None
+
+    return find
+
+
+def _set(path: str, words: str) -> Callable[[Any], str | None]:
+    return lambda config: words if _get(config, path) not in (None, False, 0) else None
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _runner(config: Any) -> str | None:
+    runner = config.model_config.runner_type
+    return f"the runner type {runner!r}" if runner != "generate" else None
+
+
+def _cache_dtype(config: Any) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    return f"--kv-cache-dtype {dtype}" if dtype not in CACHE_DTYPES else None
+
+
+def _windows(config: Any) -> str | None:
+    model = config.model_config
+    window = model.get_sliding_window()
+    if config.cache_config.sliding_window is not None:
+        return f"sliding-window layers (all, with a window of {window} tokens)"
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if window is not None and "sliding_attention" in kinds:
+        count = kinds.count("sliding_attention")
+        return f"sliding-window layers ({count} of {len(kinds)} with a window of {window} tokens)"
+    return None
+
+
+def _dual_chunk(config: Any) -> str | None:
+    found = hasattr(config.model_config.hf_config, "dual_chunk_attention_config")
+    return "dual-chunk attention" if found else None
+
+
+_SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
+_MOVE = (
+    "it maps blocks to ranges of tokens, and a compressed request's blocks hold survivors of all its context"
+)
+
+CONFIG: tuple[Refusal, ...] = (
+    Refusal(
+        _set("speculative_config", "speculative decoding (--speculative-config)"),
+        "drafted tokens that are rejected and the slots kept for them are not accounted for",
+        "remove --speculative-config",
+    ),
+    Refusal(
+        _greater("parallel_config.pipeline_parallel_size", "--pipeline-parallel-size"),
+        "several batches are in flight on different stages, which is not tested",
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
+        _greater("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
+        _SPLIT,
+        "set it to 1",
+    ),
+    Refusal(
+        _greater("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
+        _SPLIT,
+        "set it to 1",
+    ),
+    Refusal(
+        _set("parallel_config.use_ubatching", "dual-batch overlap (--enable-dbo, --ubatch-size)"),
+        "half-batches take their lengths past us",
+        "remove it",
+    ),
+    Refusal(
+        _set("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
+        "workers come and go without the state of compressed requests",
+        "remove it",
+    ),
+    Refusal(
+        _set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"),
+        _MOVE,
+        "remove it",
+    ),
+    Refusal(
+        _set("kv_transfer_config", "a KV connector (--kv-transfer-config)"),
+        _MOVE,
+        "remove it",
+    ),
+    Refusal(
+        _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"),
+        "it is not tested",
+        "remove it",
+    ),
+    Refusal(
+        _set("aux_output_config.enabled", "returned routed experts (--enable-return-routed-experts)"),
+        "they are stored by prefix, and depend on what a compressed request can still see",
+        "remove it",
+    ),
+    Refusal(
+        _set("attention_config.hisparse_config", "HiSparse (--attention-config)"),
+        "it keeps the cache in host memory, out of our reach",
+        "remove it",
+    ),
+    Refusal(
+        _set("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
+        "layers that share a cache would be compressed twice",
+        "remove it",
+    ),
+    Refusal(
+        _cache_dtype,
+        "its scales or packed values lie beside the tokens, so that tokens cannot move one by one",
+        f"use one of {', '.join(CACHE_DTYPES)}",
+    ),
+    Refusal(
+        _runner, "only generation keeps a cache that grows", "use --runner generate", UnsupportedModelError
+    ),
+    Refusal(
+        _set("model_config.is_encoder_decoder", "an encoder-decoder model"),
+        "cross attention has a cache of another kind",
+        "take a decoder-only model",
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.is_attention_free", "a model without attention (Mamba)"),
+        "its state does not grow, there is nothing to compress",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.is_hybrid", "a hybrid model (Mamba or linear attention beside attention)"),
+        "its cache has several groups, and compression keeps one length per request",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.use_mla", "multi-head latent attention (MLA)"),
+        "its cache holds one latent per token instead of keys and values per head",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.is_diffusion", "a diffusion language model"),
+        "it rewrites tokens that it has generated",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.is_mm_prefix_lm", "attention in both directions over multimodal prefixes"),
+        "the range is given by positions in the cache",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.rswa_window", "a model with sliding-window layers that keep their start (R-SWA)"),
+        WINDOW,
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _set("model_config.uses_alibi", "ALiBi"),
+        DISTANCES,
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _dual_chunk,
+        DISTANCES,
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        _windows,
+        WINDOW,
+        f"{OTHER_MODEL} (or try --disable-sliding-window, which also shortens the context)",
+        UnsupportedModelError,
+    ),
+)
+
+
+def refuse_config(vllm_config: Any) -> None:
+    """Raises: InvalidArgumentError, UnsupportedModelError with the first reason found."""
+    for row in CONFIG:
+        row.check(vllm_config)

@@ -1,0 +1,11 @@
+"""The worker on CPUs. vLLM's own has to be the first module of its workers that a process imports."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kvreclaim.integrations.vllm.worker_hooks import WorkerHooks
+
+
+class ReclaimCPUWorker(WorkerHooks, CPUWorker):
+    """vLLM's worker on a CPU, with compression."""

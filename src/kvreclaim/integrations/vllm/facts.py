@@ -1,0 +1,101 @@
+"""What a worker knows of its shard of the model: facts of its own heads, and the statistics of their queries.
+
+Statistics are of the whole model, and are checked against the whole model before each rank takes its heads:
+the same file serves every degree of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvreclaim.compression.refusals import required_stats
+from kvreclaim.compression.stats import LayerStats, QueryStats
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
+from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.shard import Shard
+from kvreclaim.integrations.vllm.v0_32 import probing
+from kvreclaim.model.probe import fingerprint
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.rope_probe import find_rope
+
+NOT_PROBED = "it is looked for only where query statistics are given: set stats"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """Facts of the heads that this rank holds, and their statistics on its device, where some were given.
+
+    facts.fingerprint: of the whole model; "" where no statistics were given, for then nothing is verified
+    """
+
+    facts: ModelFacts
+    stats: tuple[LayerStats, ...] | None
+
+
+def describe(runner: Any, options: Options) -> Described:
+    """Describe the model that the runner has loaded. All ranks have to call it together.
+
+    The model is run, on one token, only where statistics are given: policies without work with any model.
+
+    Raises:
+        InvalidArgumentError:  the statistics cannot be read, or lack what the policy needs
+        StatsMismatchError:    they are malformed, or of another model
+        UnsupportedModelError: the model has layers without paged attention, or cannot be probed
+    """
+    layers = probing.attention_layers(runner)
+    local = [probing.shape_of(layer) for layer in layers]
+    if options.stats is None:
+        return Described(_model_facts(runner, local, "", NOT_PROBED), None)
+    local = _with_rotation(runner, local, probing.record(runner, layers))
+    num_heads, num_kv_heads = probing.total_heads(runner)
+    whole = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in local]
+    identity = fingerprint(runner.model_config.hf_text_config, whole)
+    facts = _model_facts(runner, local, identity)
+    rank, size = probing.tensor_parallel()
+    shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)
+    stats = _load(options, replace(facts, layers=tuple(whole)), rank).shard(shard.heads, shard.kv_heads)
+    return Described(facts, tuple(stats.layer(n).to(facts.device) for n in range(facts.num_layers)))
+
+
+def _with_rotation(
+    runner: Any, layers: Sequence[LayerFacts], recorded: Sequence[probing.Recorded]
+) -> list[LayerFacts]:
+    """The layers with the rotation that explains their queries and keys."""
+    frequencies = probing.frequencies(runner)
+    ropes = [find_rope(call.queries, call.keys, frequencies) for call in recorded]
+    if unknown := [n for n, rope in enumerate(ropes) if rope is None]:
+        raise UnsupportedModelError(
+            f"layer {unknown[0]} of {runner.model_config.model} encodes positions in a way that no known "
+            "rotation explains, so no query statistics fit it; use a policy without statistics, such as "
+            "streaming_llm or knorm, and leave out stats."
+        )
+    return [replace(layer, rope=rope) for layer, rope in zip(layers, ropes, strict=True)]
+
+
+def _model_facts(
+    runner: Any, layers: Sequence[LayerFacts], identity: str, problem: str | None = None
+) -> ModelFacts:
+    config = runner.model_config
+    return ModelFacts(
+        name=config.model,
+        fingerprint=identity,
+        layers=tuple(layers),
+        dtype=config.dtype,
+        device=runner.device,
+        max_position=config.max_model_len,
+        rope_problem=problem,
+    )
+
+
+def _load(options: Options, whole: ModelFacts, rank: int) -> QueryStats:
+    """The statistics of the whole model, checked against it. Every node reads its own copy of the file, so
+    an error names the node."""
+    try:
+        stats = required_stats(options.settings.make_policy(), options.stats)
+        stats.check_model(whole)
+    except (InvalidArgumentError, StatsMismatchError) as error:
+        raise type(error)(f"On {platform.node()}, rank {rank}: {error}") from error
+    return stats

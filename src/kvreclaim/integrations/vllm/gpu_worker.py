@@ -1,0 +1,11 @@
+"""The worker on GPUs."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from kvreclaim.integrations.vllm.worker_hooks import WorkerHooks
+
+
+class ReclaimWorker(WorkerHooks, Worker):
+    """vLLM's worker on a GPU, with compression."""

@@ -1,0 +1,96 @@
+"""The functions of vLLM that are wrapped, and the rule: without the option each does what it did before.
+
+Two are wrapped in every process that has the plugin (making the configuration, sizing the pool), two more in
+the front end once compression is asked for (metrics, a request's own settings). Nothing else of vLLM is
+replaced: the scheduler and the workers are subclasses that the configuration names.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MARK = "_kvreclaim_original"
+KEY = "kv_compression"
+ENVIRONMENT = "KVRECLAIM_VLLM"
+
+logger = logging.getLogger("vllm.kvreclaim")
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace owner.name by make(original), once; the original stays reachable under MARK."""
+    original = getattr(owner, name)
+    if not hasattr(original, MARK):
+        wrapped = functools.wraps(original)(make(original))
+        setattr(wrapped, MARK, original)
+        setattr(owner, name, wrapped)
+
+
+def original_of(function: Any) -> Any:
+    """vLLM's own function, whether it is wrapped by us or not."""
+    return getattr(function, MARK, function)
+
+
+def is_asked_for(additional_config: object, environ: Mapping[str, str]) -> bool:
+    """Whether compression is asked for. Cheap: imports nothing, so that others pay nothing."""
+    return ENVIRONMENT in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)
+
+
+def install() -> None:
+    """Wrap what every process needs. Imports no module of vLLM's workers: their order matters."""
+    from vllm.engine import arg_utils
+    from vllm.v1.core import kv_cache_utils
+
+    wrap(arg_utils.EngineArgs, "create_engine_config", _configuring)
+    name = "_max_memory_usage_bytes_from_groups"
+    if hasattr(kv_cache_utils, name):  # missing: the signature check refuses, if we are asked for
+        wrap(kv_cache_utils, name, _relaxing)
+
+
+def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """EngineArgs.create_engine_config: every front end makes its configuration here."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        if is_asked_for(config.additional_config, os.environ):
+            configure(config)
+        return config
+
+    return create_engine_config
+
+
+def configure(config: Any) -> None:
+    """Have a VllmConfig that asks for compression name our scheduler and workers. Idempotent.
+
+    Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError.
+    """
+    from kvreclaim.integrations.vllm.config_refusals import refuse_config
+    from kvreclaim.integrations.vllm.family import find_family
+    from kvreclaim.integrations.vllm.options import Options
+
+    family = find_family()
+    family.check_front()
+    options = Options.find(config.additional_config, os.environ)
+    assert options is not None
+    refuse_config(config)
+    config.additional_config[KEY] = options.as_json()  # what came by the environment reaches every process
+    family.take_over(config)
+    family.install_front_end()
+    logger.info("%s", family.describe(config))
+
+
+def _relaxing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The start check's memory of one request: a compressed one never holds more than budget and a chunk."""
+
+    def max_memory_usage_bytes(vllm_config: Any, kv_cache_groups: Any) -> Any:
+        needed = original(vllm_config, kv_cache_groups)
+        if not is_asked_for(vllm_config.additional_config, {}):
+            return needed
+        from kvreclaim.integrations.vllm.family import find_family
+
+        return find_family().capped_bytes(needed, vllm_config, kv_cache_groups)
+
+    return max_memory_usage_bytes

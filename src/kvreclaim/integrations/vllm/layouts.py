@@ -1,0 +1,284 @@
+"""Where keys and values lie in the blocks of the host engine's cache: read in token order, moved in place.
+
+Nothing here knows the host's classes: a LayerCache says what one of its attention layers offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.staging import CacheSource, Stage
+from kvreclaim.ops.moving import move
+from kvreclaim.ops.reference import compact_layer, gather_slots
+
+BITS = 3
+"""Of an index written at once: 0 to 7 are exact in every dtype that a cache may have, fp8 included."""
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """The cache of one attention layer, as its backend sees it.
+
+    name:     of the layer, for messages, with that of its backend
+    cache:    [B, K, S, 2D] in any strides; B may count blocks smaller than those of the block tables
+    head_dim: D
+    stored:   what the bytes are: the dtype of the cache, or the fp8 dtype where the cache is uint8
+    compute:  dtype of the keys and values that the backend is given
+    k_scale:  what a stored fp8 key is multiplied by, one or one per head [K]; v_scale alike
+    write:    the backend's own: keys [T, K, D] and values [T, K, D] into slots [T] int64
+    packed:   the backend orders the 2 * S * D elements of a (block, head) in a way of its own
+    """
+
+    name: str
+    cache: Tensor
+    head_dim: int
+    stored: torch.dtype
+    compute: torch.dtype
+    k_scale: Tensor | float
+    v_scale: Tensor | float
+    write: Write
+    packed: bool
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """S, of the blocks that the backend sees."""
+        return self.cache.shape[2]
+
+
+class Layout(Protocol):
+    """One layer's order.
+
+    gather:  keys (part 0) or values (part 1), [K, T, D] as stored; a copy
+    compact: as ops.reference.compact_layer, keys and values: sources and targets may overlap
+    """
+
+    def gather(self, part: int, block_ids: Tensor, num_tokens: int) -> Tensor: ...
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StridedLayout:
+    """keys and values are views [B, K, S, D] of the cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def gather(self, part: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+        return gather_slots((self.keys, self.values)[part], block_ids, num_tokens)
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        compact_layer(self.keys, kept, source_ids, target_ids)
+        compact_layer(self.values, kept, source_ids, target_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """raw [B, K, 2 * S * D]; element (key or value, slot, dim) of a block lies at order [2, S, D] of it."""
+
+    raw: Tensor
+    order: Tensor
+
+    def gather(self, part: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+        every = torch.arange(block_ids.shape[0], device=block_ids.device)
+        return gather_slots(self._unpack(block_ids, self.order[part]), every, num_tokens)
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        blocks = torch.stack([self._unpack(source_ids, order) for order in self.order])
+        source = torch.arange(source_ids.shape[0], device=source_ids.device)
+        target = source[: target_ids.shape[0]]
+        for part in blocks:
+            compact_layer(part, kept, source, target)
+        moved = blocks[:, : target_ids.shape[0]]
+        packed = self.raw.new_empty((moved.shape[1], moved.shape[2], self.raw.shape[-1]))
+        packed[..., self.order.flatten()] = moved.permute(1, 2, 0, 3, 4).flatten(2)
+        self.raw[target_ids] = packed
+
+    def _unpack(self, block_ids: Tensor, order: Tensor) -> Tensor:
+        """[blocks, K, S, D], a copy."""
+        found = self.raw.index_select(0, block_ids).index_select(-1, order.flatten())
+        return found.unflatten(-1, order.shape)
+
+
+class CacheViews:
+    """All layers' caches, in the order of the layers, addressed by the blocks of the host's block tables.
+
+    Args:
+        layers:     equal in shape
+        num_blocks: blocks of the host's pool; a layer's cache has a multiple of them
+
+    Raises: UnsupportedModelError if a backend's order inside a block is not understood.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], num_blocks: int) -> None:
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        blocks = {layer.cache.shape[0] for layer in layers}
+        self.ratio, rest = divmod(max(blocks), num_blocks)
+        if len(blocks) != 1 or rest or not self.ratio:
+            raise UnsupportedModelError(
+                f"The layers' caches have {sorted(blocks)} blocks for a pool of {num_blocks}; kv_compression "
+                "needs layers that share one kind of block. Leave it out for this model."
+            )
+        self.block_size = layers[0].block_size * self.ratio
+        self.device = layers[0].cache.device
+        self.layouts: tuple[Layout, ...] = tuple(_layout(layer) for layer in layers)
+
+    def block_ids(self, ids: Sequence[int]) -> Tensor:
+        """[blocks * ratio] int64 on the device: a block table's ids as the backends count. No host sync."""
+        table = move(torch.tensor(ids, dtype=torch.int64), self.device)
+        if self.ratio == 1:
+            return table
+        return (table[:, None] * self.ratio + torch.arange(self.ratio, device=self.device)).flatten()
+
+    def read(self, layer: int, block_ids: Tensor, num_tokens: int, part: int) -> Tensor:
+        """Keys (part 0) or values (1) of a layer in the first num_tokens slots of a table (see block_ids).
+
+        Returns: [K, T, D], a copy; in fp32 from an fp8 cache.
+        """
+        cache = self.layers[layer]
+        stored = self.layouts[layer].gather(part, block_ids, num_tokens)
+        return _plain(stored, cache.stored, (cache.k_scale, cache.v_scale)[part])
+
+    def source(
+        self, layer: int, block_ids: Tensor, num_tokens: int, stage: Stage | None = None
+    ) -> CacheSource:
+        """These tokens for a policy; valid until the cache changes or the stage is used again."""
+        shape = (self.layers[layer].num_kv_heads, num_tokens)
+        return CacheSource(shape, self.device, partial(self.read, layer, block_ids, num_tokens), stage)
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        """Slide the kept slots [L | 1, K | 1, M] int64, ascending, of all layers from one table into another.
+
+        target_ids: [>= blocks of M slots]; may share blocks with source_ids.
+        """
+        heads = self.layers[0].num_kv_heads
+        target_ids = target_ids[: -(-kept.shape[-1] // self.layers[0].block_size)]
+        for layer, rows in zip(self.layouts, kept.expand(len(self.layers), heads, -1), strict=True):
+            layer.compact(rows, source_ids, target_ids)
+
+    def prove(self) -> None:
+        """Write two blocks of every layer through its own backend and read them back; they are restored.
+
+        Raises: UnsupportedModelError if what is read differs.
+        """
+        blocks = [self.num_blocks - 1, max(0, self.num_blocks - 2)]
+        table = self.block_ids(blocks)
+        size = self.layers[0].block_size
+        slots = (table[:, None] * size + torch.arange(size, device=self.device)).flatten()
+        for layer, layout in zip(self.layers, self.layouts, strict=True):
+            shape = (2, slots.shape[0], layer.num_kv_heads, layer.head_dim)
+            digits = torch.randint(0, 1 << BITS, shape, generator=torch.Generator().manual_seed(1))
+            keys, values = digits.to(self.device)
+            with _restored(layer.cache, table):
+                _write(layer, keys, values, slots)
+                found = [layout.gather(part, table, slots.shape[0]) for part in (0, 1)]
+            for part, written in zip(found, (keys, values), strict=True):
+                if not torch.equal(_as_float(part, layer.stored), written.transpose(0, 1).float()):
+                    raise UnsupportedModelError(
+                        f"{layer.name}: what the backend stores is not where kvreclaim reads it; this "
+                        "build's cache layout is unknown to it. Use another --attention-backend, or leave "
+                        "kv_compression out."
+                    )
+
+
+def _layout(layer: LayerCache) -> Layout:
+    """How to address one layer. The element size is all that a move needs: fp8 is moved as bytes."""
+    if not layer.packed:
+        return StridedLayout(layer.cache[..., : layer.head_dim], layer.cache[..., layer.head_dim :])
+    size, dim = layer.block_size, layer.head_dim
+    order = _learn(layer)
+    raw = layer.cache.view(*layer.cache.shape[:2], 2 * size * dim)
+    views = [_strided(raw, part) for part in order.cpu()]
+    if views[0] is not None and views[1] is not None:
+        return StridedLayout(views[0], views[1])
+    return PackedLayout(raw, order)
+
+
+def _learn(layer: LayerCache) -> Tensor:
+    """[2, S, D]: where element (key or value, slot, dim) lies in a (block, head). Found by writing each
+    element's own number, a digit at a time. The block is restored.
+
+    Raises: UnsupportedModelError if heads differ, or the order is no permutation.
+    """
+    size, dim, heads = layer.block_size, layer.head_dim, layer.num_kv_heads
+    count, device = 2 * size * dim, layer.cache.device
+    numbers = torch.arange(count, device=device).view(2, size, 1, dim).expand(-1, -1, heads, -1)
+    block = torch.tensor([layer.cache.shape[0] - 1], device=device)
+    slots = block * size + torch.arange(size, device=device)
+    found = torch.zeros((heads, count), dtype=torch.int64, device=device)
+    with _restored(layer.cache, block):
+        for shift in range(0, count.bit_length(), BITS):
+            keys, values = numbers >> shift & (1 << BITS) - 1
+            _write(layer, keys, values, slots)
+            stored = layer.cache[block].reshape(heads, count)
+            found += _as_float(stored, layer.stored).round().long() << shift
+    order = found[0].argsort()
+    every = torch.arange(count, device=device)
+    if not (torch.equal(found, found[:1].expand_as(found)) and torch.equal(found[0][order], every)):
+        raise UnsupportedModelError(
+            f"{layer.name}: the order of elements inside a block could not be learned; this build's cache "
+            "layout is unknown to kvreclaim. Leave kv_compression out."
+        )
+    return order.view(2, size, dim)
+
+
+def _strided(raw: Tensor, order: Tensor) -> Tensor | None:
+    """raw [B, K, 2SD] as [B, K, S, D] if the order [S, D] is one of strides; else None."""
+    size, dim = order.shape
+    start = int(order[0, 0])
+    by_slot = int(order[1, 0]) - start if size > 1 else 1
+    by_dim = int(order[0, 1]) - start if dim > 1 else 1
+    affine = start + torch.arange(size)[:, None] * by_slot + torch.arange(dim) * by_dim
+    if not torch.equal(affine, order) or by_slot <= 0 or by_dim <= 0:
+        return None
+    return raw.as_strided(
+        (*raw.shape[:2], size, dim), (*raw.stride()[:2], by_slot, by_dim), raw.storage_offset() + start
+    )
+
+
+def _write(layer: LayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Store small numbers [T, K, D] such that they are in the cache as they are, whatever the scales."""
+    scaled = [
+        (x * (scale[:, None] if isinstance(scale, Tensor) and scale.ndim else scale)).to(layer.compute)
+        for x, scale in ((keys, layer.k_scale), (values, layer.v_scale))
+    ]
+    layer.write(scaled[0].contiguous(), scaled[1].contiguous(), slots)
+
+
+@contextmanager
+def _restored(cache: Tensor, blocks: Tensor) -> Iterator[None]:
+    """Put these blocks back as they were."""
+    before = cache[blocks]
+    try:
+        yield
+    finally:
+        cache[blocks] = before
+
+
+def _as_float(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored numbers, not scaled."""
+    return stored.view(dtype).float()
+
+
+def _plain(stored: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
+    """[K, T, D]: what is stored itself where it is a float that ops compute with; fp8 in fp32, scaled."""
+    if dtype == stored.dtype:
+        return stored
+    return _as_float(stored, dtype) * (
+        scale[:, None, None] if isinstance(scale, Tensor) and scale.ndim else scale
+    )

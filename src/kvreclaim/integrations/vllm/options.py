@@ -1,0 +1,213 @@
+"""What the operator asks of the plugin, and what one request may change of it.
+
+Operator: additional_config["kv_compression"], an object with the fields of Settings, `stats` (a file that
+every worker can read) and `opt_in`; or the same object as JSON in the environment variable KVRECLAIM_VLLM.
+Request: extra_args["kv_compression"], "off", "on", or an object with some of the fields of Settings; as JSON
+text where only text can be sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvreclaim.checks import check_bool, require
+from kvreclaim.compression import CompressionPolicy, Signal
+from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm.settings import Settings
+
+KEY = "kv_compression"
+VARIABLE = "KVRECLAIM_VLLM"
+SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
+_FIELDS = tuple(field.name for field in fields(Settings))
+_MISSING = {
+    Signal.RECENT_QUERIES: "the most recent queries",
+    Signal.ATTENTION_MASS: "the attention that each token has received",
+    Signal.POSITIONS: "the position of each kept token",
+    Signal.OUTPUT_PROJECTION: "the weights of the output projection",
+    Signal.FUTURE_QUERIES: "the queries still to come",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the engine was started with; checked, plain JSON in and out.
+
+    settings: of every request that says nothing else
+    stats:    file of query statistics
+    opt_in:   only requests that ask for compression get it
+    """
+
+    settings: Settings
+    stats: str | None = None
+    opt_in: bool = False
+
+    @classmethod
+    def find(cls, additional_config: object, environ: Mapping[str, str]) -> Options | None:
+        """The options, or None if nobody asks for compression. Raises: InvalidArgumentError."""
+        has_config = isinstance(additional_config, Mapping) and KEY in additional_config
+        found = additional_config[KEY] if isinstance(additional_config, Mapping) and has_config else None
+        if VARIABLE not in environ:
+            return cls.read(found, f"{KEY} in additional_config") if has_config else None
+        require(
+            isinstance(additional_config, Mapping),
+            f"{VARIABLE} is set, but additional_config is {type(additional_config).__name__}, which cannot "
+            f"carry it to the workers; pass an object as additional_config, or unset {VARIABLE}.",
+        )
+        given = cls.read(_parse(environ[VARIABLE], VARIABLE), VARIABLE)
+        require(
+            not has_config or cls.read(found, f"{KEY} in additional_config") == given,
+            f"{VARIABLE} and {KEY} in additional_config ask for different things; keep one of them.",
+        )
+        return given
+
+    @classmethod
+    def read(cls, value: object, where: str) -> Options:
+        """From a JSON object. Raises: InvalidArgumentError, naming where it stood."""
+        require(
+            isinstance(value, Mapping),
+            f"{where} is {value!r}; it must be an object such as "
+            '{"policy": "streaming_llm", "budget": 2048}; leave it out to compress nothing.',
+        )
+        assert isinstance(value, Mapping)
+        _check_names(value, (*_FIELDS, "stats", "opt_in"), where)
+        rest = {name: value[name] for name in value if name in _FIELDS}
+        options = cls(_changed(Settings(), rest, where), value.get("stats"), value.get("opt_in", False))
+        require(
+            options.stats is None or isinstance(options.stats, str),
+            f"stats in {where} is {options.stats!r}; it must be the path of a file of `kvreclaim calibrate`.",
+        )
+        check_bool(f"opt_in in {where}", options.opt_in)
+        options._check_stats(where)
+        return options
+
+    def as_json(self) -> dict[str, Any]:
+        """What read makes equal options of."""
+        return self.settings.as_json() | {"stats": self.stats, "opt_in": self.opt_in}
+
+    def of_request(self, extra_args: Mapping[str, Any] | None) -> Settings | None:
+        """How this request is compressed; None: not at all. Raises: InvalidArgumentError."""
+        if extra_args is None or KEY not in extra_args:
+            return None if self.opt_in else _unless_full(self.settings)
+        wanted = extra_args[KEY]
+        if isinstance(wanted, str) and wanted not in ("on", "off"):
+            wanted = _parse(wanted, KEY)
+        if wanted == "off":
+            return None
+        if wanted == "on":
+            return _unless_full(self.settings)
+        require(
+            isinstance(wanted, Mapping),
+            f"{KEY} is {wanted!r}; it must be 'off', 'on' or an object with some of {', '.join(_FIELDS)} "
+            "(as JSON text where only text can be sent).",
+        )
+        _check_names(wanted, _FIELDS, KEY)
+        if "policy" in wanted and wanted["policy"] != self.settings.policy:
+            wanted = {"options": {}, **wanted}
+        settings = _changed(self.settings, wanted, KEY)
+        self._check_request(settings)
+        return _unless_full(settings)
+
+    def bound(self, block_size: int, max_chunk: int) -> int | None:
+        """Tokens that one compressed request holds at most; None: its whole length."""
+        return most_tokens(self.settings, block_size, max_chunk)
+
+    def _check_stats(self, where: str) -> None:
+        needs = self.settings.make_policy().needs & STATISTICS
+        require(
+            not needs or self.stats is not None,
+            f"policy {self.settings.policy!r} in {where} needs query statistics; name a file of "
+            '`kvreclaim calibrate` as "stats", or take a policy without them such as streaming_llm or knorm.',
+        )
+
+    def _check_request(self, settings: Settings) -> None:
+        """The pool was sized by the engine's budget, and its statistics were loaded for its policy."""
+        own = self.settings
+        if most_tokens(own, 1, 1) is not None:
+            for name in ("budget", "interval"):
+                asked, limit = getattr(settings, name), getattr(own, name)
+                require(
+                    asked <= limit,
+                    f"{name} is {asked} tokens; this server was started with {limit} and sized its memory by "
+                    f"it; ask for {limit} or less, or turn compression off for this request.",
+                )
+            require(
+                most_tokens(settings, 1, 1) is not None or not settings.make_policy().evicts,
+                f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
+                f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
+            )
+        missing = (settings.make_policy().needs - own.make_policy().needs) & STATISTICS
+        require(
+            not missing,
+            f"policy {settings.policy!r} needs query statistics that this server, started with "
+            f"{own.policy!r}, has not loaded; ask for that policy, or for one without statistics such as "
+            "streaming_llm or knorm.",
+        )
+
+
+def most_tokens(settings: Settings, block_size: int, max_chunk: int) -> int | None:
+    """Tokens that one request holds at most at any time.
+
+    Args:
+        max_chunk: prompt tokens computed in one step at most
+
+    Returns: None if it may hold its whole length: nothing is evicted, or only once the prompt is computed.
+    """
+    policy = settings.make_policy()
+    if policy.prompt_only or not policy.evicts:
+        return None
+    return settings.budget + max(settings.interval, block_size) - 1 + max_chunk
+
+
+def check_policy(policy: CompressionPolicy) -> None:
+    """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
+    missing = sorted(policy.needs - STATISTICS, key=lambda signal: signal.value)
+    reasons = {
+        "evicts whole blocks, and the scheduler cannot know which": policy.whole_blocks,
+        "moves nothing, so that no block comes back": policy.evicts and not policy.compacts,
+        "lets heads keep unequal numbers of tokens, and vLLM has one length per request": policy.uneven,
+        "reads some blocks only, and attention is vLLM's own": policy.sparse_reads,
+        "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
+        f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),
+    }
+    for reason, holds in reasons.items():
+        require(
+            not holds,
+            f"policy {policy.name!r} {reason}; inside vLLM use {SUPPORTED}.",
+        )
+
+
+def _unless_full(settings: Settings) -> Settings | None:
+    return settings if settings.make_policy().evicts else None
+
+
+def _parse(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{where} is {text!r}, which is no JSON ({error}); write an object such as "
+            '{"policy": "streaming_llm", "budget": 2048}.'
+        ) from None
+
+
+def _check_names(given: Mapping[str, object], allowed: tuple[str, ...], where: str) -> None:
+    for name in given:
+        hint = "; statistics are loaded when the server starts" if name == "stats" else ""
+        require(name in allowed, f"{where} has no field {name!r}{hint}; its fields are {', '.join(allowed)}.")
+
+
+def _changed(base: Settings, given: Mapping[str, Any], where: str) -> Settings:
+    """base with the given fields, checked. Raises: InvalidArgumentError."""
+    try:
+        settings = base.changed(given)
+        settings.make_config()
+    except (TypeError, RecursionError) as error:
+        raise InvalidArgumentError(f"{where} cannot be read: {error}; write plain JSON values.") from None
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}: {error}") from None
+    check_policy(settings.make_policy())
+    return settings

@@ -1,0 +1,179 @@
+"""What compression inside vLLM does not compose with, each with its reason: said at start, never guessed at.
+
+A row of a table looks at one thing and returns what it found that is refused, or None. The front end
+checks the configuration (config_refusals), the engine core groups and scheduler, a worker its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+QUANT_MODES = ("NONE", "FP8_PER_TENSOR")
+ELSE = "or leave kv_compression out"
+OTHER_MODEL = "take a model with ordinary attention in every layer"
+WINDOW = "the window is counted in cache slots, which compression changes"
+DISTANCES = "it takes distances from the place in the cache, which compression changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """find: what is there that is refused, or None. why and remedy: the rest of the message."""
+
+    find: Callable[[Any], str | None]
+    why: str
+    remedy: str
+    error: type[Exception] = InvalidArgumentError
+
+    def check(self, subject: object, where: str = "") -> None:
+        """Raises: self.error."""
+        found = self.find(subject)
+        if found:
+            raise self.error(
+                f"kv_compression does not work with {found}{where}: {self.why}; {self.remedy}, {ELSE}."
+            )
+
+
+def refuse_groups(kv_cache_config: Any) -> None:
+    """Check a KVCacheConfig: one group of ordinary full attention. Raises: UnsupportedModelError."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise UnsupportedModelError(
+            f"kv_compression needs one group of layers with one kind of cache; this model has {len(groups)} "
+            f"({kinds}): compression keeps one length per request; {OTHER_MODEL}, {ELSE}."
+        )
+    for row in GROUP:
+        row.check(groups[0].kv_cache_spec)
+    if kv_cache_config.needs_kv_cache_zeroing:
+        raise UnsupportedModelError(
+            "kv_compression does not work with caches of several precisions: vLLM zeroes blocks when it "
+            "hands them out, also those that survivors were just moved to; use one --kv-cache-dtype for all "
+            f"layers, {ELSE}."
+        )
+
+
+def _spec_kind(spec: Any) -> str | None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return f"a cache of kind {type(spec).__name__}" if type(spec) is not FullAttentionSpec else None
+
+
+def _field(name: str, words: str, usual: object = None) -> Callable[[Any], str | None]:
+    def find(spec: Any) -> str | None:
+        value = getattr(spec, name)
+        return f"{words} ({name} = {value})" if value != usual else None
+
+    return find
+
+
+def _quant_mode(spec: Any) -> str | None:
+    mode = spec.kv_quant_mode.name
+    return f"the cache quantisation {mode}" if mode not in QUANT_MODES else None
+
+
+_PACKED = "keys and values do not lie token by token"
+GROUP: tuple[Refusal, ...] = (
+    Refusal(_spec_kind, "only full attention keeps a slot per token", OTHER_MODEL, UnsupportedModelError),
+    Refusal(_field("sliding_window", "sliding-window layers"), WINDOW, OTHER_MODEL, UnsupportedModelError),
+    Refusal(_field("attention_chunk_size", "chunked attention"), WINDOW, OTHER_MODEL, UnsupportedModelError),
+    Refusal(
+        _field("non_causal", "attention in both directions", False),
+        "tokens depend on later ones",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(_quant_mode, _PACKED, f"use one of {', '.join(CACHE_DTYPES)}", UnsupportedModelError),
+    Refusal(_field("tokens_per_state", "a compressed cache", 1), _PACKED, OTHER_MODEL, UnsupportedModelError),
+    Refusal(_field("num_head_slots", "packed heads"), _PACKED, OTHER_MODEL, UnsupportedModelError),
+    Refusal(
+        _field("state_content_bytes", "packed keys and values"), _PACKED, OTHER_MODEL, UnsupportedModelError
+    ),
+)
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Check a Scheduler that is ready: blocks come and go at once, and hashes are per block.
+
+    Raises: InvalidArgumentError.
+    """
+    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    found = {
+        "a KV connector": scheduler.connector is not None,
+        "an encoder-cache connector": scheduler.ec_connector is not None,
+        "frees of blocks that are put off": scheduler.defer_block_free,
+        f"prefix hashes of {scheduler.hash_block_size} tokens in blocks of {manager.block_size}": (
+            scheduler.hash_block_size != manager.block_size
+        ),
+    }
+    for what, holds in found.items():
+        if holds:
+            raise InvalidArgumentError(
+                f"kv_compression does not work with {what}: a freed block must be free at once and be hashed "
+                f"whole; remove the option that asks for it, {ELSE}."
+            )
+
+
+def _backend(layer: Any) -> str | None:
+    name = layer.attn_backend.get_name()
+    return f"the attention backend {name}" if name not in BACKENDS else None
+
+
+def _attn_type(layer: Any) -> str | None:
+    return f"attention of type {str(layer.attn_type)!r}" if layer.attn_type != "decoder" else None
+
+
+LAYER: tuple[Refusal, ...] = (
+    Refusal(
+        _backend,
+        "the order of its cache is not known here",
+        f"choose one of {', '.join(BACKENDS)} with --attention-backend",
+    ),
+    Refusal(_attn_type, "only a decoder's cache grows", OTHER_MODEL, UnsupportedModelError),
+    Refusal(
+        lambda layer: "ALiBi" if getattr(layer.impl, "alibi_slopes", None) is not None else None,
+        DISTANCES,
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        lambda layer: f"a sliding window of {layer.sliding_window} tokens" if layer.sliding_window else None,
+        WINDOW,
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        lambda layer: "a cache shared with another layer" if layer.kv_sharing_target_layer_name else None,
+        "it would be compressed twice",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+    Refusal(
+        lambda layer: "keys and values of unequal size" if layer.head_size_v != layer.head_size else None,
+        "the two halves of a slot are taken to be equal",
+        OTHER_MODEL,
+        UnsupportedModelError,
+    ),
+)
+
+
+def refuse_layers(layers: Mapping[str, Any]) -> None:
+    """Check the worker's attention layers by name. Raises: InvalidArgumentError, UnsupportedModelError."""
+    if not layers:
+        raise UnsupportedModelError(
+            f"kv_compression found no attention layer in this model; {OTHER_MODEL}, {ELSE}."
+        )
+    for name, layer in layers.items():
+        for row in LAYER:
+            row.check(layer, f" in {name}")
+    shapes = {(layer.num_kv_heads, layer.head_size) for layer in layers.values()}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            "kv_compression needs layers with one number and size of KV heads; got (heads, size) "
+            f"{sorted(shapes)}; {OTHER_MODEL}, {ELSE}."
+        )

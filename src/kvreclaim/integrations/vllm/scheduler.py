@@ -1,0 +1,16 @@
+"""The schedulers that the configuration names: vLLM's two, with compression before each step."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvreclaim.integrations.vllm.v0_32.scheduler_side import SchedulerHooks
+
+
+class ReclaimScheduler(SchedulerHooks, Scheduler):
+    """Synchronous."""
+
+
+class AsyncReclaimScheduler(SchedulerHooks, AsyncScheduler):
+    """Asynchronous: a step is scheduled while the one before runs."""

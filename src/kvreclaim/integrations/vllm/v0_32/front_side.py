@@ -1,0 +1,196 @@
+"""The front end of vLLM 0.32: configuration, the pool's start check, metrics, a request's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm.hooks import is_asked_for, wrap
+from kvreclaim.integrations.vllm.metrics import Counters
+from kvreclaim.integrations.vllm.options import KEY, Options, most_tokens
+from kvreclaim.integrations.vllm.v0_32 import signatures
+
+OURS = "kvreclaim.integrations.vllm"
+FIGURES = "kvreclaim"
+SCHEDULERS = {False: f"{OURS}.scheduler.ReclaimScheduler", True: f"{OURS}.scheduler.AsyncReclaimScheduler"}
+VLLM_SCHEDULERS = (
+    None,
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+)
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": f"{OURS}.cpu_worker.ReclaimCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": f"{OURS}.gpu_worker.ReclaimWorker",
+}
+check_front = signatures.check_front
+
+
+def take_over(config: Any) -> None:
+    """Name our scheduler and worker, by async_scheduling. Idempotent. Raises: InvalidArgumentError."""
+    scheduler, parallel = config.scheduler_config, config.parallel_config
+    if scheduler.scheduler_cls not in (*VLLM_SCHEDULERS, *SCHEDULERS.values()):
+        raise InvalidArgumentError(
+            f"kv_compression brings its own scheduler; got scheduler_cls = {scheduler.scheduler_cls!r}; "
+            "leave --scheduler-cls out."
+        )
+    if parallel.worker_cls not in (*WORKERS, *WORKERS.values()):
+        raise InvalidArgumentError(
+            f"kv_compression runs in the workers {', '.join(WORKERS)}; got worker_cls = "
+            f"{parallel.worker_cls!r}; leave --worker-cls out, or use a CPU or a CUDA build of vLLM."
+        )
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+
+
+def describe(config: Any) -> str:
+    """One line for the log of a configuration that was taken over."""
+    import vllm
+
+    options = _options(config)
+    settings = options.settings
+    parts = [
+        f"{settings.policy}, budget {settings.budget}, interval {settings.interval} tokens",
+        f"statistics {options.stats}" if options.stats else "no statistics",
+        "requests that ask for it" if options.opt_in else "all requests",
+        config.scheduler_config.scheduler_cls.rpartition(".")[2],
+        config.parallel_config.worker_cls.rpartition(".")[2],
+    ]
+    return f"kvreclaim {version('kvreclaim')} in vLLM {vllm.__version__}: {'; '.join(parts)}"
+
+
+def capped_bytes(needed: int, vllm_config: Any, kv_cache_groups: Any) -> int:
+    """Bytes that one request of max_model_len holds at most: needed, or its budget, interval and one chunk.
+
+    Unchanged where prompts are kept whole and for groups that are refused later.
+    """
+    from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
+
+    if len(kv_cache_groups) != 1:
+        return needed
+    block_size = kv_cache_groups[0].kv_cache_spec.block_size
+    scheduler = vllm_config.scheduler_config
+    tokens = _options(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
+    if tokens is None:
+        return needed
+    blocks = -(-min(vllm_config.model_config.max_model_len, tokens) // block_size)
+    return min(needed, blocks * int(_pool_bytes_per_block(vllm_config, kv_cache_groups)))
+
+
+def install_front_end() -> None:
+    """Wrap what a front end with compression needs. Idempotent; other configurations see no change."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    wrap(StatLoggerManager, "__init__", _counting)
+    wrap(InputProcessor, "process_inputs", _checking)
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """StatLoggerManager.__init__: our logger first, so that others do not see the field that we borrow."""
+
+    def __init__(
+        self: Any,
+        vllm_config: Any,
+        engine_idxs: Any = None,
+        custom_stat_loggers: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if is_asked_for(vllm_config.additional_config, {}):
+            custom_stat_loggers = [make_stat_logger(), *(custom_stat_loggers or ())]
+        original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
+
+    return __init__
+
+
+def make_stat_logger() -> type:
+    """A class for vLLM's list of loggers; made here because others need not load the module of its base."""
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+    class ReclaimStatLogger(AggregateStatLoggerBase):
+        """Takes our figures out of the statistics of a step and counts them."""
+
+        def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+            self.counters = Counters(vllm_config.model_config.served_model_name, engine_indexes)
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            figures = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
+            if figures and FIGURES in figures:
+                scheduler_stats.kv_connector_stats = (
+                    None  # no connector's statistics, as loggers behind us think
+                )
+                self.counters.add(figures[FIGURES], engine_idx)
+
+        def log_engine_initialized(self) -> None:
+            """Said when the configuration was made."""
+
+    return ReclaimStatLogger
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """InputProcessor.process_inputs: wrong settings are an error of this request, not of the engine."""
+
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        if is_asked_for(self.vllm_config.additional_config, {}):
+            check_request(request, self.vllm_config)
+        return request
+
+    return process_inputs
+
+
+def check_request(request: Any, vllm_config: Any) -> None:
+    """Raises: VLLMValidationError, HTTP 400, for settings that are wrong or too large for the pool."""
+    from vllm.exceptions import VLLMValidationError
+
+    if request.sampling_params is None:
+        return
+    extra_args = request.sampling_params.extra_args
+    try:
+        settings = _options(vllm_config).of_request(extra_args)
+        if settings is None or most_tokens(settings, 1, 1) is None:
+            _check_length(request, vllm_config)
+        elif request.resumable and KEY in (extra_args or {}):
+            raise InvalidArgumentError(
+                f"{KEY} is given for a session of streaming input, which is never compressed; "
+                f"send its whole prompt at once, or {KEY} = 'off'."
+            )
+    except InvalidArgumentError as error:
+        raise VLLMValidationError(str(error), parameter=KEY) from None
+
+
+def _check_length(request: Any, vllm_config: Any) -> None:
+    """A request that keeps all its tokens must fit the pool, or it would preempt itself for ever.
+
+    Raises: InvalidArgumentError.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if not cache.num_gpu_blocks:
+        return
+    engines = (
+        parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    )
+    room = (cache.num_gpu_blocks // engines - 1) * cache.block_size
+    ids = request.prompt_token_ids
+    prompt = len(ids) if ids is not None else request.prompt_embeds.shape[0]
+    length = min(prompt + request.sampling_params.max_tokens, vllm_config.model_config.max_model_len)
+    if length > room:
+        raise InvalidArgumentError(
+            f"this request keeps all its tokens, {prompt} of the prompt and up to "
+            f"{request.sampling_params.max_tokens} of output, and the KV cache holds {room}; "
+            f"lower max_tokens, or let it be compressed ({KEY} = 'on')."
+        )
+
+
+def _options(vllm_config: Any) -> Options:
+    options = Options.find(vllm_config.additional_config, {})
+    assert options is not None, "asked without the option"
+    return options

@@ -1,0 +1,163 @@
+"""What facts.py has to know of vLLM's model: its attention layers, their shapes, and one forward over a
+single token at several positions, by which the layers' rotation is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.rope_probe import POSITIONS, loudest
+
+CANDIDATES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one layer was asked with, in the shard of this rank: queries [8, H, D] and keys [8, K, D],
+    rotated to POSITIONS."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+class Recorder:
+    """Stands in for an attention implementation: keeps queries and keys, answers each token with its own
+    value, and never touches the cache. Everything else is the implementation's own."""
+
+    def __init__(self, impl: Any) -> None:
+        self.impl = impl
+        self.recorded: Recorded | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.impl, name)
+
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Mutates output, the third of args or a keyword, as the implementation would."""
+        output: Tensor = kwargs["output"] if "output" in kwargs else args[2]
+        self.recorded = Recorded(query.clone(), key.clone())
+        output.copy_(value.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).view_as(output))
+        return output
+
+
+def attention_layers(runner: Any) -> list[Attention]:
+    """The decoder's attention layers in the order of their index.
+
+    Raises: UnsupportedModelError where a layer of the model keeps its state elsewhere.
+    """
+    found = get_layers_from_vllm_config(runner.vllm_config, Attention)
+    by_index = {extract_layer_index(name): layer for name, layer in found.items()}
+    expected = runner.model_config.hf_text_config.num_hidden_layers
+    if len(by_index) != len(found) or sorted(by_index) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{runner.model_config.model} has {len(found)} attention layers that vLLM pages, numbers "
+            f"{sorted(by_index)}, but {expected} layers; use a model whose every layer is softmax attention."
+        )
+    return [by_index[index] for index in range(expected)]
+
+
+def shape_of(layer: Attention) -> LayerFacts:
+    """The layer as this rank holds it, without its rotation."""
+    return LayerFacts(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_size,
+        v_head_dim=layer.head_size_v,
+        scale=float(layer.impl.scale),
+        sliding_window=layer.sliding_window,
+        softcap=float(layer.impl.logits_soft_cap or 0) or None,
+        sinks=getattr(layer.impl, "sinks", None),
+    )
+
+
+def total_heads(runner: Any) -> tuple[int, int]:
+    """Query heads and KV heads of the whole model."""
+    config = runner.model_config
+    return int(config.model_arch_config.total_num_attention_heads), int(config.get_total_num_kv_heads())
+
+
+def frequencies(runner: Any) -> list[Tensor]:
+    """The rotary frequencies that the model may use, float64 on its device, as transformers has them: vLLM
+    keeps rounded cosines instead, except where it runs transformers' own modules.
+
+    Raises: UnsupportedModelError if transformers cannot say.
+    """
+    found = frequencies_in(runner.get_model()) or rotary_frequencies(runner.model_config.hf_text_config)
+    return [frequency.to(runner.device) for frequency in found]
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """Rank and size of the tensor-parallel group."""
+    return int(get_tensor_model_parallel_rank()), int(get_tensor_model_parallel_world_size())
+
+
+@torch.inference_mode()
+def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
+    """What every layer is asked for one token at POSITIONS. All ranks have to call it together.
+
+    Raises: UnsupportedModelError if the model cannot be run so, or does not ask a layer.
+    """
+    model = runner.get_model()
+    name = runner.model_config.model
+    positions = torch.tensor(POSITIONS, device=runner.device)
+    try:
+        with _recording(layers) as recorders, _context(runner.vllm_config):
+            token = _token(model, runner.model_config.get_vocab_size(), runner.device)
+            model(input_ids=token, positions=positions)
+    except Exception as error:  # whatever a model may raise: it is passed on, with what was tried
+        raise UnsupportedModelError(
+            f"{name} could not be run on one token to find how it encodes positions "
+            f"({type(error).__name__}: {error}); use a policy without statistics, and leave out stats."
+        ) from error
+    silent = [n for n, recorder in enumerate(recorders) if recorder.recorded is None]
+    if silent:
+        raise UnsupportedModelError(
+            f"layers {silent} of {name} were not asked for attention; use a policy without statistics, and "
+            "leave out stats."
+        )
+    return [recorder.recorded for recorder in recorders if recorder.recorded is not None]
+
+
+@contextmanager
+def _recording(layers: Sequence[Attention]) -> Iterator[list[Recorder]]:
+    """Recorders in place of the layers' implementations, and queries as the model makes them."""
+    before = [(layer.impl, layer.query_quant) for layer in layers]
+    recorders = [Recorder(layer.impl) for layer in layers]
+    try:
+        for layer, recorder in zip(layers, recorders, strict=True):
+            layer.impl, layer.query_quant = recorder, None
+        yield recorders
+    finally:
+        for layer, (impl, query_quant) in zip(layers, before, strict=True):
+            layer.impl, layer.query_quant = impl, query_quant
+
+
+def _context(vllm_config: Any) -> Any:
+    """No attention metadata, no slots to write, no compiled code."""
+    return set_forward_context(
+        None, vllm_config, num_tokens=len(POSITIONS), slot_mapping={}, skip_compiled=True
+    )
+
+
+def _token(model: Any, vocab_size: int, device: torch.device) -> Tensor:
+    """[8]: of ids spread over the vocabulary the one with the largest embedding. Embeddings are summed over
+    the ranks, so that all take the same."""
+    ids = torch.arange(0, vocab_size, -(-vocab_size // CANDIDATES), device=device)
+    return ids[loudest(model.embed_input_ids(ids))].repeat(len(POSITIONS))

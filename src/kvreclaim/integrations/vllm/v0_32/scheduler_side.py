@@ -1,0 +1,181 @@
+"""The scheduler of vLLM 0.32: passes before it schedules, admission by what requests come to hold, figures.
+
+Synchronous and asynchronous scheduling share it. Nothing is patched: the schedulers are subclasses that the
+configuration names, and the KV cache manager of one instance changes its class.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import RequestStatus
+
+from kvreclaim.compression.plan import CompactionPlan, TableState
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm.accounts import Applied
+from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.passes import StepMessage
+from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
+from kvreclaim.integrations.vllm.v0_32 import signatures
+
+FIGURES = "kvreclaim"
+
+
+class Pool:
+    """vLLM's block pool and the tables of its one KV cache group, as accounts.Pool.
+
+    A table keeps its length: the place of a block given back holds the null block, behind the blocks that are
+    left, so that "blocks missing = ceil(tokens / block size) - length of the table" stays right for vLLM.
+    """
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.tables = manager.coordinator.single_type_managers[0]
+        self.pool = manager.block_pool
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.pool.num_gpu_blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    def places(self, request_id: str) -> int:
+        return len(self.tables.req_to_blocks.get(request_id, ()))
+
+    def table(self, request_id: str) -> TableState:
+        blocks = [block for block in self.tables.req_to_blocks[request_id] if not block.is_null]
+        return TableState(
+            [block.block_id for block in blocks],
+            [block.ref_cnt for block in blocks],
+            [block.block_hash is not None for block in blocks],
+        )
+
+    def apply(self, request_id: str, plan: CompactionPlan) -> Applied:
+        old = self.tables.req_to_blocks[request_id]
+        own = {block.block_id: block for block in old if not block.is_null}
+        free_before = self.num_free
+        if plan.strip:
+            self.pool.evict_blocks(set(plan.strip))
+        fresh = iter(self.pool.get_new_blocks(plan.targets.count(None)))
+        targets = [next(fresh) if block is None else own[block] for block in plan.targets]
+        target_ids = tuple(block.block_id for block in targets)
+        holes = [self.pool.null_block] * (len(old) - len(targets))
+        self.tables.req_to_blocks[request_id] = targets + holes
+        self.tables.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
+        kept = set(target_ids)
+        self.pool.free_blocks([block for key, block in reversed(own.items()) if key not in kept])
+        return Applied(target_ids, self.num_free - free_before)
+
+
+class ReclaimKVCacheManager(KVCacheManager):
+    """Admits compressed requests by the blocks that they come to hold, not by their whole length.
+
+    reclaim:   the scheduler's ledger
+    scheduler: whose running requests a newcomer must leave room for
+    """
+
+    reclaim: Ledger
+    scheduler: Any
+
+    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+        """A hit must leave room for one step's tokens, or a prompt longer than the pool would never start."""
+        blocks, num_tokens, boundary = super().get_computed_blocks(request)
+        ledger = self.reclaim
+        chunk = min(request.num_tokens, ledger.max_chunk)
+        most = ledger.pool.num_blocks - -(-chunk // ledger.block_size)
+        if len(blocks.blocks[0]) <= most or ledger.caps(request) is None:
+            return blocks, num_tokens, boundary
+        cut = self.create_kv_cache_blocks((list(blocks.blocks[0][:most]),))
+        return cut, most * ledger.block_size, 0
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            caps = self.reclaim.caps(request)
+            tables = self.coordinator.single_type_managers[0]
+            tables.max_admission_blocks_per_request = None if caps is None else caps.prefill
+            room = self.reclaim.room(request, self.scheduler.running)
+            if room is None:
+                return None
+            kwargs["reserved_blocks"] = max(kwargs.get("reserved_blocks", 0), room)
+        return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+
+class SchedulerHooks:
+    """Goes before vLLM's Scheduler or AsyncScheduler among the bases of a scheduler.
+
+    reclaim: what is compressed and what it has come to; set once vLLM's own parts are made
+    """
+
+    reclaim: Ledger
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
+        signatures.check_core()
+        refuse_groups(kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
+        refuse_scheduler(self)
+        options = Options.find(vllm_config.additional_config, {})
+        assert options is not None, "our scheduler is named only where compression is asked for"
+        manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        block_size = manager.coordinator.single_type_managers[0].block_size
+        max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
+        self.reclaim = Ledger(options, Pool(manager), block_size, max_chunk)
+        manager.__class__ = ReclaimKVCacheManager
+        manager.reclaim, manager.scheduler = self.reclaim, self
+        self._reported = asdict(self.reclaim.totals)
+        self._check_pool()
+
+    def _check_pool(self) -> None:
+        """The pool must hold the longest request at its peak. Raises: InvalidArgumentError."""
+        ledger = self.reclaim
+        longest = self.max_model_len  # type: ignore[attr-defined]
+        needed = ledger.most_blocks(longest)
+        if needed > ledger.pool.num_blocks:
+            settings, have = ledger.options.settings, ledger.pool.num_blocks
+            raise InvalidArgumentError(
+                f"the KV cache has {have} blocks of {ledger.block_size} tokens, and a request "
+                f"of max_model_len {longest} holds up to {needed}: budget {settings.budget}, interval "
+                f"{settings.interval} and one step of {ledger.max_chunk} tokens; lower "
+                "--max-num-batched-tokens or --max-model-len, or give the cache more memory."
+            )
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        passes = self.reclaim.compress(self.running)  # type: ignore[attr-defined]
+        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        alive = tuple(done for done in passes if self.reclaim.is_current(done))
+        if alive:
+            output.kvreclaim = StepMessage(alive)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.reclaim.totals.seconds += getattr(model_runner_output, FIGURES, 0.0)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _free_request_blocks(self, request: Any) -> None:
+        self.reclaim.forget(request.request_id)
+        super()._free_request_blocks(request)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> tuple[Any, Any]:
+        figures = self.reclaim.figures(request)
+        kv_params, ec_params = super()._free_request(request, delay_free_blocks)  # type: ignore[misc]
+        self.reclaim.close(request.request_id)
+        if figures is not None:
+            kv_params = {**(kv_params or {}), FIGURES: figures}
+        return kv_params, ec_params
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """What came since the last statistics, in a field that is free because KV connectors are refused.
+
+        Differences, not sums: with several front ends each of them gets some of the statistics.
+        """
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        totals = asdict(self.reclaim.totals)
+        if stats is not None and totals != self._reported:
+            stats.kv_connector_stats = {FIGURES: {name: totals[name] - self._reported[name] for name in totals}}
+            self._reported = totals
+        return stats

@@ -1,0 +1,161 @@
+"""The V2 model runner of vLLM 0.32 (v1/worker/gpu/model_runner.py; on a CPU v1/worker/cpu/model_runner.py).
+
+The order of a step, in GPUModelRunner.execute_model: finish_requests, add_requests, update_requests (here the
+passes run), block_tables.apply_staged_writes, prepare_inputs, prepare_attn (slots), the sampler's and
+model_state.prepare_attn (lengths). Its InputBatch stays logical: positions are what the model rotates by, and
+the sampler compares seq_lens with the prompt's length on the device, so that a shortened one would wait for
+its prompt for ever. Physical are only the copies that attention gets:
+
+    the row of the block table      rewritten by V2Rows.rewrite, appended to by vLLM
+    the slots of the new tokens     from positions - shift
+    seq_lens, and their bound on the host, by which FlashInfer and the CPU plan
+
+Paths that are not real steps, and why they need nothing:
+
+    profile_run, profile_cudagraph_memory  come before the cache exists, hence before adopt_v2
+    warmup_kernels, mixed warm-up          made-up SchedulerOutputs without a message; they end their requests
+    graph capture, _dummy_run (also of     idx_mapping is arange there, not slots of requests: only a batch
+    data parallel ranks without work)      that the runner's prepare_attn has seen is shifted. Attention gets
+                                           the buffer of lengths in these, too: a replay reads it
+    nothing scheduled                      update_requests and the staged writes precede the early return
+    dual batch overlap, context parallel   prepare their lengths elsewhere: refused at the start
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from kvreclaim.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.applier import Applier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shifted:
+    """A batch with compressed requests, and its shifts [num_reqs] on the host and on the device."""
+
+    batch: Any
+    host: np.ndarray[Any, np.dtype[np.int32]]
+    device: Tensor
+
+
+class V2Rows:
+    """Rows of a V2 runner: a request's row and shift lie at its slot, which another request gets after it.
+
+    slots: of the requests with a shift; no other slot has one.
+    seq_lens: [max_num_reqs] int32, physical. One buffer for ever: CUDA graphs hold its address.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.slots: dict[str, int] = {}
+        self.host = np.zeros(runner.max_num_reqs, dtype=np.int32)
+        self.device = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
+        self.seq_lens = torch.zeros_like(self.device)
+        self.current: Shifted | None = None
+
+    @property
+    def num_shifted(self) -> int:
+        return len(self.slots)
+
+    def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
+        """Before vLLM appends this step's blocks: staged writes of one launch may not overlap."""
+        slot = self.runner.req_states.req_id_to_index[request_id]
+        self.runner.block_tables.append_block_ids(slot, (list(block_ids),), overwrite=True)
+        self._set(slot, shift)
+        self.slots[request_id] = slot
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """By the slots that they had: vLLM has given them away by now."""
+        for request_id in request_ids:
+            slot = self.slots.pop(request_id, None)
+            if slot is not None:
+                self._set(slot, 0)
+
+    def placed(self, batch: Any) -> Any:
+        """The batch to compute slots by: its positions less the shifts. The batch is not changed."""
+        self.current = None
+        if not self.slots:
+            return batch
+        host = self.host[batch.idx_mapping_np]
+        if not host.any():
+            return batch
+        self.current = Shifted(batch, host, self.device[batch.idx_mapping])
+        starts = batch.query_start_loc[: len(host) + 1]
+        per_token = torch.repeat_interleave(
+            self.current.device, starts[1:] - starts[:-1], output_size=batch.num_tokens
+        )
+        return replace(batch, positions=batch.positions[: batch.num_tokens] - per_token)
+
+    def shortened(self, batch: Any) -> Any:
+        """The batch as attention sees it: always in the one buffer, so that capture and replay agree."""
+        lens = self.seq_lens[: batch.seq_lens.shape[0]]
+        lens.copy_(batch.seq_lens)
+        bound = batch.seq_lens_cpu_upper_bound
+        if self.current is not None and self.current.batch is batch:
+            lens[: len(self.current.host)] -= self.current.device
+            bound = bound.clone()
+            bound[: len(self.current.host)] -= torch.from_numpy(self.current.host)
+        return replace(batch, seq_lens=lens, seq_lens_cpu_upper_bound=bound)
+
+    def _set(self, slot: int, shift: int) -> None:
+        """On the device a fill in stream order: no synchronisation, batches before it have read theirs."""
+        self.host[slot] = shift
+        self.device[slot : slot + 1].fill_(shift)
+
+
+class V2Hooks:
+    """Mixed into the runner's class. reclaim: set by adopt_v2."""
+
+    reclaim: Applier
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Passes first: new requests have their slots, finished ones have none, no block is appended yet."""
+        self.reclaim.begin(scheduler_output)
+        super().update_requests(scheduler_output)  # type: ignore[misc]
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """Of real batches. Slots go into vLLM's own persistent buffer, from physical positions."""
+        return super().prepare_attn(_rows(self.reclaim).placed(input_batch))  # type: ignore[misc]
+
+
+class ReclaimModelState(DefaultModelState):
+    """The runner's model_state, through which all attention metadata are made. reclaim: set by adopt_v2."""
+
+    reclaim: Applier
+
+    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of real batches, captures and dummy runs alike."""
+        return super().prepare_attn(_rows(self.reclaim).shortened(input_batch), *args, **kwargs)
+
+
+def adopt_v2(runner: Any, applier: Applier) -> None:
+    """Have this runner carry out passes. After its cache is there and before graphs are captured. A later
+    applier takes the place of an earlier one.
+
+    Raises: UnsupportedModelError for a model whose attention metadata are not made the default way.
+    """
+    state = runner.model_state
+    if type(state) not in (DefaultModelState, ReclaimModelState):
+        raise UnsupportedModelError(
+            f"kv_compression needs a decoder-only text model; {runner.model_config.model} runs with "
+            f"{type(state).__name__} in vLLM's V2 model runner. Leave kv_compression out for it."
+        )
+    runner.reclaim = state.reclaim = applier
+    state.__class__ = ReclaimModelState
+    if not isinstance(runner, V2Hooks):
+        runner.__class__ = type(f"Reclaim{type(runner).__name__}", (V2Hooks, type(runner)), {})
+
+
+def _rows(applier: Applier) -> V2Rows:
+    rows = applier.rows
+    assert isinstance(rows, V2Rows)
+    return rows

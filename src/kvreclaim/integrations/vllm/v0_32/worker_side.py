@@ -1,0 +1,126 @@
+"""The workers of vLLM 0.32: how a model runner learns of our passes. This file is for its V1 runner, which
+CPUs and GPUs share; v2_side.py is for V2.
+
+A runner that is adopted gets a subclass of its own class; no class of vLLM changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from kvreclaim.integrations.vllm.applier import Applier, Rows
+
+
+def is_v2(runner: Any) -> bool:
+    """Whether the runner is of vLLM's second generation."""
+    return bool(runner.vllm_config.use_v2_model_runner)
+
+
+def rows_of(runner: Any) -> Rows:
+    """The adapter to the runner's block tables."""
+    if is_v2(runner):
+        from kvreclaim.integrations.vllm.v0_32.v2_side import V2Rows
+
+        rows: Rows = V2Rows(runner)
+        return rows
+    return V1Rows(runner)
+
+
+def adopt(runner: Any, applier: Applier) -> None:
+    """From now on the runner carries out the passes that come with a step. The applier's rows are
+    rows_of(runner). Idempotent; a later applier takes the place of an earlier one."""
+    if is_v2(runner):
+        from kvreclaim.integrations.vllm.v0_32.v2_side import adopt_v2
+
+        adopt_v2(runner, applier)
+        return
+    runner.reclaim = applier
+    runner.reclaim_rows = applier.rows
+    if not isinstance(runner, V1Hooks):
+        runner.__class__ = type(f"Reclaim{type(runner).__name__}", (V1Hooks, type(runner)), {})
+
+
+def carrier(output: Any) -> Any:
+    """The part of a step's output that reaches the scheduler, attributes included; None if there is none."""
+    for name in ("_model_runner_output", "model_runner_output"):  # V1 and V2, asynchronous
+        output = getattr(output, name, output)
+    return None if output is EMPTY_MODEL_RUNNER_OUTPUT else output
+
+
+class V1Rows:
+    """Rows of the V1 runner.
+
+    shifts: request -> position minus slot, of requests where they differ
+    buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies want it
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.shifts: dict[str, int] = {}
+        self.buffer = runner._make_buffer(runner.max_num_reqs, dtype=torch.int32)
+        if runner.device.type == "cpu":
+            self.buffer.gpu = self.buffer.cpu
+
+    @property
+    def num_shifted(self) -> int:
+        return len(self.shifts)
+
+    def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
+        """In the request's state, from which a row is made when the request returns to the batch, and in its
+        row if it has one."""
+        ids = list(block_ids)
+        self.runner.requests[request_id].block_ids[0][:] = ids
+        row = self.runner.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            table = self.runner.input_batch.block_table
+            table.clear_row(row)
+            table.add_row((ids,), row)
+        self.shifts[request_id] = shift
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.shifts.pop(request_id, None)
+
+    def of_batch(self, request_ids: Sequence[str]) -> Any:
+        """The buffer with these requests' shifts, on its way to the device; None if all are 0."""
+        if not self.shifts:
+            return None
+        count, get = len(request_ids), self.shifts.get
+        shifts = np.fromiter((get(request_id, 0) for request_id in request_ids), np.int32, count)
+        if not shifts.any():
+            return None
+        self.buffer.np[:count] = shifts
+        self.buffer.copy_to_gpu(count)
+        return self.buffer
+
+
+class V1Hooks:
+    """Over GPUModelRunner. Positions stay logical; lengths and slots, which only attention reads, become
+    those of the cache. Buffers are edited in place: CUDA graphs hold their addresses."""
+
+    reclaim: Applier
+    reclaim_rows: V1Rows
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Our rows first: this step's new blocks are appended to them."""
+        self.reclaim.begin(scheduler_output)
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """After vLLM's, which decides by logical lengths which requests are sampled."""
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        runner: Any = self
+        batch = runner.input_batch
+        shift = self.reclaim_rows.of_batch(batch.req_ids)
+        if shift is not None:
+            count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
+            runner.seq_lens[:count] -= shift.gpu[:count]
+            runner.optimistic_seq_lens_cpu[:count] -= shift.cpu[:count]
+            slots = runner.positions[:tokens] - shift.gpu[runner.req_indices.gpu[:tokens]]
+            batch.block_table.compute_slot_mapping(count, runner.query_start_loc.gpu[: count + 1], slots)
+        return result

@@ -1,0 +1,361 @@
+"""The ledger against a pool made of lists, and against a model of every request's slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvreclaim.compression.plan import CompactionPlan, TableState
+from kvreclaim.integrations.vllm.accounts import Applied
+from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.passes import Pass
+
+
+@dataclass
+class FakeRequest:
+    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    wanted: Any = None
+    resumable: bool = False
+    num_computed_tokens: int = 0
+    slots: list[bool] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.num_prompt_tokens, self.num_computed_tokens)
+
+    @property
+    def sampling_params(self) -> Any:
+        return SimpleNamespace(extra_args=None if self.wanted is None else {"kv_compression": self.wanted})
+
+    def grow(self, count: int) -> None:
+        self.slots.extend(self.num_computed_tokens + n < self.num_prompt_tokens for n in range(count))
+        self.num_computed_tokens += count
+
+
+class FakePool:
+    """Blocks as integers; a place given back holds None behind the others, as the real adapter leaves it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = [0] * num_blocks
+        self.indexed = [False] * num_blocks
+        self.tables: dict[str, list[int | None]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self.refs.count(0)
+
+    def places(self, request_id: str) -> int:
+        return len(self.tables.get(request_id, ()))
+
+    def held(self, request_id: str) -> list[int]:
+        return [block for block in self.tables.get(request_id, ()) if block is not None]
+
+    def table(self, request_id: str) -> TableState:
+        held = self.held(request_id)
+        return TableState(held, [self.refs[block] for block in held], [self.indexed[block] for block in held])
+
+    def take(self) -> int:
+        block = self.refs.index(0)
+        self.refs[block], self.indexed[block] = 1, False
+        return block
+
+    def apply(self, request_id: str, plan: CompactionPlan) -> Applied:
+        old, free = self.held(request_id), self.num_free
+        for block in plan.strip:
+            self.indexed[block] = False
+        targets = [self.take() if block is None else block for block in plan.targets]
+        assert all(self.refs[block] == 1 and not self.indexed[block] for block in targets)
+        holes = len(self.tables[request_id]) - len(targets)
+        self.tables[request_id] = [*targets, *[None] * holes]
+        for block in old:
+            self.refs[block] -= block not in targets
+        return Applied(tuple(targets), self.num_free - free)
+
+    def grow(self, request_id: str, num_tokens: int) -> bool:
+        """Places for the tokens, as vLLM counts them; False if the pool is full."""
+        table = self.tables.setdefault(request_id, [])
+        missing = -(-num_tokens // self.block_size) - len(table)
+        if missing > self.num_free:
+            return False
+        table.extend(self.take() for _ in range(missing))
+        return True
+
+    def drop(self, request_id: str) -> None:
+        for block in self.held(request_id):
+            self.refs[block] -= 1
+        self.tables.pop(request_id, None)
+
+    def check(self) -> None:
+        counted = [block for name in self.tables for block in self.held(name)]
+        assert [counted.count(block) for block in range(self.num_blocks)] == self.refs
+        assert all(len(set(self.held(name))) == len(self.held(name)) for name in self.tables)
+
+
+BASE = {"policy": "streaming_llm", "sinks": 2, "recent": 3}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random arrivals, chunks, sharing, preemptions and ends."""
+
+    @initialize(
+        size=st.sampled_from([1, 4, 8]),
+        budget=st.integers(6, 40),
+        interval=st.integers(1, 20),
+        chunk=st.integers(1, 40),
+        blocks=st.integers(4, 60),
+        protect=st.booleans(),
+    )
+    def start(self, size: int, budget: int, interval: int, chunk: int, blocks: int, protect: bool) -> None:
+        fields = BASE | {"budget": budget, "interval": interval, "protect_prompt": protect}
+        self.options = Options.read(fields, "the test")
+        self.pool = FakePool(blocks, size)
+        self.ledger = Ledger(self.options, self.pool, size, chunk)
+        self.requests: list[FakeRequest] = []
+        self.made = 0
+
+    @rule(prompt=st.integers(1, 150), wanted=st.sampled_from([None, None, None, "on", "off", {"budget": 6}]))
+    def arrive(self, prompt: int, wanted: Any) -> None:
+        self.requests.append(FakeRequest(f"r{self.made}", prompt, 50, wanted))
+        self.made += 1
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A new request takes the indexed head of an uncompressed one."""
+        source = data.draw(st.sampled_from(self.requests))
+        full = source.num_computed_tokens // self.pool.block_size
+        if len(source.slots) < source.num_computed_tokens or not full:
+            return
+        head = self.pool.held(source.request_id)[:full]
+        twin = FakeRequest(f"r{self.made}", source.num_prompt_tokens, 50)
+        self.made += 1
+        twin.grow(full * self.pool.block_size)
+        self.pool.tables[twin.request_id] = list(head)
+        for block in head:
+            self.pool.refs[block] += 1
+            self.pool.indexed[block] = True
+        self.requests.append(twin)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """One schedule: passes, then growth; who does not fit preempts the last, perhaps itself."""
+        before = {r.request_id: (self.pool.held(r.request_id), list(r.slots)) for r in self.requests}
+        passes = self.ledger.compress(self.requests)
+        assert len({done.request_id for done in passes}) == len(passes)
+        for done in passes:
+            self.check_pass(done, *before[done.request_id])
+        assert not any(self.is_overdue(r) for r in self.requests) or self.ledger.totals.postponed
+        preempted = []
+        for request in list(self.requests):
+            if request.request_id in preempted:
+                continue
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            count = data.draw(st.integers(1, min(left, self.ledger.max_chunk))) if left > 0 else 1
+            while not self.pool.grow(request.request_id, request.num_computed_tokens + count):
+                victim = next(r for r in reversed(self.requests) if r.request_id not in preempted)
+                self.preempt(victim)
+                preempted.append(victim.request_id)
+                if victim is request:
+                    break
+            if request.request_id not in preempted:
+                self.check_cap(request, count)
+                request.grow(count)
+        for done in passes:
+            assert self.ledger.is_current(done) == (done.request_id not in preempted)
+
+    def preempt(self, request: FakeRequest) -> None:
+        self.ledger.forget(request.request_id)
+        self.pool.drop(request.request_id)
+        request.num_computed_tokens, request.slots = 0, []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        figures = self.ledger.figures(request)
+        assert (figures is None) == (request.wanted == "off")
+        if figures is not None:
+            assert figures["kv_tokens"] == len(request.slots)
+        self.ledger.forget(request.request_id)
+        self.pool.drop(request.request_id)
+        self.ledger.close(request.request_id)
+        self.requests.remove(request)
+
+    def check_pass(self, done: Pass, held: list[int], slots: list[bool]) -> None:
+        request = next(r for r in self.requests if r.request_id == done.request_id)
+        size, own = self.pool.block_size, done.settings
+        assert request.wanted != "off"
+        assert done.source_ids == tuple(held)
+        assert (done.num_tokens, done.logical_len) == (len(slots), request.num_computed_tokens)
+        assert own.budget <= done.keep < own.budget + size
+        assert (done.num_tokens - done.keep) % size == 0 < done.num_tokens - done.keep
+        assert done.shift == request.num_computed_tokens - done.keep
+        assert done.first == (len(slots) == request.num_computed_tokens)
+        assert done.target_ids == tuple(self.pool.held(done.request_id))
+        assert len(done.target_ids) == -(-done.keep // size)
+        if own.protect_prompt:
+            assert slots == [place < done.prompt_slots for place in range(len(slots))]
+        request.slots = self.survivors(done, slots)
+
+    def survivors(self, done: Pass, slots: list[bool]) -> list[bool]:
+        """What a worker keeps: sinks and recent slots, then (where it is protected) the prompt, then others."""
+        own = done.settings
+        edge = len(slots) - own.recent
+        rank = [
+            (sink_or_recent, own.protect_prompt and prompt, -place)
+            for place, prompt in enumerate(slots)
+            for sink_or_recent in [place < own.sinks or place >= edge]
+        ]
+        kept = sorted(sorted(range(len(slots)), key=rank.__getitem__, reverse=True)[: done.keep])
+        return [slots[place] for place in kept]
+
+    def is_overdue(self, request: FakeRequest) -> bool:
+        own = self.options.of_request(request.sampling_params.extra_args)
+        return own is not None and len(request.slots) >= own.budget + max(own.interval, self.pool.block_size)
+
+    def check_cap(self, request: FakeRequest, count: int) -> None:
+        caps = self.ledger.caps(request)
+        if caps is None or self.ledger.totals.postponed:
+            return
+        shared = any(self.pool.indexed[block] for block in self.pool.held(request.request_id))
+        in_prompt = request.num_computed_tokens < request.num_prompt_tokens
+        if not shared:
+            assert len(self.pool.held(request.request_id)) <= (caps.prefill if in_prompt else caps.decode)
+
+    @invariant()
+    def every_block_is_counted(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check()
+            for request in self.requests:
+                assert len(self.pool.held(request.request_id)) == -(-len(request.slots) // self.pool.block_size)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def make_ledger(num_blocks: int = 129, **fields: Any) -> Ledger:
+    given = {"policy": "streaming_llm", "budget": 256, **fields}
+    return Ledger(Options.read(given, "the test"), FakePool(num_blocks, 32), 32, 2048)
+
+
+def computed(ledger: Ledger, name: str, prompt: int, count: int, wanted: Any = None) -> FakeRequest:
+    request = FakeRequest(name, prompt, 400, wanted)
+    assert ledger.pool.grow(name, count)
+    request.grow(count)
+    return request
+
+
+def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
+    ledger = make_ledger()
+    request = computed(ledger, "a", 100, 383)
+    assert ledger.compress([request]) == []
+    ledger.pool.grow("a", 384)
+    request.grow(1)
+    (done,) = ledger.compress([request])
+    assert (done.num_tokens, done.keep, done.shift, done.logical_len) == (384, 256, 128, 384)
+    assert ledger.figures(request) == {
+        "tokens_evicted": 128,
+        "blocks_freed": 4,
+        "compactions": 1,
+        "kv_tokens": 256,
+    }
+    assert (ledger.totals.tokens_evicted, ledger.totals.blocks_freed, ledger.totals.compactions) == (128, 4, 1)
+
+
+def test_an_interval_below_a_block_acts_as_a_block() -> None:
+    ledger = make_ledger(interval=1)
+    request = computed(ledger, "a", 100, 287)
+    assert ledger.compress([request]) == []
+    ledger.pool.grow("a", 288)
+    request.grow(1)
+    assert [done.keep for done in ledger.compress([request])] == [256]
+
+
+def test_sessions_that_resume_are_left_alone() -> None:
+    ledger = make_ledger()
+    request = computed(ledger, "a", 100, 1000)
+    request.resumable = True
+    assert ledger.compress([request]) == []
+    assert ledger.caps(request) is None
+
+
+def test_figures_outlive_a_preemption_and_end_with_the_request() -> None:
+    ledger = make_ledger()
+    request = computed(ledger, "a", 100, 384)
+    (done,) = ledger.compress([request])
+    ledger.forget("a")
+    assert not ledger.is_current(done)
+    figures = ledger.figures(request)
+    assert figures is not None
+    assert figures["compactions"] == 1
+    ledger.close("a")
+    assert ledger.accounts == {}
+
+
+def test_a_pass_without_blocks_is_postponed_and_nothing_changes() -> None:
+    ledger = make_ledger(num_blocks=12)
+    request = computed(ledger, "a", 100, 384)
+    for block in ledger.pool.held("a"):
+        ledger.pool.refs[block] += 1
+    before = list(ledger.pool.tables["a"])
+    assert ledger.compress([request]) == []
+    assert (ledger.totals.postponed, ledger.pool.tables["a"]) == (1, before)
+    for block in ledger.pool.held("a"):
+        ledger.pool.refs[block] -= 1
+    assert len(ledger.compress([request])) == 1
+
+
+def test_settings_that_cannot_be_read_leave_the_request_whole(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = make_ledger()
+    request = computed(ledger, "a", 100, 1000, "nonsense")
+    assert ledger.compress([request]) == []
+    assert "request a is not compressed: kv_compression is 'nonsense'" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_caps_are_the_peak_of_a_prompt_and_of_decoding() -> None:
+    ledger = make_ledger()
+    long, short = FakeRequest("a", 5000, 400), FakeRequest("b", 100, 30)
+    whole = FakeRequest("c", 5000, 400, "off")
+    caps = ledger.caps(long)
+    assert caps is not None
+    assert (caps.prefill, caps.decode) == (-(-(256 + 127 + 2048) // 32), 12)
+    caps = ledger.caps(short)
+    assert caps is not None
+    assert (caps.prefill, caps.decode) == (4, 5)
+    assert ledger.caps(whole) is None
+
+
+def test_room_admits_what_fits_together_in_the_end() -> None:
+    """129 blocks hold ten requests of 12 blocks, but not eleven."""
+    ledger = make_ledger()
+    running = [computed(ledger, f"r{n}", 800, 256) for n in range(10)]
+    for request in running:
+        request.num_prompt_tokens = 256
+        assert ledger.compress([request]) == []
+    newcomer = FakeRequest("new", 800, 400)
+    assert ledger.room(newcomer, running) is None
+    assert ledger.room(newcomer, running[:9]) == 9
+    assert ledger.room(newcomer, []) == 0
+    assert ledger.room(FakeRequest("off", 800, 400, "off"), running) == 0
+
+
+def test_room_keeps_a_prompt_under_way_its_peak() -> None:
+    ledger = make_ledger()
+    half = computed(ledger, "half", 800, 320)
+    assert ledger.compress([half]) == []
+    assert ledger.room(FakeRequest("new", 800, 400), [half]) == 25 - 10

@@ -1,0 +1,207 @@
+"""What the plugin for vLLM can be asked, and what it says to what it cannot."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from kvreclaim.compression import policy_names
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm.options import Options, most_tokens
+from kvreclaim.integrations.vllm.settings import Settings
+
+PLAIN = {"policy": "streaming_llm", "budget": 512, "interval": 64}
+FULL = PLAIN | {
+    "sinks": 8,
+    "recent": 32,
+    "protect_prompt": True,
+    "mode": "per_head",
+    "stats": "here.safetensors",
+    "options": {},
+    "opt_in": True,
+}
+
+
+def read(**fields: Any) -> Options:
+    return Options.read({**PLAIN, **fields}, "the test")
+
+
+@pytest.mark.parametrize("config", [None, {}, {"other": 1}, object(), "text"])
+def test_nobody_asks(config: object) -> None:
+    assert Options.find(config, {}) is None
+
+
+def test_every_field_arrives_and_survives_json_and_pickle() -> None:
+    options = Options.find({"kv_compression": FULL}, {})
+    assert options is not None
+    assert options.as_json() == FULL
+    plain = json.loads(json.dumps(options.as_json()))
+    assert Options.find({"kv_compression": plain}, {}) == options
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert hash(options.settings) == hash(options.settings.changed({}))
+
+
+def test_the_variable_is_the_same_object_as_json() -> None:
+    options = Options.find({}, {"KVRECLAIM_VLLM": json.dumps(FULL)})
+    assert options == Options.read(FULL, "the test")
+    assert Options.find({"kv_compression": FULL}, {"KVRECLAIM_VLLM": json.dumps(FULL)}) == options
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "words"),
+    [
+        ({"kv_compression": PLAIN}, json.dumps(FULL), "ask for different things; keep one"),
+        (object(), json.dumps(FULL), "additional_config is object, which cannot carry it"),
+        ({}, "", "KVRECLAIM_VLLM is '', which is no JSON"),
+        ({}, "[1]", r"KVRECLAIM_VLLM is \[1\]; it must be an object"),
+    ],
+)
+def test_a_variable_that_cannot_be_followed(config: object, variable: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        Options.find(config, {"KVRECLAIM_VLLM": variable})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"buget": 3}, "has no field 'buget'; its fields are policy, budget, interval"),
+        ({"budget": "256"}, "budget is '256'; it must be an integer"),
+        ({"budget": 100}, r"sinks \+ recent = 132"),
+        ({"interval": 0}, "interval is 0"),
+        ({"policy": "nonsense"}, "policy 'nonsense' is unknown"),
+        ({"policy": 3}, "policy 3 is no name"),
+        ({"mode": "all"}, "mode is 'all'"),
+        ({"options": {"x": 1}}, "has no option 'x'"),
+        ({"options": [1]}, r"options is \[1\]"),
+        ({"options": {"x": object()}}, "cannot be read"),
+        ({"stats": 3}, "stats in the test is 3; it must be the path"),
+        ({"opt_in": "yes"}, "opt_in in the test is 'yes'"),
+        ({"policy": "query_mixture"}, "needs query statistics; name a file"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        read(**fields)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("snapkv", "the most recent queries"),
+        ("tova", "the most recent queries"),
+        ("r_kv", "the most recent queries"),
+        ("h2o", "the attention that each token has received"),
+        ("protect(knorm, first=3)", "the position of each kept token"),
+        ("segments", "the position of each kept token"),
+        ("critical", "the weights of the output projection"),
+        ("oracle", "the queries still to come"),
+        ("ada_kv", "unequal numbers of tokens"),
+        ("pyramidkv", "unequal numbers of tokens"),
+        ("paged_eviction", "evicts whole blocks"),
+        ("quest", "reads some blocks only"),
+        ("evict-only(knorm)", "moves nothing"),
+        ("streaming_llm(positions=cache)", "turns keys"),
+    ],
+)
+def test_policies_that_want_what_vllm_has_not(policy: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        read(policy=policy, stats="here.safetensors")
+
+
+def test_every_policy_is_either_taken_or_refused_with_a_reason() -> None:
+    taken = set()
+    for name in policy_names():
+        try:
+            taken.add(read(policy=name, stats="here.safetensors").settings.policy)
+        except InvalidArgumentError as error:
+            assert "vLLM" in str(error) or "needs the option" in str(error), error
+    assert taken >= {
+        "query_mixture",
+        "triattention",
+        "expected_attention",
+        "knorm",
+        "keydiff",
+        "lagkv",
+        "random",
+        "streaming_llm",
+        "full",
+    }
+
+
+def test_a_request_may_say_off_on_or_what_it_wants() -> None:
+    options = read()
+    assert options.of_request(None) == options.of_request({}) == options.settings
+    assert options.of_request({"other": 1}) == options.settings
+    assert options.of_request({"kv_compression": "off"}) is None
+    assert options.of_request({"kv_compression": '"off"'}) is None
+    assert options.of_request({"kv_compression": "on"}) == options.settings
+    smaller = options.settings.changed({"budget": 300, "protect_prompt": True})
+    assert options.of_request({"kv_compression": {"budget": 300, "protect_prompt": True}}) == smaller
+    assert options.of_request({"kv_compression": '{"budget": 300, "protect_prompt": true}'}) == smaller
+    assert options.of_request({"kv_compression": {"policy": "full"}}) is None
+
+
+def test_with_opt_in_silence_means_off() -> None:
+    options = read(opt_in=True)
+    assert options.of_request(None) is None
+    assert options.of_request({"kv_compression": "on"}) == options.settings
+    assert options.of_request({"kv_compression": {"budget": 300}}) == options.settings.changed({"budget": 300})
+
+
+def test_another_policy_does_not_inherit_options() -> None:
+    options = read(policy="random", options={"seed": 3})
+    settings = options.of_request({"kv_compression": {"policy": "knorm"}})
+    assert settings is not None
+    assert (settings.policy, settings.options) == ("knorm", "{}")
+    settings = options.of_request({"kv_compression": {"budget": 300}})
+    assert settings is not None
+    assert settings.options == '{"seed": 3}'
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("of", "kv_compression is 'of', which is no JSON"),
+        (3, "kv_compression is 3; it must be 'off', 'on' or an object"),
+        ("[1]", r"kv_compression is \[1\]"),
+        ({"budget": 513}, "budget is 513 tokens; this server was started with 512"),
+        ({"interval": 65}, "interval is 65 tokens; this server was started with 64"),
+        ({"budget": 0}, "budget is 0"),
+        ({"stats": "x"}, "no field 'stats'; statistics are loaded when the server starts"),
+        ({"opt_in": True}, "no field 'opt_in'"),
+        ({"policy": "triattention"}, "needs query statistics that this server"),
+        ({"policy": "snapkv"}, "the most recent queries"),
+    ],
+)
+def test_what_a_request_may_not_say(wanted: object, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        read().of_request({"kv_compression": wanted})
+
+
+def test_statistics_of_the_servers_policy_serve_policies_that_need_no_more() -> None:
+    options = read(policy="query_mixture", stats="here.safetensors")
+    for policy in ("triattention", "knorm"):
+        settings = options.of_request({"kv_compression": {"policy": policy}})
+        assert settings is not None
+        assert settings.policy == policy
+    with pytest.raises(InvalidArgumentError, match="has not loaded"):
+        read(policy="triattention", stats="x").of_request({"kv_compression": {"policy": "query_mixture"}})
+
+
+def test_a_server_that_keeps_everything_sets_no_limit() -> None:
+    options = read(policy="full")
+    assert options.of_request(None) is None
+    settings = options.of_request({"kv_compression": {"policy": "knorm", "budget": 4096}})
+    assert settings is not None
+    assert settings.budget == 4096
+
+
+def test_most_tokens_is_budget_interval_and_a_chunk() -> None:
+    settings = Settings(policy="knorm", budget=512, interval=64)
+    assert most_tokens(settings, 32, 2048) == 512 + 63 + 2048
+    assert most_tokens(settings, 128, 2048) == 512 + 127 + 2048
+    assert most_tokens(settings.changed({"policy": "full"}), 32, 2048) is None
+    assert read().bound(32, 256) == 512 + 63 + 256

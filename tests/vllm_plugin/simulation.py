@@ -1,0 +1,299 @@
+"""vLLM's real scheduler, KV cache manager and block pool with a worker made of plain lists, fast enough to fuzz.
+
+The worker keeps, for every slot of every block, which token's state was written there last, and for every request
+which states it has to find. A block given back too early, written while shared, hit although its content was
+computed over an evicted context, or read through a wrong row shows as a wrong state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+STOP = 7
+State = tuple[Any, ...]
+
+
+def make_scheduler(
+    model: Path,
+    num_blocks: int,
+    options: Mapping[str, Any] | None,
+    *,
+    asynchronous: bool = False,
+    v2: bool = False,
+    **engine: Any,
+) -> Any:
+    """The scheduler that an engine with these options would make; None: vLLM's own.
+
+    num_blocks: of the pool, the null block included
+    engine:     of EngineArgs; lengths in tokens
+    """
+    given = {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine}
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        additional_config={"kv_compression": dict(options)} if options is not None else {},
+        **given,
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = asynchronous
+    if options is not None:
+        from kvreclaim.integrations.vllm.v0_32.front_side import take_over
+
+        take_over(config)
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(
+        block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    register_all_kvcache_specs(config)
+    made = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        block_size=given["block_size"],
+        log_stats=True,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+    made.use_v2_model_runner = v2
+    return made
+
+
+@dataclass
+class Row:
+    """A request inside the worker: its blocks, how far it is, and the states that it must find in its slots."""
+
+    block_ids: list[int]
+    num_computed: int
+    shift: int = 0
+    states: list[State] = field(default_factory=list)
+
+
+class ListWorker:
+    """Executes steps as a model runner does: forget, compress, take blocks, write, then read everything."""
+
+    def __init__(self, num_blocks: int, block_size: int, random: Random) -> None:
+        self.size = block_size
+        self.random = random
+        self.cells: list[State] = [()] * (num_blocks * block_size)
+        self.rows: dict[str, Row] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.chains: dict[str, list[int]] = {}
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        cached = output.scheduled_cached_reqs
+        fresh = [data.req_id for data in output.scheduled_new_reqs]
+        gone = (*output.finished_req_ids, *(output.preempted_req_ids or ()), *fresh, *cached.resumed_req_ids)
+        for request_id in gone:
+            self.rows.pop(request_id, None)
+        message = getattr(output, "kvreclaim", None)
+        for done in message.passes if message else ():
+            self.compress(done)
+        for data in output.scheduled_new_reqs:
+            self.rows[data.req_id] = Row(list(data.block_ids[0]), data.num_computed_tokens)
+        for request_id, new, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self.rows[request_id] = Row(list(new[0]), computed)
+            elif new is not None:
+                self.rows[request_id].block_ids.extend(new[0])
+            assert self.rows[request_id].num_computed == computed
+        for request_id in (*fresh, *cached.resumed_req_ids):
+            row = self.rows[request_id]
+            row.states = [self.full_state(request_id, place) for place in range(row.num_computed)]
+        for request_id, count in output.num_scheduled_tokens.items():
+            self.compute(request_id, count)
+        for request_id, row in self.rows.items():
+            self.check(request_id, row)
+        return self.sample(output)
+
+    def compress(self, done: Any) -> None:
+        row = self.rows[done.request_id]
+        assert row.block_ids == list(done.source_ids), "the scheduler and the worker differ in the row"
+        assert (len(row.states), row.num_computed) == (done.num_tokens, done.logical_len)
+        assert done.first == (row.shift == 0)
+        self.check(done.request_id, row)
+        kept = sorted(self.random.sample(range(done.num_tokens), done.keep))
+        row.states = [row.states[place] for place in kept]
+        row.block_ids = list(done.target_ids)
+        row.shift += done.num_tokens - done.keep
+        assert row.shift == done.shift
+        assert len(row.block_ids) == -(-done.keep // self.size)
+        for place in range(len(row.block_ids) * self.size):
+            self.cells[self.slot(row, place)] = row.states[place] if place < done.keep else ("tail",)
+
+    def compute(self, request_id: str, count: int) -> None:
+        row = self.rows[request_id]
+        for place in range(row.num_computed, row.num_computed + count):
+            own = ("own", request_id, place, self.random.random())
+            row.states.append(own if row.shift else self.full_state(request_id, place))
+            self.cells[self.slot(row, place - row.shift)] = row.states[-1]
+        row.num_computed += count
+        assert len(row.block_ids) == -(-len(row.states) // self.size), "blocks to spare, or too few"
+
+    def check(self, request_id: str, row: Row) -> None:
+        for place in range(0, len(row.states), self.size):
+            expected = row.states[place : place + self.size]
+            slot = self.slot(row, place)
+            found = self.cells[slot : slot + len(expected)]
+            assert found == expected, f"{request_id} finds {found} from {place} on, not {expected}"
+
+    def sample(self, output: Any) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for request_id in ids:
+            tokens = self.tokens[request_id]
+            done = self.rows[request_id].num_computed >= len(tokens)
+            sampled.append([Random(f"{request_id} {len(tokens)}").randrange(2, 500)] if done else [])
+            tokens.extend(sampled[-1])
+        return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+
+    def full_state(self, request_id: str, place: int) -> State:
+        """Of a token computed over its whole context, which names it."""
+        chain = self.chains.setdefault(request_id, [0])
+        while len(chain) < place + 2:
+            chain.append(hash((chain[-1], self.tokens[request_id][len(chain) - 1])))
+        return ("full", place, chain[place + 1])
+
+    def slot(self, row: Row, place: int) -> int:
+        return row.block_ids[place // self.size] * self.size + place % self.size
+
+
+class World:
+    """A scheduler and its worker, step by step, with the whole structure checked after each."""
+
+    def __init__(self, scheduler: Any, seed: int = 0) -> None:
+        init_none_hash(sha256)
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.tables = self.manager.coordinator.single_type_managers[0]
+        self.size = self.tables.block_size
+        self.worker = ListWorker(self.pool.num_gpu_blocks, self.size, Random(seed))
+        self.depth = 2 if isinstance(scheduler, AsyncScheduler) else 1
+        self.flying: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.steps = self.peak = self.hits = self.num_passes = 0
+        self.outputs: dict[str, Any] = {}
+
+    def add(
+        self, name: str, prompt: Sequence[int], max_tokens: int, wanted: Any = None, **more: Any
+    ) -> Request:
+        """Queue a request; wanted: its extra_args["kv_compression"]."""
+        extra = None if wanted is None else {"kv_compression": wanted}
+        stop = more.pop("stop", False)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=list(range(2, 8)) if stop else None,
+            extra_args=extra,
+        )
+        hasher = get_request_block_hasher(self.size, sha256)
+        request = Request(name, list(prompt), params, None, block_hasher=hasher, **more)
+        self.worker.tokens[name] = list(prompt)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> None:
+        """Schedule one step and execute it; take in outputs as many steps later as are in flight."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.check_message(getattr(output, "kvreclaim", None))
+            started = [data.req_id for data in output.scheduled_new_reqs]
+            for name in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
+                # A reset drops what was in flight: vLLM tells the worker again which tokens there are.
+                self.worker.tokens[name] = list(self.requests[name].all_token_ids)
+                self.worker.chains.pop(name, None)
+            self.hits += sum(data.num_computed_tokens for data in output.scheduled_new_reqs)
+            self.flying.append((output, self.worker.execute(output)))
+            self.steps += output.total_num_scheduled_tokens > 0
+            self.peak = max(self.peak, self.used)
+        if len(self.flying) >= self.depth or not self.scheduler.has_unfinished_requests():
+            while self.flying:
+                self.take_in(*self.flying.popleft())
+                if len(self.flying) < self.depth:
+                    break
+        self.check_pool()
+
+    def take_in(self, output: Any, result: ModelRunnerOutput) -> None:
+        for batch in self.scheduler.update_from_output(output, result).values():
+            self.outputs.update({item.request_id: item for item in batch.outputs})
+
+    def drain(self, limit: int = 5000) -> None:
+        """Run until nothing is left. Raises: AssertionError if that takes more than limit steps."""
+        for _ in range(limit):
+            if not (self.scheduler.has_requests() or self.flying):
+                return
+            self.step()
+        raise AssertionError(f"{self.scheduler.get_request_counts()} requests left after {limit} steps")
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def preemptions(self) -> int:
+        return sum(request.num_preemptions for request in self.requests.values())
+
+    @property
+    def used(self) -> int:
+        """Blocks held by requests."""
+        return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
+
+    def held(self, name: str) -> list[int]:
+        return [block.block_id for block in self.tables.req_to_blocks.get(name, ()) if not block.is_null]
+
+    def check_message(self, message: Any) -> None:
+        """What is about to be written belongs to one request and is in no index."""
+        assert message is None or message.passes, "a message without a pass"
+        seen: set[int] = set()
+        for done in message.passes if message else ():
+            self.num_passes += 1
+            assert self.held(done.request_id)[: len(done.target_ids)] == list(done.target_ids)
+            assert (done.num_tokens - done.keep) % self.size == 0
+            for block_id in done.target_ids:
+                block = self.pool.blocks[block_id]
+                assert block.ref_cnt == 1 and block.block_hash is None
+                assert block_id not in seen
+                seen.add(block_id)
+
+    def check_pool(self) -> None:
+        """Every block is free, or counted by exactly the tables that hold it."""
+        counts = [0] * self.pool.num_gpu_blocks
+        for name in list(self.tables.req_to_blocks):
+            held = self.held(name)
+            assert len(set(held)) == len(held)
+            for block_id in held:
+                counts[block_id] += 1
+        free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
+        assert len(free) == self.pool.get_num_free_blocks()
+        for block in self.pool.blocks:
+            if not block.is_null:
+                assert block.ref_cnt == counts[block.block_id]
+                assert (block.block_id in free) == (block.ref_cnt == 0)
+
+    def check_empty(self) -> None:
+        """Nothing is left of anybody."""
+        assert not self.tables.req_to_blocks
+        assert not self.scheduler.requests
+        assert self.used == 0
+        if (ledger := getattr(self.scheduler, "reclaim", None)) is not None:
+            assert not ledger.accounts
+        assert self.scheduler.reset_prefix_cache()

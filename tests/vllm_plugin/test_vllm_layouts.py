@@ -1,0 +1,171 @@
+"""Where vLLM's backends put keys and values: on CPUs written by vLLM's own kernels, for GPUs in every layout that
+vLLM allocates. Whatever is written must be read in token order, and compaction must move what was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache, PackedLayout
+from kvreclaim.integrations.vllm.v0_32 import attention
+
+L, B, K, D = 3, 8, 2, 64
+TOKENS = 75
+TABLE = (6, 1, 4, 3, 2)
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def cpu_layer(isa: str, block_size: int, dtype: torch.dtype, cache_dtype: str = "auto") -> Any:
+    """What attention.py reads of an Attention layer, around vLLM's own way of storing."""
+    stored = dtype if cache_dtype == "auto" else torch.uint8
+    impl = SimpleNamespace(attn_type="decoder", kv_cache_dtype=cache_dtype)
+    impl.do_kv_cache_update = CPUAttentionBackendImpl.do_kv_cache_update.__get__(impl)
+    return SimpleNamespace(
+        layer_name="model.layers.0.self_attn.attn",
+        attn_backend=CPUAttentionBackend,
+        kv_cache=torch.zeros(B, K, block_size, 2 * D, dtype=stored),
+        kv_cache_dtype=cache_dtype,
+        head_size=D,
+        impl=impl,
+        isa=isa,
+        _k_scale_float=0.5,
+        _v_scale_float=2.0,
+    )
+
+
+def fill(layer: LayerCache, table: tuple[int, ...], size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random tokens into the table's first slots: keys and values [K, T, D]."""
+    noise = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(TOKENS, K, D, generator=noise).to(layer.compute) for _ in range(2))
+    slots = torch.tensor([block * size + place for block in table for place in range(size)])[:TOKENS]
+    layer.write(keys, values, slots)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def check(views: CacheViews, rounded: Callable[[Tensor, int], Tensor] = lambda x, part: x) -> None:
+    """Read what was written, then after a compaction what was kept; targets among the sources and beside them."""
+    table = TABLE[: -(-TOKENS // views.block_size)]
+    written = [fill(layer, table, views.block_size, n) for n, layer in enumerate(views.layers)]
+    ids = views.block_ids(table)
+    count = views.block_size + 5
+    noise = torch.Generator().manual_seed(99)
+    rows = [torch.randperm(TOKENS, generator=noise)[:count].sort().values for _ in range(len(written) * K)]
+    kept = torch.stack(rows).view(len(written), K, count)
+    for n, pair in enumerate(written):
+        for part, want in enumerate(pair):
+            assert torch.equal(views.read(n, ids, TOKENS, part).float(), rounded(want, part).float())
+    target = views.block_ids((table[1], 7))
+    views.compact(kept, ids, target)
+    for n, pair in enumerate(written):
+        for part, want in enumerate(pair):
+            stay = rounded(want, part).take_along_dim(kept[n][..., None], 1)
+            assert torch.equal(views.read(n, target, count, part).float(), stay.float())
+
+
+@pytest.mark.parametrize(("isa", "block_size"), [("vec", 32), ("vec", 64), ("vec16", 16), ("vec16", 48)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_the_cpu_backend_writes(isa: str, block_size: int, dtype: torch.dtype) -> None:
+    layer = attention._layer_cache(cpu_layer(isa, block_size, dtype), dtype)
+    views = CacheViews([layer], B)
+    views.prove()
+    assert not layer.cache.any()
+    check(views)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_the_cpu_backend_writes_in_fp8(cache_dtype: str, dtype: torch.dtype) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM stores fp8 on CPUs with AVX-512 only")
+    layer = attention._layer_cache(cpu_layer("vec", 32, dtype, cache_dtype), dtype)
+    views = CacheViews([layer], B)
+    views.prove()
+
+    def rounded(x: Tensor, part: int) -> Tensor:
+        scale = (0.5, 2.0)[part]
+        return (x.float() / scale).to(FP8[cache_dtype]).float() * scale
+
+    check(views, rounded)
+
+
+def test_another_order_on_a_cpu_is_learned_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in pairs of dims, as processors with matrix tiles store them; then one that changes under way."""
+    layer = cpu_layer("amx", 32, torch.bfloat16)
+    raw = layer.kv_cache.view(B, K, 2 * 32 * D)
+
+    def pairs(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
+            block, place = divmod(slot, 32)
+            raw[block, :, : 32 * D].view(K, D // 2, 32, 2)[:, :, place] = key.view(K, D // 2, 2)
+            raw[block, :, 32 * D :].view(K, 16, D, 2)[:, place // 2, :, place % 2] = value
+
+    layer.impl.do_kv_cache_update = pairs
+    views = CacheViews([attention._layer_cache(layer, torch.bfloat16)], B)
+    assert isinstance(views.layouts[0], PackedLayout)
+    views.prove()
+    check(views)
+    real = cpu_layer("vec", 32, torch.bfloat16)
+    real.kv_cache = layer.kv_cache
+    monkeypatch.setattr(
+        layer.impl, "do_kv_cache_update", lambda _, *args: real.impl.do_kv_cache_update(real, *args)
+    )
+    with pytest.raises(UnsupportedModelError, match="not where kvreclaim reads it"):
+        views.prove()
+
+
+def gpu_caches(
+    layout: KVCacheLayout, block_size: int, dtype: torch.dtype, kernel: int | None
+) -> list[Tensor]:
+    """The layers' views [B, K, S, 2D] as vLLM makes them of one buffer."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=K, head_size=D, dtype=dtype)
+    page = spec.page_size_bytes
+    block_first = layout.is_block_outermost
+    heads_first = layout.value[:3] == (1, 2, 0)
+    tensor = KVCacheTensor(
+        size=L * B * page,
+        layers=[f"layer.{n}" for n in range(L)],
+        layer_stride=page // K if heads_first else page if block_first else B * page,
+        block_stride=L * page if block_first else page,
+    )
+    raw = torch.zeros(tensor.size, dtype=torch.int8)
+    return create_kv_cache_views(raw, spec, B, layout, tensor, kernel_block_size=kernel)
+
+
+def flash_layer(cache: Tensor, dtype: torch.dtype) -> LayerCache:
+    """As the GPU backends store: the first D of a slot are its key."""
+    size = cache.shape[2]
+
+    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        parts = cache.transpose(1, 2).split(D, dim=-1)
+        for part, rows in zip(parts, (keys, values), strict=True):
+            part[slots // size, slots % size] = rows.to(cache.dtype)
+
+    return LayerCache("flash", cache, D, cache.dtype, dtype, 1.0, 1.0, write, packed=False)
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_every_layout_of_gpus(layout: KVCacheLayout) -> None:
+    caches = gpu_caches(layout, 16, torch.bfloat16, None)
+    views = CacheViews([flash_layer(cache, torch.bfloat16) for cache in caches], B)
+    views.prove()
+    assert not any(cache.any() for cache in caches)
+    check(views)
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC], ids=lambda layout: layout.name)
+def test_kernel_blocks_smaller_than_those_of_the_tables(layout: KVCacheLayout) -> None:
+    caches = gpu_caches(layout, 32, torch.bfloat16, 16)
+    assert caches[0].shape[:3] == (2 * B, K, 16)
+    views = CacheViews([flash_layer(cache, torch.bfloat16) for cache in caches], B)
+    assert (views.ratio, views.block_size) == (2, 32)
+    views.prove()
+    check(views)

@@ -1,0 +1,157 @@
+"""What compression gives back is the pool's again: capacity, aborts, preemptions, prompts longer than the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from engines import Engine, Watch
+from models import random_prompts
+from oracle import check_logprobs, passes_of
+
+CASE = {"policy": "streaming_llm", "budget": 256, "interval": 128}
+TIGHT = {"policy": "keydiff", "budget": 128, "interval": 64, "sinks": 4, "recent": 32}
+BLOCK = 32
+POOL = 24
+
+
+def serve_ten(model: Path, compression: dict[str, Any] | None) -> tuple[Watch, list[int]]:
+    """10 requests of 800 + 400 tokens in a pool of 4,160. Returns also the blocks each request held after a pass."""
+    engine = Engine(model, compression=compression, num_blocks=130, chunk=2048)
+    after_passes: list[int] = []
+    if compression is not None:
+        pool, apply = engine.scheduler.reclaim.pool, engine.scheduler.reclaim.pool.apply
+
+        def counted(request_id: str, plan: Any) -> Any:
+            done = apply(request_id, plan)
+            after_passes.append(len(pool.table(request_id).block_ids))
+            return done
+
+        pool.apply = counted
+    for prompt in random_prompts([800] * 10, seed=1):
+        engine.add(prompt, 400)
+    watch = engine.run()
+    assert engine.is_empty()
+    engine.close()
+    return watch, after_passes
+
+
+def test_ten_requests_that_do_not_fit_whole(tiny_model: Path) -> None:
+    whole, _ = serve_ten(tiny_model, None)
+    ours, after_passes = serve_ten(tiny_model, CASE)
+    assert whole.preemptions > 0
+    assert ours.preemptions == 0
+    assert whole.steps >= 2.5 * ours.steps
+    assert max(ours.running) == 10
+    budget, cap = 256 // BLOCK, (256 + 128) // BLOCK
+    assert set(after_passes) == {budget}
+    decoding = [used for used, running in zip(ours.used, ours.running, strict=True) if running == 10][10:]
+    assert decoding
+    assert max(decoding) <= 10 * cap
+    print(set(after_passes), max(decoding), min(decoding), whole.steps, ours.steps)
+    assert min(decoding) <= 10 * (budget + 1)
+
+
+@pytest.fixture(scope="module")
+def tight(tiny_model: Path) -> Iterator[Engine]:
+    """736 tokens for requests of up to 4096."""
+    engine = Engine(tiny_model, compression=TIGHT, num_blocks=POOL, chunk=128, max_len=4096)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of the tight engine leaves it empty at once, without an idle step."""
+    yield
+    if "tight" in request.fixturenames:
+        engine = request.getfixturevalue("tight")
+        assert engine.used_blocks() == 0
+        assert not engine.scheduler.reclaim.accounts
+        assert engine.is_empty()
+
+
+def test_prompts_of_three_times_the_pool(tight: Engine, tiny_model: Path) -> None:
+    prompts = random_prompts((2300, 2250), seed=2)
+    with tight.traced() as trace:
+        names = [tight.add(prompt, 60) for prompt in prompts]
+        watch = tight.run()
+    assert watch.preemptions == 0
+    for name, prompt in zip(names, prompts, strict=True):
+        assert len(prompt) >= 3 * (POOL - 1) * BLOCK
+        answer = tight.answer(name)
+        check_logprobs(tiny_model, prompt, answer.tokens, answer.logprobs, passes_of(trace, name))
+        assert answer.figures["kv_tokens"] <= 128 + 64
+        assert answer.figures["tokens_evicted"] + answer.figures["kv_tokens"] == len(prompt) + 59
+
+
+def test_compressed_requests_come_back_from_a_preemption(
+    tight: Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = tight.scheduler.reclaim
+    monkeypatch.setattr(ledger, "room", lambda request, running: 0)
+    monkeypatch.setattr(tight.scheduler, "scheduler_reserve_full_isl", False)
+    shifts: dict[str, int] = {}
+    forget = ledger.forget
+
+    def noted(request_id: str) -> None:
+        if request_id in ledger.accounts and not tight.scheduler.requests[request_id].is_finished():
+            shifts[request_id] = ledger.accounts[request_id].state.shift
+        forget(request_id)
+
+    monkeypatch.setattr(ledger, "forget", noted)
+    prompts = random_prompts([400] * 5, seed=3)
+    with tight.traced() as trace:
+        names = [tight.add(prompt, 150) for prompt in prompts]
+        watch = tight.run()
+    assert watch.preemptions >= len(shifts) > 0
+    assert any(shifts.values()), "nobody was preempted after a pass"
+    for name, prompt in zip(names, prompts, strict=True):
+        answer = tight.answer(name)
+        assert len(answer.tokens) == 150
+        check_logprobs(tiny_model, prompt, answer.tokens, answer.logprobs, passes_of(trace, name))
+
+
+def test_hits_that_fill_the_pool_leave_room_for_a_chunk(tight: Engine, tiny_model: Path) -> None:
+    """22 of 23 blocks are in the prefix index; a longer prompt with this head gets 19 of them."""
+    head, tail = random_prompts((704, 900), seed=4)
+    tight.generate([head], 2, settings="off")
+    with tight.traced() as trace:
+        [answer] = tight.generate([head + tail], 80)
+    assert answer.cached_tokens == (POOL - 1 - 128 // BLOCK) * BLOCK
+    check_logprobs(
+        tiny_model, head + tail, answer.tokens, answer.logprobs, passes_of(trace, answer.request_id)
+    )
+
+
+def test_abort_storm(tight: Engine) -> None:
+    """200 requests, two thirds of them aborted at random moments: waiting, in the prompt, compressed."""
+    random = Random(5)
+    alive: list[str] = []
+    aborted: set[str] = set()
+    made = 0
+
+    def stir() -> None:
+        nonlocal made
+        for _ in range(random.randrange(6)):
+            if made < 200:
+                [prompt] = random_prompts([random.randrange(1, 700)], seed=made)
+                settings = "off" if len(prompt) < 300 and random.random() < 0.2 else None
+                alive.append(tight.add(prompt, random.randrange(1, 120), settings=settings))
+                made += 1
+        for _ in range(random.randrange(4)):
+            name = random.choice(alive)
+            aborted.add(name)
+            tight.abort([name])
+
+    stir()
+    tight.run(after_step=stir)
+    assert made == 200
+    assert len(aborted) > 50
+    assert tight.runner.reclaim.rows.num_shifted == 0 or tight.scheduler.finished_req_ids
+    for name in set(alive) - aborted:
+        assert tight.answer(name).tokens
+

@@ -1,0 +1,263 @@
+"""What does not compose with the plugin is refused with the reason. Configurations only, no engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from configs import SCHEDULER, SMALL, make_config, make_model
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.integrations.vllm.config_refusals import refuse_config
+from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers, refuse_scheduler
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                }
+            },
+            "speculative decoding",
+        ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "a KV connector",
+        ),
+        ({"kv_offloading_size": 1.0}, "KV offloading"),
+        (
+            {"ec_transfer_config": {"ec_connector": "ExampleConnector", "ec_role": "ec_both"}},
+            "an encoder-cache connector",
+        ),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype int8_per_token_head"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"scheduler_cls": "some.other.Scheduler"}, "--scheduler-cls"),
+        ({"worker_cls": "some.other.Worker"}, "--worker-cls"),
+    ],
+)
+def test_options_that_do_not_compose_are_refused_with_the_reason(
+    options: dict[str, Any], word: str, tiny_model: Path
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make_config(tiny_model, **options)
+    assert word in str(caught.value)
+    assert re.search("; (remove|use|leave)", str(caught.value)), "says what to do"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_offloading_size": 1.0}, {"pipeline_parallel_size": 2}, {"kv_cache_dtype": "int8_per_token_head"}],
+)
+def test_the_same_options_are_fine_where_nobody_asks(options: dict[str, Any], tiny_model: Path) -> None:
+    assert make_config(tiny_model, None, **options).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"])
+def test_these_cache_dtypes_are_taken(dtype: str, tiny_model: Path) -> None:
+    assert make_config(tiny_model, kv_cache_dtype=dtype).scheduler_config.scheduler_cls == SCHEDULER
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "word"),
+    [
+        ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size = 2"),
+        ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size = 2"),
+        ("parallel_config.ubatch_size", 2, "dual-batch overlap"),
+        ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism"),
+        ("aux_output_config.enable_return_routed_experts", True, "routed experts"),
+        ("attention_config.hisparse_config", SimpleNamespace(), "HiSparse"),
+        ("model_config.runner_type", "pooling", "runner type 'pooling'"),
+        ("model_config.is_encoder_decoder", True, "an encoder-decoder model"),
+        ("model_config.is_diffusion", True, "a diffusion language model"),
+        ("model_config.is_mm_prefix_lm", True, "both directions"),
+        ("model_config.model_arch_config.rswa_window", 64, "R-SWA"),
+        ("model_config.hf_text_config.alibi", True, "ALiBi"),
+        ("model_config.hf_config.dual_chunk_attention_config", {}, "dual-chunk attention"),
+    ],
+)
+def test_what_this_build_cannot_configure_is_refused_as_well(
+    path: str, value: object, word: str, tiny_model: Path
+) -> None:
+    """Set after the fact: on a CPU vLLM itself refuses them, or needs a model that cannot be made small."""
+    config = make_config(tiny_model, None)
+    refuse_config(config)
+    *owners, name = path.split(".")
+    owner: Any = config
+    for step in owners:
+        owner = getattr(owner, step)
+    object.__setattr__(owner, name, value)
+    with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=word):
+        refuse_config(config)
+
+
+# Models that are refused.
+
+
+def qwen3(**more: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32, **more)
+
+
+def mla() -> transformers.PretrainedConfig:
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "first_k_dense_replace": 2}
+    return transformers.DeepseekV2Config(
+        **SMALL, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, **heads, **experts
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "architecture", "word"),
+    [
+        (mla, "DeepseekV2ForCausalLM", "multi-head latent attention"),
+        (
+            lambda: transformers.MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=2),
+            "MambaForCausalLM",
+            "a model without attention",
+        ),
+        (
+            lambda: transformers.JambaConfig(**SMALL, num_key_value_heads=2, num_experts=2),
+            "JambaForCausalLM",
+            "a hybrid model",
+        ),
+        (
+            lambda: qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=1),
+            "Qwen3ForCausalLM",
+            r"sliding-window layers \(1 of 2 with a window of 64 tokens\)",
+        ),
+        (
+            lambda: qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=0),
+            "Qwen3ForCausalLM",
+            r"sliding-window layers \(all, with a window of 64 tokens\)",
+        ),
+    ],
+    ids=["MLA", "Mamba", "hybrid", "some windows", "all windows"],
+)
+def test_models_with_other_caches_are_refused_by_name(
+    make: Callable[[], transformers.PretrainedConfig], architecture: str, word: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", make(), architecture)
+    with pytest.raises(UnsupportedModelError, match=word):
+        make_config(model)
+    assert make_config(model, None).scheduler_config.scheduler_cls is None
+
+
+def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    model = make_model(
+        tmp_path / "model", qwen3(sliding_window=64, use_sliding_window=False), "Qwen3ForCausalLM"
+    )
+    assert make_config(model).scheduler_config.scheduler_cls == SCHEDULER
+
+
+# What only the engine core and the workers see.
+
+
+def spec(kind: type = FullAttentionSpec, **more: Any) -> Any:
+    return kind(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, **more)
+
+
+def cache_config(*specs: Any) -> Any:
+    groups = [KVCacheGroupSpec([f"model.layers.{n}.attn"], one) for n, one in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_one_group_of_full_attention_is_taken() -> None:
+    refuse_groups(cache_config(spec()))
+    refuse_groups(cache_config(spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)))
+
+
+@pytest.mark.parametrize(
+    ("specs", "word"),
+    [
+        ([], "has 0"),
+        ([spec(), spec(SlidingWindowSpec, sliding_window=64)], "FullAttentionSpec, SlidingWindowSpec"),
+        ([spec(SlidingWindowSpec, sliding_window=64)], "a cache of kind SlidingWindowSpec"),
+        ([spec(sliding_window=64)], r"sliding-window layers \(sliding_window = 64\)"),
+        ([spec(attention_chunk_size=64)], "chunked attention"),
+        ([spec(non_causal=True)], "both directions"),
+        ([spec(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)], "INT8_PER_TOKEN_HEAD"),
+        ([spec(tokens_per_state=4)], "a compressed cache"),
+        ([spec(num_head_slots=1)], "packed heads"),
+        ([spec(state_content_bytes=64)], "packed keys and values"),
+    ],
+)
+def test_groups_of_other_kinds_are_refused(specs: list[Any], word: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=word):
+        refuse_groups(cache_config(*specs))
+
+
+def scheduler(**more: Any) -> Any:
+    manager = SimpleNamespace(block_size=32)
+    usual = {"connector": None, "ec_connector": None, "defer_block_free": False, "hash_block_size": 32}
+    coordinator = SimpleNamespace(single_type_managers=[manager])
+    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator), **{**usual, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"connector": object()}, "a KV connector"),
+        ({"ec_connector": object()}, "an encoder-cache connector"),
+        ({"defer_block_free": True}, "put off"),
+        ({"hash_block_size": 16}, "hashes of 16 tokens in blocks of 32"),
+    ],
+)
+def test_schedulers_that_free_otherwise_are_refused(more: dict[str, Any], word: str) -> None:
+    refuse_scheduler(scheduler())
+    with pytest.raises(InvalidArgumentError, match=word):
+        refuse_scheduler(scheduler(**more))
+
+
+def layer(backend: str = "FLASH_ATTN", **more: Any) -> Any:
+    usual = {
+        "attn_backend": SimpleNamespace(get_name=lambda: backend),
+        "attn_type": "decoder",
+        "impl": SimpleNamespace(alibi_slopes=None),
+        "sliding_window": None,
+        "kv_sharing_target_layer_name": None,
+        "head_size": 64,
+        "head_size_v": 64,
+        "num_kv_heads": 2,
+    }
+    return SimpleNamespace(**{**usual, **more})
+
+
+@pytest.mark.parametrize(
+    ("second", "word"),
+    [
+        (layer("FLEX_ATTENTION"), "attention backend FLEX_ATTENTION in second"),
+        (layer(attn_type="encoder_only"), "type 'encoder_only'"),
+        (layer(impl=SimpleNamespace(alibi_slopes=torch.ones(2))), "ALiBi in second"),
+        (layer(sliding_window=64), "a sliding window of 64 tokens in second"),
+        (layer(kv_sharing_target_layer_name="first"), "shared with another layer"),
+        (layer(head_size_v=32), "unequal size"),
+        (layer(num_kv_heads=4), r"\[\(2, 64\), \(4, 64\)\]"),
+    ],
+)
+def test_layers_that_attend_otherwise_are_refused(second: Any, word: str) -> None:
+    refuse_layers({"first": layer(), "other": layer("TRITON_ATTN")})
+    with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=word):
+        refuse_layers({"first": layer(), "second": second})
+
+
+def test_a_model_without_attention_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no attention layer"):
+        refuse_layers({})

@@ -1,0 +1,123 @@
+"""The scheduler side against vLLM's own scheduler and block pool, without a model: see simulation.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from kvreclaim.errors import InvalidArgumentError
+from simulation import World, make_scheduler
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 16384,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+SMALL = {"policy": "streaming_llm", "budget": 64, "interval": 40, "sinks": 4, "recent": 16}
+RUNNERS = pytest.mark.parametrize(
+    ("asynchronous", "v2"), [(False, False), (True, False), (True, True)], ids=["sync", "async", "async-v2"]
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a config alone: no weights are read."""
+    path = tmp_path_factory.mktemp("config")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(8, 500) for _ in range(count)]
+
+
+WANTED: list[Any] = [None, None, None, "on", '{"budget": 40}', {"budget": 33, "interval": 1}, {"protect_prompt": True}]
+
+
+@RUNNERS
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traffic_leaves_every_block_where_it_belongs(
+    model: Path, asynchronous: bool, v2: bool, seed: int
+) -> None:
+    random = Random(seed)
+    pool = random.choice([14, 20, 40])
+    world = World(
+        make_scheduler(
+            model,
+            pool,
+            SMALL,
+            asynchronous=asynchronous,
+            v2=v2,
+            max_model_len=2048,
+            max_num_batched_tokens=random.choice([64, 128, 200]),
+            max_num_seqs=random.choice([2, 8]),
+            scheduling_policy=random.choice(["fcfs", "priority"]),
+        ),
+        seed,
+    )
+    if random.random() < 0.5:  # admission without a forecast: preemptions
+        world.scheduler.reclaim.room = lambda request, running: 0
+    prefixes = [tokens(random, random.choice([40, 100, 300])) for _ in range(3)]
+    for number in range(40):
+        for _ in range(random.randrange(12)):
+            world.step()
+        prompt = random.choice(prefixes)[: random.randrange(1, 400)] + tokens(random, random.randrange(1, 200))
+        if random.random() < 0.2 and world.requests:
+            prompt = list(random.choice(list(world.requests.values()))._all_token_ids)[:900]
+        wanted, longest = random.choice(WANTED), 150
+        if random.random() < 0.2 and len(prompt) < 250:
+            wanted, longest = "off", 100
+        world.add(f"r{number}", prompt, random.randrange(1, longest), wanted, stop=random.random() < 0.3,
+                  priority=random.randrange(3))
+        if random.random() < 0.15:
+            world.abort(random.choice(list(world.requests)))
+        if random.random() < 0.05:
+            world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    world.drain()
+    assert world.num_passes > 20
+    world.check_empty()
+
+
+CASE = {"policy": "streaming_llm", "budget": 256, "interval": 128}
+
+
+def run_case(model: Path, options: dict[str, Any] | None, asynchronous: bool, chunk: int = 2048) -> World:
+    """10 requests of 800 + 400 tokens in a pool of 4,160, the null block included."""
+    world = World(
+        make_scheduler(
+            model, 130, options, asynchronous=asynchronous, max_model_len=2048, max_num_batched_tokens=chunk
+        )
+    )
+    for number in range(10):
+        world.add(f"r{number}", tokens(Random(number), 800), 400)
+    world.drain()
+    world.check_empty()
+    return world
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("chunk", [2048, 256])
+def test_capacity(model: Path, asynchronous: bool, chunk: int) -> None:
+    plain = run_case(model, None, asynchronous, chunk)
+    ours = run_case(model, CASE, asynchronous, chunk)
+    print("steps", plain.steps, ours.steps, "preemptions", plain.preemptions(), "peak", plain.peak, ours.peak)
+    assert plain.preemptions() > 0
+    assert ours.preemptions() == 0
+    assert plain.steps >= 2.5 * ours.steps
+
+
+def test_a_pool_below_budget_interval_and_a_chunk_is_refused(model: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="has 8 blocks of 32 tokens.*holds up to 12.*max-num-batched"):
+        make_scheduler(model, 9, SMALL | {"budget": 200}, max_model_len=2048, max_num_batched_tokens=128)

@@ -1,0 +1,97 @@
+"""A vLLM that is not the one that the plugin was written against is refused, with every difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from configs import make_config
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+
+from kvreclaim.errors import UnsupportedVllmError
+from kvreclaim.integrations.vllm import check, expect
+from kvreclaim.integrations.vllm.v0_32 import signatures
+
+
+def test_the_installed_vllm_is_as_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "DIFFERS" not in printed
+    assert "source differs" not in printed
+    assert "ok             vllm.v1.core.block_pool:BlockPool.free_blocks(self, ordered_blocks) #" in printed
+
+
+def test_every_difference_is_named_at_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_blocks(self: Any, ordered_blocks: Any, prepend: bool = False) -> None: ...
+
+    monkeypatch.setattr(BlockPool, "free_blocks", free_blocks)
+    monkeypatch.delattr(BlockPool, "evict_blocks")
+    with pytest.raises(UnsupportedVllmError) as caught:
+        signatures.check_core()
+    for part in (
+        "kvreclaim 0.",
+        f"vLLM {vllm.__version__}",
+        "BlockPool.free_blocks is (self, ordered_blocks, prepend=False), expected (self, ordered_blocks)",
+        "BlockPool.evict_blocks is missing",
+        "0.32.*",
+        "docs/vllm.md",
+    ):
+        assert part in str(caught.value)
+    signatures.check_front()
+
+
+def test_a_changed_front_end_stops_the_configuration_only_if_asked(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache_utils, "_pool_bytes_per_block", lambda vllm_config, groups, layout: 0)
+    with pytest.raises(
+        UnsupportedVllmError, match=r"_pool_bytes_per_block is \(vllm_config, groups, layout\)"
+    ):
+        make_config(tiny_model)
+    assert make_config(tiny_model, None).scheduler_config.scheduler_cls is None
+
+
+def test_check_prints_what_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def get_new_blocks(self: Any, num_blocks: int) -> Any: ...
+
+    monkeypatch.setattr(BlockPool, "get_new_blocks", get_new_blocks)
+    monkeypatch.setattr(BlockPool, "touch", lambda self: None)
+    assert check.main(["--differences"]) == 1
+    printed = capsys.readouterr().out
+    assert "source differs vllm.v1.core.block_pool:BlockPool.get_new_blocks(self, num_blocks)" in printed
+    assert "BlockPool.touch is (self), expected (self, blocks)" in printed
+
+
+def test_the_printed_table_is_the_one_we_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--table"]) == 0
+    printed = {line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm.")}
+    text = (Path(signatures.__file__).parent / signatures.TABLE).read_text(encoding="utf-8")
+    ours = {line for line in text.splitlines() if line.startswith("vllm.")}
+    assert printed == {line for line in ours if "flashinfer" not in line} | (printed & ours)
+
+
+def test_a_subclass_that_overrides_otherwise_differs() -> None:
+    class Odd(BlockPool):  # type: ignore[misc]
+        def free_blocks(self, ordered_blocks: Any, later: bool = False) -> None: ...
+
+    rows = [row for row in signatures.sections()["core"] if ":BlockPool." in row.where]
+    expect.check_overrides(BlockPool, rows)
+    with pytest.raises(
+        UnsupportedVllmError, match=r"Odd.free_blocks is \(self, ordered_blocks, later=False\)"
+    ):
+        expect.check_overrides(Odd, rows)
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0.0"])
+def test_an_unknown_version_is_refused_only_if_asked(
+    version: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(UnsupportedVllmError, match=rf"does not know vLLM {version}; known: 0\.32\.\*"):
+        make_config(tiny_model)
+    assert make_config(tiny_model, None).scheduler_config.scheduler_cls is None
