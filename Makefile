@@ -105,8 +105,10 @@ $(VLLM_STAMP):
 	$(VLLM_BIN)/python scripts/name_vllm.py
 	@touch $@
 
-# The plugin inside vLLM: a process per file, because vLLM changes torch for good, and two files at a time.
-VLLM_TEST_FILES ?= $(wildcard tests/vllm_plugin/test_*.py)
+# The plugin inside vLLM: a process per file, because vLLM changes torch for good, two at a time, the longest first.
+VLLM_LONGEST := $(patsubst %,tests/vllm_plugin/test_vllm_%.py,tp v2 pool oracle async compiled inert)
+VLLM_ALL := $(wildcard tests/vllm_plugin/test_*.py)
+VLLM_TEST_FILES ?= $(filter $(VLLM_LONGEST),$(VLLM_ALL)) $(filter-out $(VLLM_LONGEST),$(VLLM_ALL))
 VLLM_JOBS ?= 2
 export VLLM_TEST_LIMIT_S ?= 600
 

@@ -1,21 +1,21 @@
-"""The worker's half of a pass, over caches of several makes: against copies kept in plain lists."""
+"""The worker's half of a pass: what is chosen, moved and told, and in which order."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
 from kvreclaim.compression import Compressor
-from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.applier import MAX_COMPRESSORS, Applier
-from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache, PackedLayout, StridedLayout
+from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
 from kvreclaim.integrations.vllm.settings import Settings
@@ -23,90 +23,7 @@ from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 
-L, B, K, S, D = 2, 9, 2, 8, 16
 SETTINGS = Settings(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
-
-
-def plain_writer(cache: Tensor) -> Any:
-    """Keys in [..., :D], values in [..., D:]."""
-
-    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        for row, slot in enumerate(slots.tolist()):
-            cache[slot // S, :, slot % S, :D] = keys[row]
-            cache[slot // S, :, slot % S, D:] = values[row]
-
-    return write
-
-
-def paired_writer(cache: Tensor) -> Any:
-    """Keys in pairs of dims, as processors with tiles want them; values in pairs of slots, and first."""
-    raw = cache.view(B, K, 2 * S * D)
-
-    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        for row, slot in enumerate(slots.tolist()):
-            block, place = divmod(slot, S)
-            for dim in range(D):
-                raw[block, :, S * D + (dim // 2) * 2 * S + place * 2 + dim % 2] = keys[row, :, dim]
-                raw[block, :, (place // 2) * 2 * D + dim * 2 + place % 2] = values[row, :, dim]
-
-    return write
-
-
-def transposed_writer(cache: Tensor) -> Any:
-    """Keys as [D, S], then values as [S, D]."""
-    raw = cache.view(B, K, 2 * S * D)
-
-    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        for row, slot in enumerate(slots.tolist()):
-            block, place = divmod(slot, S)
-            raw[block, :, place : S * D : S] = keys[row]
-            raw[block, :, S * D + place * D : S * D + (place + 1) * D] = values[row]
-
-    return write
-
-
-WRITERS = {"plain": plain_writer, "paired": paired_writer, "transposed": transposed_writer}
-
-
-def make_layers(make: str, dtype: torch.dtype = torch.float32) -> list[LayerCache]:
-    layers = []
-    for n in range(L):
-        cache = torch.randn(B, K, S, 2 * D).to(dtype)
-        write = WRITERS[make](cache)
-        layers.append(LayerCache(f"layer {n}", cache, D, dtype, dtype, 1.0, 1.0, write, make != "plain"))
-    return layers
-
-
-@dataclass
-class Book:
-    """What a request's tokens ought to be: keys and values by layer, [K, T, D], and each slot's position."""
-
-    tokens: list[tuple[Tensor, Tensor]]
-    positions: list[list[list[int]]] = field(default_factory=list)
-
-    @classmethod
-    def write(cls, layers: list[LayerCache], blocks: Sequence[int], num_tokens: int) -> Book:
-        """Fill the first num_tokens slots of these blocks with random tokens."""
-        slots = torch.tensor([block * S + place for block in blocks for place in range(S)])[:num_tokens]
-        book = cls([])
-        for layer in layers:
-            keys, values = (torch.randn(num_tokens, K, D).to(layer.compute) for _ in range(2))
-            layer.write(keys, values, slots)
-            book.tokens.append((keys.transpose(0, 1).clone(), values.transpose(0, 1).clone()))
-        return book
-
-    def keep(self, kept: Tensor) -> None:
-        """kept: [L | 1, K | 1, M]."""
-        rows = kept.expand(L, K, -1)
-        self.tokens = [
-            tuple(torch.stack([x[head, rows[n, head]] for head in range(K)]) for x in pair)  # type: ignore[misc]
-            for n, pair in enumerate(self.tokens)
-        ]
-
-    def check(self, views: CacheViews, blocks: Sequence[int]) -> None:
-        for n, pair in enumerate(self.tokens):
-            for part, want in enumerate(pair):
-                assert torch.equal(views.read(n, views.block_ids(blocks), want.shape[1], part), want)
 
 
 class FakeRows:
@@ -137,6 +54,12 @@ def make_applier(views: CacheViews, settings: Settings = SETTINGS) -> tuple[Appl
     return Applier(Options(settings), make_facts(), None, views, rows), rows
 
 
+def chosen(book: Book, num_tokens: int, keep: int) -> Tensor:
+    """What the policy keeps of a request that has never been compressed."""
+    compressor = Compressor(SETTINGS.make_config(), make_facts())
+    return compressor.choose(lambda n: DenseSource(*book.tokens[n]), num_tokens, 0, num_tokens, keep=keep)
+
+
 def output(*passes: Pass, **ids: Any) -> Any:
     step = SimpleNamespace(
         finished_req_ids=ids.get("finished", set()),
@@ -155,106 +78,13 @@ def make_pass(name: str, source: tuple[int, ...], target: tuple[int, ...], token
 
 
 @pytest.mark.parametrize("make", WRITERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_order_is_found_and_proved(make: str, dtype: torch.dtype) -> None:
-    layers = make_layers(make, dtype)
-    before = [layer.cache.clone() for layer in layers]
-    views = CacheViews(layers, B)
-    views.prove()
-    for layer, cache in zip(layers, before, strict=True):
-        assert torch.equal(layer.cache, cache)
-    kind = PackedLayout if make == "paired" else StridedLayout
-    assert all(isinstance(layout, kind) for layout in views.layouts)
-    Book.write(layers, (5, 2, 7), 19).check(views, (5, 2, 7))
-
-
-@pytest.mark.parametrize("make", WRITERS)
-@pytest.mark.parametrize("target", [(5, 2), (2, 5), (7, 4), (3, 8)], ids=str)
-def test_survivors_move_and_nothing_else(make: str, target: tuple[int, ...]) -> None:
-    """Also where targets are sources, in any order."""
-    layers = make_layers(make)
-    views = CacheViews(layers, B)
-    book, source = Book.write(layers, (5, 2, 7, 4), 27), (5, 2, 7, 4)
-    others = {
-        block: [layer.cache[block].clone() for layer in layers] for block in range(B) if block not in target
-    }
-    kept = torch.stack(
-        [torch.stack([torch.randperm(27)[:13].sort().values for _ in range(K)]) for _ in range(L)]
-    )
-    views.compact(kept, views.block_ids(source), views.block_ids(target))
-    book.keep(kept)
-    book.check(views, target)
-    for block, before in others.items():
-        assert all(torch.equal(layer.cache[block], x) for layer, x in zip(layers, before, strict=True))
-
-
-def test_kernel_blocks_are_parts_of_table_blocks() -> None:
-    """The backend counts blocks of S slots, the tables blocks of 3 S."""
-    layers = make_layers("plain")
-    views = CacheViews(layers, B // 3)
-    assert views.block_size == 3 * S
-    views.prove()
-    book = Book.write(layers, (6, 7, 8, 0, 1, 2), 40)
-    book.check(views, (2, 0))
-    kept = torch.arange(0, 40, 2)[None, None]
-    views.compact(kept, views.block_ids((2, 0)), views.block_ids((1,)))
-    book.keep(kept)
-    book.check(views, (1,))
-
-
-def test_fp8_is_moved_as_bytes_and_read_with_its_scale() -> None:
-    scale = torch.tensor([0.5, 0.03125])
-
-    def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        rows = [(keys / scale[:, None]), values / 2.0]
-        plain_writer(cache)(*(x.to(torch.float8_e4m3fn).view(torch.uint8) for x in rows), slots)
-
-    cache = torch.zeros(B, K, S, 2 * D, dtype=torch.uint8)
-    layer = LayerCache("fp8", cache, D, torch.float8_e4m3fn, torch.bfloat16, scale, 2.0, write, False)
-    views = CacheViews([layer], B)
-    views.prove()
-    keys, values = (torch.randn(11, K, D) for _ in range(2))
-    layer.write(keys, values, torch.arange(11) + 3 * S)
-    ids = views.block_ids((3, 4))
-    want = (keys / scale[:, None]).to(torch.float8_e4m3fn).float() * scale[:, None]
-    assert torch.equal(views.read(0, ids, 11, 0), want.transpose(0, 1))
-    assert torch.equal(
-        views.read(0, ids, 11, 1), ((values / 2).to(torch.float8_e4m3fn).float() * 2).transpose(0, 1)
-    )
-    kept = torch.tensor([[[1, 4, 9]]])
-    views.compact(kept, ids, views.block_ids((4,)))
-    assert torch.equal(views.read(0, views.block_ids((4,)), 3, 0), want.transpose(0, 1)[:, kept[0, 0]])
-
-
-def test_an_order_that_nobody_knows_is_refused() -> None:
-    def scrambling(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        plain_writer(layer.cache)(keys.flip(1), values, slots)  # the heads in each other's place
-
-    def losing(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        paired_writer(lost.cache)(keys, keys, slots)
-
-    layer = replace(make_layers("plain")[0], write=scrambling)
-    with pytest.raises(UnsupportedModelError, match="not where kvreclaim reads it"):
-        CacheViews([layer], B).prove()
-    lost = replace(make_layers("paired")[0], write=losing)
-    with pytest.raises(UnsupportedModelError, match="could not be learned"):
-        CacheViews([lost], B)
-    with pytest.raises(UnsupportedModelError, match="9.* blocks for a pool of 4"):
-        CacheViews(make_layers("plain"), 4)
-
-
-@pytest.mark.parametrize("make", WRITERS)
 def test_a_step_keeps_what_the_policy_chooses(make: str) -> None:
     """Two passes: the second request's survivors go into a block that the first has just given back."""
     layers = make_layers(make)
     views = CacheViews(layers, B)
     applier, rows = make_applier(views)
     books = Book.write(layers, (1, 2, 3), 24), Book.write(layers, (4, 5, 6, 7), 27)
-    chooser = Compressor(SETTINGS.make_config(), make_facts())
-    wanted = [
-        chooser.choose(lambda n, book=book: DenseSource(*book.tokens[n]), tokens, 0, tokens, keep=keep)
-        for book, tokens, keep in ((books[0], 24, 16), (books[1], 27, 19))
-    ]
+    wanted = [chosen(books[0], 24, 16), chosen(books[1], 27, 19)]
     applier.begin(
         output(
             make_pass("a", (1, 2, 3), (1, 8), 24),
@@ -271,6 +101,22 @@ def test_a_step_keeps_what_the_policy_chooses(make: str) -> None:
     assert seconds is not None
     assert applier.figures.seconds == seconds
     assert applier.take_seconds() is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_policy_is_told_what_the_scheduler_knows(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    applier, _ = make_applier(CacheViews(make_layers("plain"), B))
+    told: list[Any] = []
+
+    class Recorder(Compressor):
+        def choose(self, *args: Any, **more: Any) -> Tensor:
+            told.append((*args[1:], more["first"], more["keep"]))
+            return super().choose(*args, **more)
+
+    recorder = Recorder(SETTINGS.make_config(), make_facts())
+    monkeypatch.setattr(applier, "compressor", lambda settings: recorder)
+    applier.begin(output(make_pass("a", (1, 2, 3), (1, 2), 24, prompt_slots=7, logical_len=56, first=first)))
+    assert told == [(24, 7, 56, first, 16)]
 
 
 def test_requests_are_forgotten_before_passes() -> None:
@@ -324,9 +170,7 @@ def test_a_nan_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     Book.write(layers, (1, 2, 3), 24)
     good = Book.write(layers, (4, 5, 6), 24)
     layers[1].cache[2, 0, 3, 5] = torch.nan
-    kept = Compressor(SETTINGS.make_config(), make_facts()).choose(
-        lambda n: DenseSource(*good.tokens[n]), 24, 0, 24, keep=16
-    )
+    kept = chosen(good, 24, 16)
     with caplog.at_level(logging.ERROR, logger="vllm.kvreclaim"):
         applier.begin(
             output(make_pass("bad", (1, 2, 3), (1, 2), 24), make_pass("good", (4, 5, 6), (4, 5), 24))
@@ -336,6 +180,25 @@ def test_a_nan_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     good.check(applier.views, (4, 5))
     assert [record.args for record in caplog.records] == [("bad",)]
     assert [name for name, *_ in rows.calls] == ["bad", "good"]
+
+
+def test_a_rehearsal_reads_what_a_pass_reads_and_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = make_layers("plain")
+    views = CacheViews(layers, B)
+    applier, rows = make_applier(views)
+    before = [layer.cache.clone() for layer in layers]
+    read: list[tuple[int, int, int]] = []
+
+    def recording(layer: int, ids: Tensor, num_tokens: int, part: int) -> Tensor:
+        read.append((layer, num_tokens, part))
+        return CacheViews.read(views, layer, ids, num_tokens, part)
+
+    monkeypatch.setattr(views, "read", recording)
+    applier.rehearse()
+    assert read == [(layer, SETTINGS.budget + SETTINGS.interval, 0) for layer in range(L)]
+    assert all(torch.equal(layer.cache, cache) for layer, cache in zip(layers, before, strict=True))
+    assert not rows.calls
+    assert applier.take_seconds() is None
 
 
 def test_settings_of_requests_have_their_own_compressors() -> None:

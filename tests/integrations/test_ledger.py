@@ -2,107 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from list_pool import FakeRequest, ListPool
 
-from kvreclaim.compression.plan import CompactionPlan, TableState
-from kvreclaim.integrations.vllm.accounts import Applied
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass
-
-
-@dataclass
-class FakeRequest:
-    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token."""
-
-    request_id: str
-    num_prompt_tokens: int
-    max_tokens: int
-    wanted: Any = None
-    resumable: bool = False
-    num_computed_tokens: int = 0
-    slots: list[bool] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return max(self.num_prompt_tokens, self.num_computed_tokens)
-
-    @property
-    def sampling_params(self) -> Any:
-        return SimpleNamespace(extra_args=None if self.wanted is None else {"kv_compression": self.wanted})
-
-    def grow(self, count: int) -> None:
-        self.slots.extend(self.num_computed_tokens + n < self.num_prompt_tokens for n in range(count))
-        self.num_computed_tokens += count
-
-
-class FakePool:
-    """Blocks as integers; a place given back holds None behind the others, as the real adapter leaves it."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.refs = [0] * num_blocks
-        self.indexed = [False] * num_blocks
-        self.tables: dict[str, list[int | None]] = {}
-
-    @property
-    def num_free(self) -> int:
-        return self.refs.count(0)
-
-    def places(self, request_id: str) -> int:
-        return len(self.tables.get(request_id, ()))
-
-    def held(self, request_id: str) -> list[int]:
-        return [block for block in self.tables.get(request_id, ()) if block is not None]
-
-    def table(self, request_id: str) -> TableState:
-        held = self.held(request_id)
-        return TableState(held, [self.refs[block] for block in held], [self.indexed[block] for block in held])
-
-    def take(self) -> int:
-        block = self.refs.index(0)
-        self.refs[block], self.indexed[block] = 1, False
-        return block
-
-    def apply(self, request_id: str, plan: CompactionPlan) -> Applied:
-        old, free = self.held(request_id), self.num_free
-        for block in plan.strip:
-            self.indexed[block] = False
-        targets = [self.take() if block is None else block for block in plan.targets]
-        assert all(self.refs[block] == 1 and not self.indexed[block] for block in targets)
-        holes = len(self.tables[request_id]) - len(targets)
-        self.tables[request_id] = [*targets, *[None] * holes]
-        for block in old:
-            self.refs[block] -= block not in targets
-        return Applied(tuple(targets), self.num_free - free)
-
-    def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Places for the tokens, as vLLM counts them; False if the pool is full."""
-        table = self.tables.setdefault(request_id, [])
-        missing = -(-num_tokens // self.block_size) - len(table)
-        if missing > self.num_free:
-            return False
-        table.extend(self.take() for _ in range(missing))
-        return True
-
-    def drop(self, request_id: str) -> None:
-        for block in self.held(request_id):
-            self.refs[block] -= 1
-        self.tables.pop(request_id, None)
-
-    def check(self) -> None:
-        counted = [block for name in self.tables for block in self.held(name)]
-        assert [counted.count(block) for block in range(self.num_blocks)] == self.refs
-        assert all(len(set(self.held(name))) == len(self.held(name)) for name in self.tables)
-
 
 BASE = {"policy": "streaming_llm", "sinks": 2, "recent": 3}
 
@@ -121,7 +31,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, size: int, budget: int, interval: int, chunk: int, blocks: int, protect: bool) -> None:
         fields = BASE | {"budget": budget, "interval": interval, "protect_prompt": protect}
         self.options = Options.read(fields, "the test")
-        self.pool = FakePool(blocks, size)
+        self.pool = ListPool(blocks, size)
         self.ledger = Ledger(self.options, self.pool, size, chunk)
         self.requests: list[FakeRequest] = []
         self.made = 0
@@ -211,7 +121,7 @@ class LedgerMachine(RuleBasedStateMachine):
         request.slots = self.survivors(done, slots)
 
     def survivors(self, done: Pass, slots: list[bool]) -> list[bool]:
-        """What a worker keeps: sinks and recent slots, then (where it is protected) the prompt, then others."""
+        """What a worker keeps: sinks and recent slots, then a protected prompt, then others."""
         own = done.settings
         edge = len(slots) - own.recent
         rank = [
@@ -224,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def is_overdue(self, request: FakeRequest) -> bool:
         own = self.options.of_request(request.sampling_params.extra_args)
-        return own is not None and len(request.slots) >= own.budget + max(own.interval, self.pool.block_size)
+        return own is not None and len(request.slots) - own.budget >= max(own.interval, self.pool.block_size)
 
     def check_cap(self, request: FakeRequest, count: int) -> None:
         caps = self.ledger.caps(request)
@@ -240,7 +150,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check()
             for request in self.requests:
-                assert len(self.pool.held(request.request_id)) == -(-len(request.slots) // self.pool.block_size)
+                held = self.pool.held(request.request_id)
+                assert len(held) == -(-len(request.slots) // self.pool.block_size)
 
 
 TestLedger = LedgerMachine.TestCase
@@ -249,7 +160,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 def make_ledger(num_blocks: int = 129, **fields: Any) -> Ledger:
     given = {"policy": "streaming_llm", "budget": 256, **fields}
-    return Ledger(Options.read(given, "the test"), FakePool(num_blocks, 32), 32, 2048)
+    return Ledger(Options.read(given, "the test"), ListPool(num_blocks, 32), 32, 2048)
 
 
 def computed(ledger: Ledger, name: str, prompt: int, count: int, wanted: Any = None) -> FakeRequest:
@@ -273,7 +184,11 @@ def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
         "compactions": 1,
         "kv_tokens": 256,
     }
-    assert (ledger.totals.tokens_evicted, ledger.totals.blocks_freed, ledger.totals.compactions) == (128, 4, 1)
+    assert (ledger.totals.tokens_evicted, ledger.totals.blocks_freed, ledger.totals.compactions) == (
+        128,
+        4,
+        1,
+    )
 
 
 def test_an_interval_below_a_block_acts_as_a_block() -> None:

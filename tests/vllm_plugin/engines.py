@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 KEY = "kv_compression"
-Settings = Mapping[str, Any]
 Traces = list[list[tuple[str, int, Tensor]]]
 
 
@@ -82,7 +81,7 @@ class Engine:
         self,
         model: Path,
         *,
-        compression: Settings | None = None,
+        compression: Mapping[str, Any] | None = None,
         num_blocks: int = 130,
         block_size: int = 32,
         chunk: int = 256,
@@ -144,13 +143,15 @@ class Engine:
         name: str | None = None,
         settings: Any = None,
         stop: Sequence[int] = (),
+        **sampling: Any,
     ) -> str:
         """Hand in one request without a step; greedy, not stopped by the end token.
 
         Args:
-            name:     its id, which no other request has had; None makes one up
+            name:     its id, which no other has had; None makes one up
             settings: extra_args["kv_compression"]: "off", "on", a dict, a JSON string; None: left out
             stop:     token ids that end it, themselves the last of its output
+            sampling: more of vllm.SamplingParams
 
         Returns: its id. Raises: what vLLM raises for it.
         """
@@ -164,12 +165,13 @@ class Engine:
             ignore_eos=True,
             stop_token_ids=list(stop),
             extra_args=None if settings is None else {KEY: settings},
+            **sampling,
         )
         self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         return name
 
     def step(self) -> None:
-        """One engine step; what ends in it is kept for answer()."""
+        """One engine step; what ends in it is kept for answer."""
         for output in self.engine.step():
             if output.finished:
                 self._finished[output.request_id] = output

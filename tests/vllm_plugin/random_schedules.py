@@ -118,8 +118,7 @@ def _pool(scheduler: Any) -> Step:
 
 
 def pool_history(seed: int, *, steps: int = 2000) -> Iterator[tuple[Any, ...]]:
-    """The order of free blocks after random calls of the block pool alone: take, share, free, forget hashes,
-    reset."""
+    """The pool alone after each of many random calls: order of free blocks, counts, hashes."""
     init_none_hash(sha256)
     rng = random.Random(seed)
     pool = BlockPool(50, enable_caching=True, hash_block_size=BLOCK)

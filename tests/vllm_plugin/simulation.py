@@ -1,8 +1,8 @@
-"""vLLM's real scheduler, KV cache manager and block pool with a worker made of plain lists, fast enough to fuzz.
+"""vLLM's real scheduler, KV cache manager and block pool with a worker made of plain lists: fit to be fuzzed.
 
-The worker keeps, for every slot of every block, which token's state was written there last, and for every request
-which states it has to find. A block given back too early, written while shared, hit although its content was
-computed over an evicted context, or read through a wrong row shows as a wrong state.
+The worker keeps, for every slot of every block, which token's state was written there last, and for every
+request which states it has to find. A block given back too early, written while shared, hit although its
+content was computed over an evicted context, or read through a wrong row shows as a wrong state.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def make_scheduler(
 
         take_over(config)
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(
-        block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
+    spec = FullAttentionSpec(block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     register_all_kvcache_specs(config)
     made = config.scheduler_config.get_scheduler_cls()(
@@ -77,7 +75,7 @@ def make_scheduler(
 
 @dataclass
 class Row:
-    """A request inside the worker: its blocks, how far it is, and the states that it must find in its slots."""
+    """A request inside the worker: its blocks, how far it is, the states that it must find in its slots."""
 
     block_ids: list[int]
     num_computed: int
@@ -270,7 +268,8 @@ class World:
             assert (done.num_tokens - done.keep) % self.size == 0
             for block_id in done.target_ids:
                 block = self.pool.blocks[block_id]
-                assert block.ref_cnt == 1 and block.block_hash is None
+                assert block.ref_cnt == 1
+                assert block.block_hash is None
                 assert block_id not in seen
                 seen.add(block_id)
 

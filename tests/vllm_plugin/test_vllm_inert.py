@@ -56,8 +56,7 @@ def _names(model: Path) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def before(tiny_model) -> Iterator[dict[object, object]]:
-    """Everything once without the plugin; afterwards it is registered, which must have an effect to mean
-    anything."""
+    """Everything without the plugin; then it is registered, which must have an effect to mean anything."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
@@ -124,8 +123,7 @@ def test_nothing_of_the_plugin_is_in_the_scheduler(before, tiny_model):
 
 @pytest.mark.skipif("VLLM_TESTS" not in os.environ, reason="VLLM_TESTS names no checkout of vLLM")
 def test_vllms_own_tests_end_as_without_it(tmp_path):
-    """Tests that want a model from the hub fail in both runs; the scheduler's want a configuration of OPT 125
-    M."""
+    """Tests that want weights or processors from the hub fail in both runs."""
     without, with_plugin = (_own_tests(side, tmp_path) for side in ("without", "with"))
     assert sum(outcome == "passed" for outcome in without.values()) > 400
     assert with_plugin == without

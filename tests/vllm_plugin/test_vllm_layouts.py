@@ -1,5 +1,5 @@
-"""Where vLLM's backends put keys and values: on CPUs written by vLLM's own kernels, for GPUs in every layout that
-vLLM allocates. Whatever is written must be read in token order, and compaction must move what was kept."""
+"""Where vLLM's backends put keys and values: on CPUs written by vLLM's own kernels, for GPUs in every layout
+that vLLM allocates. What is written must be read in token order, and compaction must move what was kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
@@ -21,6 +26,8 @@ from kvreclaim.integrations.vllm.v0_32 import attention
 L, B, K, D = 3, 8, 2, 64
 TOKENS = 75
 TABLE = (6, 1, 4, 3, 2)
+Exact = Callable[[Tensor, int], Tensor]
+"""Near numbers that a cache holds as they are: of keys (0) or values (1). Backends round as they like."""
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -42,19 +49,23 @@ def cpu_layer(isa: str, block_size: int, dtype: torch.dtype, cache_dtype: str = 
     )
 
 
-def fill(layer: LayerCache, table: tuple[int, ...], size: int, seed: int) -> tuple[Tensor, Tensor]:
+def fill(
+    layer: LayerCache, table: tuple[int, ...], size: int, seed: int, exact: Exact
+) -> tuple[Tensor, Tensor]:
     """Random tokens into the table's first slots: keys and values [K, T, D]."""
     noise = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(TOKENS, K, D, generator=noise).to(layer.compute) for _ in range(2))
+    keys, values = (
+        exact(torch.randn(TOKENS, K, D, generator=noise), part).to(layer.compute) for part in (0, 1)
+    )
     slots = torch.tensor([block * size + place for block in table for place in range(size)])[:TOKENS]
     layer.write(keys, values, slots)
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-def check(views: CacheViews, rounded: Callable[[Tensor, int], Tensor] = lambda x, part: x) -> None:
-    """Read what was written, then after a compaction what was kept; targets among the sources and beside them."""
+def check(views: CacheViews, exact: Exact = lambda x, part: x) -> None:
+    """Read what was written, then what a compaction kept; one target is a source, one is not."""
     table = TABLE[: -(-TOKENS // views.block_size)]
-    written = [fill(layer, table, views.block_size, n) for n, layer in enumerate(views.layers)]
+    written = [fill(layer, table, views.block_size, n, exact) for n, layer in enumerate(views.layers)]
     ids = views.block_ids(table)
     count = views.block_size + 5
     noise = torch.Generator().manual_seed(99)
@@ -62,12 +73,12 @@ def check(views: CacheViews, rounded: Callable[[Tensor, int], Tensor] = lambda x
     kept = torch.stack(rows).view(len(written), K, count)
     for n, pair in enumerate(written):
         for part, want in enumerate(pair):
-            assert torch.equal(views.read(n, ids, TOKENS, part).float(), rounded(want, part).float())
+            assert torch.equal(views.read(n, ids, TOKENS, part).float(), want.float())
     target = views.block_ids((table[1], 7))
     views.compact(kept, ids, target)
     for n, pair in enumerate(written):
         for part, want in enumerate(pair):
-            stay = rounded(want, part).take_along_dim(kept[n][..., None], 1)
+            stay = want.take_along_dim(kept[n][..., None], 1)
             assert torch.equal(views.read(n, target, count, part).float(), stay.float())
 
 
@@ -90,11 +101,11 @@ def test_what_the_cpu_backend_writes_in_fp8(cache_dtype: str, dtype: torch.dtype
     views = CacheViews([layer], B)
     views.prove()
 
-    def rounded(x: Tensor, part: int) -> Tensor:
+    def exact(x: Tensor, part: int) -> Tensor:
         scale = (0.5, 2.0)[part]
-        return (x.float() / scale).to(FP8[cache_dtype]).float() * scale
+        return (x / scale).to(FP8[cache_dtype]).float() * scale
 
-    check(views, rounded)
+    check(views, exact)
 
 
 def test_another_order_on_a_cpu_is_learned_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +138,12 @@ def gpu_caches(
 ) -> list[Tensor]:
     """The layers' views [B, K, S, 2D] as vLLM makes them of one buffer."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=K, head_size=D, dtype=dtype)
-    page = spec.page_size_bytes
-    block_first = layout.is_block_outermost
-    heads_first = layout.value[:3] == (1, 2, 0)
+    strides = compute_layout_strides(spec, B, L, layout)
     tensor = KVCacheTensor(
-        size=L * B * page,
+        size=L * B * spec.page_size_bytes,
         layers=[f"layer.{n}" for n in range(L)],
-        layer_stride=page // K if heads_first else page if block_first else B * page,
-        block_stride=L * page if block_first else page,
+        layer_stride=strides[0],
+        block_stride=strides[1],
     )
     raw = torch.zeros(tensor.size, dtype=torch.int8)
     return create_kv_cache_views(raw, spec, B, layout, tensor, kernel_block_size=kernel)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
 from configs import make_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 
@@ -85,6 +87,19 @@ def test_a_subclass_that_overrides_otherwise_differs() -> None:
         UnsupportedVllmError, match=r"Odd.free_blocks is \(self, ordered_blocks, later=False\)"
     ):
         expect.check_overrides(Odd, rows)
+
+
+def test_the_attention_backend_in_use_is_looked_at() -> None:
+    class Odd(CPUAttentionBackendImpl):  # type: ignore[misc]
+        def do_kv_cache_update(self, layer: Any, kv: Any, kv_cache: Any, slot_mapping: Any) -> None: ...
+
+    def layer(kind: type) -> Any:
+        backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+        return SimpleNamespace(attn_backend=backend, impl=kind.__new__(kind))
+
+    signatures.check_layers([layer(CPUAttentionBackendImpl)])
+    with pytest.raises(UnsupportedVllmError, match=r"Odd.do_kv_cache_update is \(self, layer, kv, kv_cache"):
+        signatures.check_layers([layer(CPUAttentionBackendImpl), layer(Odd)])
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0.0"])

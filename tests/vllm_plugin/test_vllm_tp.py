@@ -99,8 +99,8 @@ def test_two_workers_keep_what_one_keeps(policy: str | None, halves: Engine, alo
         assert answer.tokens == other.tokens
         assert [kept.num_computed for kept in passes] == [kept.num_computed for kept in others]
         assert all(torch.equal(a.positions, b.positions) for a, b in zip(passes, others, strict=True))
-    of_rows = [kept.positions.flatten(0, 1) for _, passes in found for kept in passes]
-    assert all(len(rows.unique(dim=0)) == len(rows) for rows in of_rows), "heads keep the same tokens"
+    of_heads = [heads for _, passes in found for kept in passes for heads in kept.positions]
+    assert all(len(heads.unique(dim=0)) == len(heads) for heads in of_heads), "heads keep the same tokens"
     check_against_transformers(model, found, FP32)
 
 

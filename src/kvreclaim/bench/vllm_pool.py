@@ -2,7 +2,8 @@
 
 Both sides are vLLM's own engine in processes of their own, eager, one block size; only the side with the
 plugin is started with `kv_compression`. Steps and preemptions do not depend on the machine; seconds do. The
-requests are random prompts with end tokens ignored, so both sides generate equally many tokens."""
+requests are random prompts with end tokens ignored, so both sides generate equally many tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ POINTS = 400
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """requests x (prompt + output) tokens; num_blocks as vLLM's --num-gpu-blocks-override, one of them its
-    null block; rounds: times that each side serves them, in turns."""
+    """Requests of (prompt + output) tokens, all sent at once.
+
+    num_blocks: as vLLM's --num-gpu-blocks-override, one of them its null block
+    rounds:     times that each side serves them, in turns
+    """
 
     requests: int
     prompt: int
@@ -60,8 +64,7 @@ CASES = {"small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True, slots=True)
 class VllmPlan:
-    """What all measurements beside vLLM share. stats: file of query statistics; the model's own where
-    None."""
+    """What all measurements beside vLLM share. stats: of the model's queries; None takes its own file."""
 
     model: Path
     python: Path

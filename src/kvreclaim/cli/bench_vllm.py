@@ -30,7 +30,7 @@ def vllm(
     stats: Annotated[Path | None, typer.Option(help="Query statistics; the model's own where none.")] = None,
     vllm_python: Annotated[Path, typer.Option(help="Interpreter of vLLM's environment.")] = PYTHON,
     starts: Annotated[int, typer.Option(min=1, help="Of the processes of `cost`.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Of `cost`, in each start.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Of `cost`, in each start.")] = 24,
     threads: Threads = 1,
     dtype: Dtype = "bfloat16",
     plot: Annotated[Path | None, typer.Option(help="Write the pool over time to this image.")] = None,

@@ -27,8 +27,8 @@ ANSWER_TIMEOUT_S = 1800.0
 class VllmProcess:
     """Sends commands, one JSON object a line, and waits for answers. Its log is a temporary file.
 
-    plugin: whether vLLM loads kvreclaim's plugin, which compresses only if the engine is loaded with the
-    option."""
+    plugin: whether vLLM loads kvreclaim's plugin; compression wants the option, too
+    """
 
     def __init__(self, python: Path, threads: int, pool_bytes: int, *, plugin: bool = False) -> None:
         if not python.is_file():

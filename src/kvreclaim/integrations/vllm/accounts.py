@@ -24,7 +24,8 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A plan carried out: the blocks that hold the survivors, and how many more are free than before."""
+    """A plan carried out: the blocks that hold the survivors, and how many more are free than before (fewer
+    where others hold the sources)."""
 
     target_ids: tuple[int, ...]
     blocks_freed: int

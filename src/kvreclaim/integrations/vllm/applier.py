@@ -79,7 +79,7 @@ class Applier:
         views: CacheViews,
         rows: Rows,
     ) -> None:
-        self.facts, self.stats = facts, stats
+        self.options, self.facts, self.stats = options, facts, stats
         self.views, self.rows = views, rows
         self.kernels = _kernels(facts)
         self.stage = _stage(self.kernels, facts, views)
@@ -111,6 +111,22 @@ class Applier:
                 self.compressors.popitem(last=False)
         self.compressors[settings] = found
         return found
+
+    def rehearse(self) -> None:
+        """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
+        loads at first use, or memory that is not there, shows before anyone waits."""
+        settings = self.options.settings
+        num_blocks = -(-(settings.budget + settings.interval) // self.views.block_size)
+        table = self.views.block_ids(range(min(num_blocks, self.views.num_blocks)))
+        num_tokens = min(settings.budget + settings.interval, self.views.num_blocks * self.views.block_size)
+        with torch.inference_mode():
+            self.compressor(settings).choose(
+                lambda layer: self.views.source(layer, table, num_tokens, self.stage),
+                num_tokens,
+                0,
+                num_tokens,
+                check=lambda _: None,
+            )
 
     def take_seconds(self) -> float | None:
         """Seconds of passes that have ended since the last call; None if there were none. Never waits."""

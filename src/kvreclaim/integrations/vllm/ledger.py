@@ -200,9 +200,10 @@ class Ledger:
         )
 
     def _count(self, account: Account, gone: int, freed: int) -> None:
+        """Where others hold the sources a pass takes more blocks than come back: that counts as none."""
         for figures in (account, self.totals):
             figures.tokens_evicted += gone
-            figures.blocks_freed += freed
+            figures.blocks_freed += max(0, freed)
             figures.compactions += 1
 
     def _held(self, request_id: str) -> int:

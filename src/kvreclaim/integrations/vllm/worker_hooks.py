@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
 from kvreclaim.integrations.vllm.scratch import scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.integrations.vllm.v0_32 import attention, probing, signatures, worker_side
-
-logger = logging.getLogger("vllm.kvreclaim")
 
 
 class WorkerHooks:
@@ -40,12 +37,14 @@ class WorkerHooks:
         return max(0, available - _scratch(worker))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Raises: UnsupportedModelError, InvalidArgumentError, StatsMismatchError."""
+        """Raises: UnsupportedModelError, UnsupportedVllmError, InvalidArgumentError, StatsMismatchError."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         worker: Any = self
         runner = worker.model_runner
         refuse_groups(runner.kv_cache_config)
-        refuse_layers({layer.layer_name: layer for layer in probing.attention_layers(runner)})
+        layers = probing.attention_layers(runner)
+        refuse_layers({layer.layer_name: layer for layer in layers})
+        signatures.check_layers(layers)
         with torch.inference_mode():
             views = CacheViews(attention.layer_caches(runner), attention.num_blocks(runner))
             views.prove()
@@ -53,6 +52,8 @@ class WorkerHooks:
         known = describe(runner, options)
         self.reclaim = Applier(options, known.facts, known.stats, views, worker_side.rows_of(runner))
         worker_side.adopt(runner, self.reclaim)
+        if worker.device.type != "cpu":
+            self.reclaim.rehearse()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The seconds of passes go back with the output."""

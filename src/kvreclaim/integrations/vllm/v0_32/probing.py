@@ -24,7 +24,7 @@ from kvreclaim.ops.rope_probe import POSITIONS, loudest
 CANDIDATES = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
     """What one layer was asked with, in the shard of this rank: queries [8, H, D] and keys [8, K, D],
     rotated to POSITIONS."""

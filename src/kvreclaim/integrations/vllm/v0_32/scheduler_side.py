@@ -7,7 +7,7 @@ configuration names, and the KV cache manager of one instance changes its class.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,6 +23,7 @@ from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import signatures
 
 FIGURES = "kvreclaim"
+RUNNING = RequestStatus.RUNNING
 
 
 class Pool:
@@ -94,14 +95,15 @@ class ReclaimKVCacheManager(KVCacheManager):
         return cut, most * ledger.block_size, 0
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            caps = self.reclaim.caps(request)
-            tables = self.coordinator.single_type_managers[0]
-            tables.max_admission_blocks_per_request = None if caps is None else caps.prefill
-            room = self.reclaim.room(request, self.scheduler.running)
-            if room is None:
-                return None
-            kwargs["reserved_blocks"] = max(kwargs.get("reserved_blocks", 0), room)
+        if request.status is RUNNING:
+            return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        caps = self.reclaim.caps(request)
+        tables = self.coordinator.single_type_managers[0]
+        tables.max_admission_blocks_per_request = None if caps is None else caps.prefill
+        room = self.reclaim.room(request, self.scheduler.running)
+        if room is None:
+            return None
+        kwargs["reserved_blocks"] = max(kwargs.get("reserved_blocks", 0), room)
         return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
 
 
@@ -127,7 +129,7 @@ class SchedulerHooks:
         self.reclaim = Ledger(options, Pool(manager), block_size, max_chunk)
         manager.__class__ = ReclaimKVCacheManager
         manager.reclaim, manager.scheduler = self.reclaim, self
-        self._reported = asdict(self.reclaim.totals)
+        self._reported = replace(self.reclaim.totals)
         self._check_pool()
 
     def _check_pool(self) -> None:
@@ -174,8 +176,8 @@ class SchedulerHooks:
         Differences, not sums: with several front ends each of them gets some of the statistics.
         """
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        totals = asdict(self.reclaim.totals)
-        if stats is not None and totals != self._reported:
-            stats.kv_connector_stats = {FIGURES: {name: totals[name] - self._reported[name] for name in totals}}
-            self._reported = totals
+        if stats is not None and self.reclaim.totals != self._reported:
+            totals, before = asdict(self.reclaim.totals), asdict(self._reported)
+            stats.kv_connector_stats = {FIGURES: {name: totals[name] - before[name] for name in totals}}
+            self._reported = replace(self.reclaim.totals)
         return stats
