@@ -1,1 +1,1 @@
-"""Block-freeing compression inside vLLM. Importing this imports nothing; vLLM finds the entry point in plugin."""
+"""Block-freeing compression inside vLLM, which finds plugin.py by its entry point."""

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers: which requests are compressed before this step, and into which blocks.
+"""What the scheduler tells the workers: which requests are compressed before this step, into which blocks.
 
 Travels inside vLLM's SchedulerOutput, by pickle: integers, strings and tuples only.
 """
@@ -37,7 +37,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """The passes of one step, to be carried out in this order: a later one may write what an earlier one read."""
+    """The passes of a step, in the order to keep: a later one may write what an earlier one has read."""
 
     passes: tuple[Pass, ...]
 

@@ -1,4 +1,4 @@
-"""How one request is compressed: the fields of CompressionConfig but the statistics, hashable and picklable."""
+"""How a request is compressed: the fields of CompressionConfig but the statistics, hashable and picklable."""
 
 from __future__ import annotations
 

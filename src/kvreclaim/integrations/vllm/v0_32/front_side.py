@@ -124,9 +124,8 @@ def make_stat_logger() -> type:
         ) -> None:
             figures = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
             if figures and FIGURES in figures:
-                scheduler_stats.kv_connector_stats = (
-                    None  # no connector's statistics, as loggers behind us think
-                )
+                # The loggers behind us take what is in this field for a connector's statistics.
+                scheduler_stats.kv_connector_stats = None
                 self.counters.add(figures[FIGURES], engine_idx)
 
         def log_engine_initialized(self) -> None:
