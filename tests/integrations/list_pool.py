@@ -8,23 +8,26 @@ from typing import Any
 
 from kvreclaim.compression.plan import CompactionPlan, TableState
 from kvreclaim.integrations.vllm.accounts import Applied
+from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.options import Options
 
 
 @dataclass
 class FakeRequest:
-    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token."""
+    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token; said: tokens drawn
+    before a preemption, which are computed again."""
 
     request_id: str
     num_prompt_tokens: int
-    max_tokens: int
     wanted: Any = None
     resumable: bool = False
     num_computed_tokens: int = 0
     slots: list[bool] = field(default_factory=list)
+    said: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return max(self.num_prompt_tokens, self.num_computed_tokens)
+        return max(self.num_prompt_tokens + self.said, self.num_computed_tokens)
 
     @property
     def sampling_params(self) -> Any:
@@ -94,3 +97,17 @@ class ListPool:
         counted = [block for name in self.tables for block in self.held(name)]
         assert [counted.count(block) for block in range(self.num_blocks)] == self.refs
         assert all(len(set(self.held(name))) == len(self.held(name)) for name in self.tables)
+
+
+def make_ledger(num_blocks: int = 129, **fields: Any) -> Ledger:
+    """streaming_llm with a budget of 256, blocks of 32, chunks of 2,048 tokens."""
+    given = {"policy": "streaming_llm", "budget": 256, **fields}
+    return Ledger(Options.read(given, "the test"), ListPool(num_blocks, 32), 32, 2048)
+
+
+def computed(ledger: Ledger, name: str, prompt: int, count: int, wanted: Any = None) -> FakeRequest:
+    """A request of which count tokens are computed and lie in the ledger's pool."""
+    request = FakeRequest(name, prompt, wanted)
+    assert ledger.pool.grow(name, count)
+    request.grow(count)
+    return request

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from list_pool import FakeRequest, ListPool
+from list_pool import FakeRequest, ListPool, computed, make_ledger
 
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
@@ -38,7 +38,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(1, 150), wanted=st.sampled_from([None, None, None, "on", "off", {"budget": 6}]))
     def arrive(self, prompt: int, wanted: Any) -> None:
-        self.requests.append(FakeRequest(f"r{self.made}", prompt, 50, wanted))
+        self.requests.append(FakeRequest(f"r{self.made}", prompt, wanted))
         self.made += 1
 
     @precondition(lambda self: self.requests)
@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if len(source.slots) < source.num_computed_tokens or not full:
             return
         head = self.pool.held(source.request_id)[:full]
-        twin = FakeRequest(f"r{self.made}", source.num_prompt_tokens, 50)
+        twin = FakeRequest(f"r{self.made}", source.num_prompt_tokens)
         self.made += 1
         twin.grow(full * self.pool.block_size)
         self.pool.tables[twin.request_id] = list(head)
@@ -81,8 +81,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 if victim is request:
                     break
             if request.request_id not in preempted:
-                self.check_cap(request, count)
+                in_prompt = request.num_computed_tokens < request.num_prompt_tokens
                 request.grow(count)
+                self.check_cap(request, in_prompt)
         for done in passes:
             assert self.ledger.is_current(done) == (done.request_id not in preempted)
 
@@ -136,14 +137,14 @@ class LedgerMachine(RuleBasedStateMachine):
         own = self.options.of_request(request.sampling_params.extra_args)
         return own is not None and len(request.slots) - own.budget >= max(own.interval, self.pool.block_size)
 
-    def check_cap(self, request: FakeRequest, count: int) -> None:
+    def check_cap(self, request: FakeRequest, in_prompt: bool) -> None:
         caps = self.ledger.caps(request)
         if caps is None or self.ledger.totals.postponed:
             return
         shared = any(self.pool.indexed[block] for block in self.pool.held(request.request_id))
-        in_prompt = request.num_computed_tokens < request.num_prompt_tokens
         if not shared:
-            assert len(self.pool.held(request.request_id)) <= (caps.prefill if in_prompt else caps.decode)
+            held = len(self.pool.held(request.request_id))
+            assert held <= (caps.prefill if in_prompt else caps.settled)
 
     @invariant()
     def every_block_is_counted(self) -> None:
@@ -156,18 +157,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def make_ledger(num_blocks: int = 129, **fields: Any) -> Ledger:
-    given = {"policy": "streaming_llm", "budget": 256, **fields}
-    return Ledger(Options.read(given, "the test"), ListPool(num_blocks, 32), 32, 2048)
-
-
-def computed(ledger: Ledger, name: str, prompt: int, count: int, wanted: Any = None) -> FakeRequest:
-    request = FakeRequest(name, prompt, 400, wanted)
-    assert ledger.pool.grow(name, count)
-    request.grow(count)
-    return request
 
 
 def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
@@ -240,37 +229,3 @@ def test_settings_that_cannot_be_read_leave_the_request_whole(caplog: pytest.Log
     assert ledger.compress([request]) == []
     assert "request a is not compressed: kv_compression is 'nonsense'" in caplog.text
     assert len(caplog.records) == 1
-
-
-def test_caps_are_the_peak_of_a_prompt_and_of_decoding() -> None:
-    ledger = make_ledger()
-    long, short = FakeRequest("a", 5000, 400), FakeRequest("b", 100, 30)
-    whole = FakeRequest("c", 5000, 400, "off")
-    caps = ledger.caps(long)
-    assert caps is not None
-    assert (caps.prefill, caps.decode) == (-(-(256 + 127 + 2048) // 32), 12)
-    caps = ledger.caps(short)
-    assert caps is not None
-    assert (caps.prefill, caps.decode) == (4, 5)
-    assert ledger.caps(whole) is None
-
-
-def test_room_admits_what_fits_together_in_the_end() -> None:
-    """129 blocks hold ten requests of 12 blocks, but not eleven."""
-    ledger = make_ledger()
-    running = [computed(ledger, f"r{n}", 800, 256) for n in range(10)]
-    for request in running:
-        request.num_prompt_tokens = 256
-        assert ledger.compress([request]) == []
-    newcomer = FakeRequest("new", 800, 400)
-    assert ledger.room(newcomer, running) is None
-    assert ledger.room(newcomer, running[:9]) == 9
-    assert ledger.room(newcomer, []) == 0
-    assert ledger.room(FakeRequest("off", 800, 400, "off"), running) == 0
-
-
-def test_room_keeps_a_prompt_under_way_its_peak() -> None:
-    ledger = make_ledger()
-    half = computed(ledger, "half", 800, 320)
-    assert ledger.compress([half]) == []
-    assert ledger.room(FakeRequest("new", 800, 400), [half]) == 25 - 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ledger import FakePool, FakeRequest
+from list_pool import FakeRequest, ListPool
 
 from kvreclaim.compression import Compressor
 from kvreclaim.integrations.vllm.ledger import Ledger
@@ -63,8 +63,8 @@ def test_a_protected_prompt_leads_by_as_many_slots_as_the_scheduler_counts(
     sinks, recent, over, interval = lengths
     fields = {"sinks": sinks, "recent": recent, "budget": sinks + recent + over, "interval": interval}
     options = Options.read(fields | {"policy": policy, "protect_prompt": True}, "the test")
-    ledger = Ledger(options, FakePool(200, size), size, 64)
-    request, worker = FakeRequest("r", prompt, 60), Worker(prompt)
+    ledger = Ledger(options, ListPool(200, size), size, 64)
+    request, worker = FakeRequest("r", prompt), Worker(prompt)
     while request.num_computed_tokens < prompt + 50:
         left = prompt - request.num_computed_tokens
         count = data.draw(st.integers(1, min(left, 64))) if left > 0 else 1
@@ -82,7 +82,7 @@ def test_a_protected_prompt_leads_by_as_many_slots_as_the_scheduler_counts(
 
 def test_a_policy_that_keeps_everything_gets_no_pass() -> None:
     options = Options.read({"policy": "full", "budget": 8, "sinks": 1, "recent": 2}, "the test")
-    ledger, request = Ledger(options, FakePool(99, 4), 4, 64), FakeRequest("r", 20, 60)
+    ledger, request = Ledger(options, ListPool(99, 4), 4, 64), FakeRequest("r", 20)
     ledger.pool.grow("r", 90)
     request.grow(90)
     assert ledger.compress([request]) == []

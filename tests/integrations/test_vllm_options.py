@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from kvreclaim.compression import policy_names
+from kvreclaim.compression import CompressionConfig, policy_names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, most_tokens
 from kvreclaim.integrations.vllm.settings import Settings
@@ -32,6 +33,13 @@ def read(**fields: Any) -> Options:
 @pytest.mark.parametrize("config", [None, {}, {"other": 1}, object(), "text"])
 def test_nobody_asks(config: object) -> None:
     assert Options.find(config, {}) is None
+
+
+def test_settings_are_the_compression_configs_but_the_statistics() -> None:
+    """Fields, order and defaults: the same option means the same in vLLM and in our own engine."""
+    own = CompressionConfig(policy="full")
+    expected = {field.name: getattr(own, field.name) for field in fields(own) if field.name != "stats"}
+    assert list(Settings(policy="full").as_json().items()) == list(expected.items())
 
 
 def test_every_field_arrives_and_survives_json_and_pickle() -> None:

@@ -92,8 +92,8 @@ def save_model(kind: str, fields: dict[str, Any], path: Path) -> Path:
 
 
 @contextmanager
-def loaded_by_vllm(path: Path, dtype: str = "bfloat16") -> Iterator[Any]:
-    """vLLM's model runner with the model in it, before there is a cache."""
+def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator[Any]:
+    """vLLM's model runner with the model in it, before there is a cache. more: of EngineArgs."""
     config = EngineArgs(
         model=str(path),
         dtype=dtype,
@@ -102,6 +102,7 @@ def loaded_by_vllm(path: Path, dtype: str = "bfloat16") -> Iterator[Any]:
         skip_tokenizer_init=True,
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 24,
+        **more,
     ).create_engine_config()
     try:
         with set_current_vllm_config(config):
@@ -155,6 +156,13 @@ def test_other_dtypes_change_nothing(dtype: str, tmp_path: Path) -> None:
         found = described(runner, stats)
         assert found.facts.fingerprint == loaded.facts.fingerprint
         assert found.facts.dtype == getattr(torch, dtype)
+
+
+def test_layers_that_may_get_adapters_are_probed_without_one(tiny_model: Path, tiny_stats: Path) -> None:
+    """Fewer tokens fit a step, and so the layers' buffers, than there are tokens to choose from."""
+    fingerprint = load_model(tiny_model, device="cpu").facts.fingerprint
+    with loaded_by_vllm(tiny_model, enable_lora=True, max_num_batched_tokens=64) as runner:
+        assert described(runner, tiny_stats).facts.fingerprint == fingerprint
 
 
 def test_statistics_come_whole_and_by_layer(tiny_model: Path, tiny_stats: Path) -> None:

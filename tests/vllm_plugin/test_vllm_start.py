@@ -269,3 +269,15 @@ def test_a_streaming_session_cannot_be_compressed(tiny_model: Path) -> None:
     check_request(request(None, resumable=True), config)
     with pytest.raises(VLLMValidationError, match="streaming input"):
         check_request(request({"budget": 200}, resumable=True), config)
+
+
+@pytest.mark.parametrize("extra", [None, "off"])
+def test_a_streaming_session_must_fit_the_pool_at_its_longest(extra: object, tiny_model: Path) -> None:
+    """Nobody knows how much input is still to come."""
+    config = make_config(tiny_model, max_model_len=1024)
+    config.cache_config.block_size = 32
+    config.cache_config.num_gpu_blocks = 33
+    check_request(request(extra, 10, 10, resumable=True), config)
+    config.cache_config.num_gpu_blocks = 32
+    with pytest.raises(VLLMValidationError, match=r"streaming input .* max_model_len 1024"):
+        check_request(request(extra, 10, 10, resumable=True), config)

@@ -17,7 +17,6 @@ class Request(Protocol):
     num_computed_tokens: int
     num_prompt_tokens: int
     num_tokens: int
-    max_tokens: int
     resumable: bool
     sampling_params: Any
 
@@ -89,7 +88,21 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Blocks that a compressed request holds at most: while its prompt is computed, and from then on."""
+    """Blocks that a compressed request of the present length holds at most: while its prompt is computed, and
+    once it is."""
 
     prefill: int
-    decode: int
+    settled: int
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Of the running requests seen so far in a step, in blocks.
+
+    missing: until their prompts are computed; negative where they give more back than they take
+    growth:  what they take while a newcomer's prompt is computed
+    """
+
+    num_seen: int = 0
+    missing: int = 0
+    growth: int = 0

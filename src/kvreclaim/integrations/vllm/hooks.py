@@ -76,7 +76,8 @@ def configure(config: Any) -> None:
     options = Options.find(config.additional_config, os.environ)
     assert options is not None
     refuse_config(config)
-    config.additional_config[KEY] = options.as_json()  # what came by the environment reaches every process
+    # What came by the environment reaches every process; the caller's own object stays as it is.
+    config.additional_config = {**config.additional_config, KEY: options.as_json()}
     family.take_over(config)
     family.install_front_end()
     logger.info("%s", family.describe(config))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvreclaim.compression.plan import plan_compaction
 from kvreclaim.compression.protection import kept_prompt_slots
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Pool, Request, State
+from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Forecast, Pool, Request, State
 from kvreclaim.integrations.vllm.options import Options, most_tokens
 from kvreclaim.integrations.vllm.passes import Pass, Totals
 from kvreclaim.integrations.vllm.settings import Settings
@@ -39,12 +39,14 @@ class Ledger:
         self.max_chunk = max_chunk
         self.totals = Totals()
         self.accounts: dict[str, Account] = {}
+        self._forecasts: dict[int, Forecast] = {}
 
     def compress(self, running: Sequence[Request]) -> list[Pass]:
         """Shrink every request that is due, in order; pool and tables are changed at return.
 
-        A pass whose blocks cannot be had is postponed: the request stays due.
+        A pass whose blocks cannot be had is postponed: the request stays due. Called once before each step.
         """
+        self._forecasts.clear()
         passes = []
         for request in running:
             account = self._account(request)
@@ -87,34 +89,45 @@ class Ledger:
         settings = account.settings
         if settings is None or account.most is None or request.resumable:
             return None
-        whole = request.num_prompt_tokens + request.max_tokens
+        settled = settings.budget + self._interval(settings)
         return Caps(
             prefill=self._blocks(min(request.num_tokens, account.most)),
-            decode=self._blocks(min(whole, settings.budget + self._interval(settings))),
+            settled=self._blocks(min(request.num_tokens, settled)),
         )
 
     def room(self, request: Request, running: Sequence[Request]) -> int | None:
         """Blocks to leave free when the request is admitted, so that it costs nobody a preemption later.
 
-        A forecast: what the running requests grow by while the newcomer's prompt is computed.
+        A forecast from the lengths so far, not from max_tokens: most answers end long before, and who may
+        never come to be compressed is admitted as vLLM would. Blocks that several share are counted once.
 
-        Returns: None if all of them together would overfill the pool for certain.
+        Args:
+            running: who runs; within a step only newcomers come to it, at its end
+
+        Returns: what the running requests grow by while the newcomer's prompt is computed; None if all of
+            them together overfill the pool once their prompts are computed.
         """
         caps = self.caps(request)
         if caps is None or not running:
             return 0
         steps = -(-request.num_tokens // self.max_chunk)
-        steady, growth = caps.decode, 0
-        for other in running:
-            theirs, held = self.caps(other), self._held(other.request_id)
-            steady += held if theirs is None else theirs.decode
-            if theirs is None:
-                continue
-            if other.num_computed_tokens < other.num_prompt_tokens:
-                growth += max(0, theirs.prefill - held)
-            else:
-                growth += max(0, min(theirs.decode - held, 1 + steps // self.block_size))
-        return None if steady > self.pool.num_blocks else growth
+        each = 1 + steps // self.block_size
+        forecast = self._forecasts.setdefault(each, Forecast())
+        for other in running[forecast.num_seen :]:
+            self._look_ahead(other, each, forecast)
+        forecast.num_seen = len(running)
+        return None if forecast.missing + caps.settled > self.pool.num_free else forecast.growth
+
+    def _look_ahead(self, other: Request, each: int, forecast: Forecast) -> None:
+        """Add a running request that decodes at most `each` blocks further in the time."""
+        caps = self.caps(other)
+        if caps is None:
+            return
+        held = self._held(other.request_id)
+        is_prefill = other.num_computed_tokens < other.num_tokens - 1
+        growth = caps.prefill - held if is_prefill else min(caps.settled - held, each)
+        forecast.growth += max(0, growth)
+        forecast.missing += caps.settled - held
 
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that one request of this length may hold under the engine's own settings."""

@@ -91,14 +91,17 @@ def _options(worker: Any) -> Options:
 
 
 def _scratch(worker: Any) -> int:
-    """Bytes of a pass over as many tokens as a request ever holds here."""
+    """Bytes of a pass over as many tokens as a request ever holds here. What it hits in the prefix cache is
+    not bounded by its budget."""
     config, model = worker.vllm_config, worker.model_config
     chunk = config.scheduler_config.max_num_batched_tokens
     bound = _options(worker).bound(worker.cache_config.block_size, chunk)
+    if bound is None or worker.cache_config.enable_prefix_caching:
+        bound = model.max_model_len
     return scratch_bytes(
         num_layers=model.get_num_layers(worker.parallel_config),
         num_heads=model.get_num_attention_heads(worker.parallel_config),
         num_kv_heads=model.get_num_kv_heads(worker.parallel_config),
         head_dim=model.get_head_size(),
-        num_tokens=model.max_model_len if bound is None else min(bound, model.max_model_len),
+        num_tokens=min(bound, model.max_model_len),
     )

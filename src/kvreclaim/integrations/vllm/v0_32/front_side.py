@@ -155,19 +155,20 @@ def check_request(request: Any, vllm_config: Any) -> None:
     extra_args = request.sampling_params.extra_args
     try:
         settings = _options(vllm_config).of_request(extra_args)
-        if settings is None or most_tokens(settings, 1, 1) is None:
-            _check_length(request, vllm_config)
-        elif request.resumable and KEY in (extra_args or {}):
+        if settings is not None and request.resumable and KEY in (extra_args or {}):
             raise InvalidArgumentError(
                 f"{KEY} is given for a session of streaming input, which is never compressed; "
                 f"send its whole prompt at once, or {KEY} = 'off'."
             )
+        if settings is None or most_tokens(settings, 1, 1) is None or request.resumable:
+            _check_length(request, vllm_config)
     except InvalidArgumentError as error:
         raise VLLMValidationError(str(error), parameter=KEY) from None
 
 
 def _check_length(request: Any, vllm_config: Any) -> None:
-    """A request that keeps all its tokens must fit the pool, or it would preempt itself for ever.
+    """A request that keeps all its tokens must fit the pool, or it would preempt itself for ever, at the head
+    of the queue. A session of streaming input may grow to max_model_len.
 
     Raises: InvalidArgumentError.
     """
@@ -178,10 +179,16 @@ def _check_length(request: Any, vllm_config: Any) -> None:
         parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
     )
     room = (cache.num_gpu_blocks // engines - 1) * cache.block_size
+    longest = vllm_config.model_config.max_model_len
+    if request.resumable and longest > room:
+        raise InvalidArgumentError(
+            f"a session of streaming input keeps all its tokens, up to max_model_len {longest}, and the KV "
+            f"cache holds {room}; send its whole prompt at once, or start the server with a --max-model-len "
+            "that fits."
+        )
     ids = request.prompt_token_ids
     prompt = len(ids) if ids is not None else request.prompt_embeds.shape[0]
-    length = min(prompt + request.sampling_params.max_tokens, vllm_config.model_config.max_model_len)
-    if length > room:
+    if min(prompt + request.sampling_params.max_tokens, longest) > room:
         raise InvalidArgumentError(
             f"this request keeps all its tokens, {prompt} of the prompt and up to "
             f"{request.sampling_params.max_tokens} of output, and the KV cache holds {room}; "

@@ -119,7 +119,8 @@ def record(runner: Any, layers: Sequence[Attention]) -> list[Recorded]:
     positions = torch.tensor(POSITIONS, device=runner.device)
     try:
         with _recording(layers) as recorders, _context(runner.vllm_config):
-            token = _token(model, runner.model_config.get_vocab_size(), runner.device)
+            token = _token(runner)
+            _without_adapters(runner, len(POSITIONS))
             model(input_ids=token, positions=positions)
     except Exception as error:  # whatever a model may raise: it is passed on, with what was tried
         raise UnsupportedModelError(
@@ -156,8 +157,18 @@ def _context(vllm_config: Any) -> Any:
     )
 
 
-def _token(model: Any, vocab_size: int, device: torch.device) -> Tensor:
+def _token(runner: Any) -> Tensor:
     """[8]: of ids spread over the vocabulary the one with the largest embedding. Embeddings are summed over
     the ranks, so that all take the same."""
-    ids = torch.arange(0, vocab_size, -(-vocab_size // CANDIDATES), device=device)
-    return ids[loudest(model.embed_input_ids(ids))].repeat(len(POSITIONS))
+    vocab_size = runner.model_config.get_vocab_size()
+    most = min(CANDIDATES, runner.vllm_config.scheduler_config.max_num_batched_tokens)
+    ids = torch.arange(0, vocab_size, -(-vocab_size // most), device=runner.device)
+    _without_adapters(runner, ids.numel())
+    return ids[loudest(runner.get_model().embed_input_ids(ids))].repeat(len(POSITIONS))
+
+
+def _without_adapters(runner: Any, num_tokens: int) -> None:
+    """Where LoRA adapters may come, layers look up which one each token has: none."""
+    if runner.lora_config is not None:
+        none = (0,) * num_tokens
+        runner._set_active_loras(none, none, set())
