@@ -63,11 +63,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         """One schedule: passes, then growth; who does not fit preempts the last, perhaps itself."""
         before = {r.request_id: (self.pool.held(r.request_id), list(r.slots)) for r in self.requests}
+        postponed = self.ledger.totals.postponed
         passes = self.ledger.compress(self.requests)
         assert len({done.request_id for done in passes}) == len(passes)
         for done in passes:
             self.check_pass(done, *before[done.request_id])
-        assert not any(self.is_overdue(r) for r in self.requests) or self.ledger.totals.postponed
+        overdue = {r.request_id for r in self.requests if self.is_overdue(r)}
+        assert len(overdue) == self.ledger.totals.postponed - postponed
         preempted = []
         for request in list(self.requests):
             if request.request_id in preempted:
@@ -83,7 +85,8 @@ class LedgerMachine(RuleBasedStateMachine):
             if request.request_id not in preempted:
                 in_prompt = request.num_computed_tokens < request.num_prompt_tokens
                 request.grow(count)
-                self.check_cap(request, in_prompt)
+                if request.request_id not in overdue:
+                    self.check_cap(request, in_prompt)
         for done in passes:
             assert self.ledger.is_current(done) == (done.request_id not in preempted)
 
@@ -139,7 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def check_cap(self, request: FakeRequest, in_prompt: bool) -> None:
         caps = self.ledger.caps(request)
-        if caps is None or self.ledger.totals.postponed:
+        if caps is None:
             return
         shared = any(self.pool.indexed[block] for block in self.pool.held(request.request_id))
         if not shared:

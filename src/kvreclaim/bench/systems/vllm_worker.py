@@ -45,8 +45,6 @@ class Worker:
     ) -> Answer:
         """Start the engine with exactly num_blocks blocks. Answers versions, threads, the pool, whether our
         plugin was loaded and what schedules."""
-        import transformers
-        import vllm
         from vllm import LLM
 
         self.llm: Any = LLM(
@@ -66,6 +64,12 @@ class Worker:
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.noise: torch.Tensor | None = None
+        return self._describe() | {"block_size": block_size, "eager": eager}
+
+    def _describe(self) -> Answer:
+        import transformers
+        import vllm
+
         return {
             "vllm": vllm.__version__,
             "vllm_torch": torch.__version__,
@@ -73,8 +77,6 @@ class Worker:
             "threads": torch.get_num_threads(),
             "vocab_size": self.runner.model_config.get_vocab_size(),
             "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
-            "block_size": block_size,
-            "eager": eager,
             "plugin": "kvreclaim.integrations.vllm.plugin" in sys.modules,
             "scheduler": type(self.scheduler).__name__,
         }
