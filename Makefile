@@ -78,7 +78,10 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 
 # vLLM's pool with and without the plugin, and what the plugin costs where it does nothing: the tables of docs/vllm.md.
 bench-vllm: setup vllm-env bench_models/qwen3-26m
-	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --plot docs/vllm_pool.png --json $(RESULTS)/vllm-26m.json
+	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases small,large --plot docs/vllm_pool.png \
+		--json $(RESULTS)/vllm-26m.json
+	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases cost --starts 2 --rounds 12 \
+		--json $(RESULTS)/vllm-cost-26m.json
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 

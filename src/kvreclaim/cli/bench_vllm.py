@@ -52,11 +52,15 @@ def vllm(
         if rows:
             typer.echo(common.markdown(vllm_pool.HEADINGS, vllm_pool.pool_cells(rows)))
             typer.echo("\n" + "\n".join(vllm_pool.block_lines(rows)))
-        cost = []
+            if plot is not None:
+                vllm_chart.pool_chart(rows, plot)
+
+        def save(cost: list[common.Row]) -> None:
+            content = common.report(rows, command_line(), peer_versions=versions, cost=cost)
+            common.write_json(content, json_file)
+
+        save([])  # cost takes long: what is known so far outlives a run that is stopped
         if "cost" in wanted:
             cost = vllm_cost.run(vllm_cost.CostPlan(plan, starts, rounds), console)
             typer.echo("\n" + common.markdown(vllm_cost.HEADINGS, vllm_cost.cost_cells(cost)))
-        content = common.report(rows, command_line(), peer_versions=versions, cost=cost)
-        common.write_json(content, json_file)
-        if plot is not None and rows:
-            vllm_chart.pool_chart(rows, plot)
+            save(cost)
