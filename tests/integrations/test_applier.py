@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.integrations.vllm.applier import MAX_COMPRESSORS, Applier
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
-from kvreclaim.integrations.vllm.settings import Settings
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 
-SETTINGS = Settings(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
+SETTINGS = CompressionConfig(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
 
 
 class FakeRows:
@@ -49,14 +48,14 @@ def make_facts(dtype: torch.dtype = torch.float32) -> ModelFacts:
     return ModelFacts("toy", "", (layer,) * L, dtype, torch.device("cpu"), 4096)
 
 
-def make_applier(views: CacheViews, settings: Settings = SETTINGS) -> tuple[Applier, FakeRows]:
+def make_applier(views: CacheViews, settings: CompressionConfig = SETTINGS) -> tuple[Applier, FakeRows]:
     rows = FakeRows()
     return Applier(Options(settings), make_facts(), None, views, rows), rows
 
 
 def chosen(book: Book, num_tokens: int, keep: int) -> Tensor:
     """What the policy keeps of a request that has never been compressed."""
-    compressor = Compressor(SETTINGS.make_config(), make_facts())
+    compressor = Compressor(SETTINGS, make_facts())
     return compressor.choose(lambda n: DenseSource(*book.tokens[n]), num_tokens, 0, num_tokens, keep=keep)
 
 
@@ -113,7 +112,7 @@ def test_the_policy_is_told_what_the_scheduler_knows(monkeypatch: pytest.MonkeyP
             told.append((*args[1:], more["first"], more["keep"]))
             return super().choose(*args, **more)
 
-    recorder = Recorder(SETTINGS.make_config(), make_facts())
+    recorder = Recorder(SETTINGS, make_facts())
     monkeypatch.setattr(applier, "compressor", lambda settings: recorder)
     applier.begin(output(make_pass("a", (1, 2, 3), (1, 2), 24, prompt_slots=7, logical_len=56, first=first)))
     assert told == [(24, 7, 56, first, 16)]

@@ -32,7 +32,7 @@ class Worker:
         self.computed += count
 
     def carry_out(self, done: Pass) -> Compressor:
-        compressor = Compressor(done.settings.make_config(), FACTS)
+        compressor = Compressor(done.settings, FACTS)
         size = (HEADS, done.num_tokens, 8)
         kept = compressor.choose(
             lambda layer: DenseSource(noise(layer + self.computed, *size), noise(layer, *size)),

@@ -18,12 +18,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.engine.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
 from kvreclaim.integrations.vllm.facts import Described, describe
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.settings import Settings
 from kvreclaim.integrations.vllm.v0_32 import probing
 from kvreclaim.model.loader import LoadedModel, load_model
 
@@ -120,7 +119,7 @@ def save_stats(loaded: LoadedModel, path: Path) -> Path:
 
 
 def described(runner: Any, stats: Path | None, policy: str = "triattention") -> Described:
-    return describe(runner, Options(Settings(policy=policy), None if stats is None else str(stats)))
+    return describe(runner, Options(CompressionConfig(policy=policy), None if stats is None else str(stats)))
 
 
 def restored(runner: Any) -> bool:

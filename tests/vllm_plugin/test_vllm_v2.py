@@ -4,7 +4,7 @@ requests take over, preemption, and that only what attention gets is shortened."
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,7 +232,7 @@ def move_blocks_about(engine: Engine, request_id: str) -> None:
         (
             Pass(
                 request_id,
-                account.settings.changed({"budget": BLOCK}),  # less than the request's tokens: all stay
+                replace(account.settings, budget=BLOCK),  # less than the request's tokens: all stay
                 tuple(source),
                 tuple(target),
                 num_tokens=live,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.compression.plan import CompactionPlan, TableState
-from kvreclaim.integrations.vllm.settings import Settings
 
 
 class Request(Protocol):
@@ -78,7 +78,7 @@ class Account:
     most: tokens that it holds at most; None: its whole length, or its whole prompt
     """
 
-    settings: Settings | None
+    settings: CompressionConfig | None
     most: int | None = None
     state: State = FRESH
     tokens_evicted: int = 0

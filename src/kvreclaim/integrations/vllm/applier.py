@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
-from kvreclaim.integrations.vllm.settings import Settings
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops import reference
@@ -83,7 +82,7 @@ class Applier:
         self.views, self.rows = views, rows
         self.kernels = _kernels(facts)
         self.stage = _stage(self.kernels, facts, views)
-        self.compressors: OrderedDict[Settings, Compressor] = OrderedDict()
+        self.compressors: OrderedDict[CompressionConfig, Compressor] = OrderedDict()
         self.clock: Clock = DeviceClock() if facts.device.type == "cuda" else HostClock()
         self.figures = Figures()
         self.trace: Trace | None = None
@@ -102,11 +101,11 @@ class Applier:
                 self._carry_out(one)
             self.clock.stop()
 
-    def compressor(self, settings: Settings) -> Compressor:
+    def compressor(self, settings: CompressionConfig) -> Compressor:
         """Of these settings; kept as long as they are among the latest MAX_COMPRESSORS used."""
         found = self.compressors.pop(settings, None)
         if found is None:
-            found = Compressor(settings.make_config(), self.facts, self.stats, self._select_top)
+            found = Compressor(settings, self.facts, self.stats, self._select_top)
             while len(self.compressors) >= MAX_COMPRESSORS:
                 self.compressors.popitem(last=False)
         self.compressors[settings] = found

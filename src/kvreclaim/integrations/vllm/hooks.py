@@ -15,7 +15,7 @@ from typing import Any
 
 MARK = "_kvreclaim_original"
 KEY = "kv_compression"
-ENVIRONMENT = "KVRECLAIM_VLLM"
+VARIABLE = "KVRECLAIM_VLLM"
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -36,7 +36,7 @@ def original_of(function: Any) -> Any:
 
 def is_asked_for(additional_config: object, environ: Mapping[str, str]) -> bool:
     """Whether compression is asked for. Cheap: imports nothing, so that others pay nothing."""
-    return ENVIRONMENT in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)
+    return VARIABLE in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)
 
 
 def install() -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.compression.plan import plan_compaction
 from kvreclaim.compression.protection import kept_prompt_slots
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Forecast, Pool, Request, State
 from kvreclaim.integrations.vllm.options import Options, most_tokens
 from kvreclaim.integrations.vllm.passes import Pass, Totals
-from kvreclaim.integrations.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -165,7 +165,7 @@ class Ledger:
         live = request.num_computed_tokens - state.shift
         return live >= settings.budget + self._interval(settings)
 
-    def _compress_one(self, request: Request, account: Account, settings: Settings) -> Pass | None:
+    def _compress_one(self, request: Request, account: Account, settings: CompressionConfig) -> Pass | None:
         """Bring it back to its budget, and up to a block more: what goes is a multiple of the block size,
         so that later tokens keep their places within blocks."""
         state, computed = account.state, request.num_computed_tokens
@@ -202,7 +202,7 @@ class Ledger:
         num_prompt = request.num_prompt_tokens
         return min(num_prompt, request.num_computed_tokens) - min(num_prompt, state.last_computed)
 
-    def _kept_prompt(self, settings: Settings, live: int, prompt: int, keep: int) -> int:
+    def _kept_prompt(self, settings: CompressionConfig, live: int, prompt: int, keep: int) -> int:
         return kept_prompt_slots(
             num_tokens=live,
             prompt_slots=prompt,
@@ -223,7 +223,7 @@ class Ledger:
         """Blocks of a request that is not new."""
         return self.pool.places(request_id) - self.accounts[request_id].state.shift // self.block_size
 
-    def _interval(self, settings: Settings) -> int:
+    def _interval(self, settings: CompressionConfig) -> int:
         """Less than a block gives nothing back."""
         return max(settings.interval, self.block_size)
 

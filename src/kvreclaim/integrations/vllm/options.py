@@ -1,28 +1,26 @@
 """What the operator asks of the plugin, and what one request may change of it.
 
-Operator: additional_config["kv_compression"], an object with the fields of Settings, `stats` (a file that
-every worker can read) and `opt_in`; or the same object as JSON in the environment variable KVRECLAIM_VLLM.
-Request: extra_args["kv_compression"], "off", "on", or an object with some of the fields of Settings; as JSON
-text where only text can be sent.
+Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
+that every worker can read) and `opt_in`; or the same object as JSON in the variable KVRECLAIM_VLLM. Request:
+extra_args["kv_compression"], "off", "on", or an object with some of these fields but `stats` and
+`opt_in`; as JSON text where only text can be sent.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
-from kvreclaim.compression import CompressionPolicy, Signal
+from kvreclaim.compression import CompressionConfig, CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.settings import Settings
+from kvreclaim.integrations.vllm.hooks import KEY, VARIABLE
 
-KEY = "kv_compression"
-VARIABLE = "KVRECLAIM_VLLM"
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
-_FIELDS = tuple(field.name for field in fields(Settings))
+_FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name != "stats")
 _MISSING = {
     Signal.RECENT_QUERIES: "the most recent queries",
     Signal.ATTENTION_MASS: "the attention that each token has received",
@@ -41,7 +39,7 @@ class Options:
     opt_in:   only requests that ask for compression get it
     """
 
-    settings: Settings
+    settings: CompressionConfig
     stats: str | None = None
     opt_in: bool = False
 
@@ -75,7 +73,9 @@ class Options:
         assert isinstance(value, Mapping)
         _check_names(value, (*_FIELDS, "stats", "opt_in"), where)
         rest = {name: value[name] for name in value if name in _FIELDS}
-        options = cls(_changed(Settings(), rest, where), value.get("stats"), value.get("opt_in", False))
+        options = cls(
+            _changed(CompressionConfig(), rest, where), value.get("stats"), value.get("opt_in", False)
+        )
         require(
             options.stats is None or isinstance(options.stats, str),
             f"stats in {where} is {options.stats!r}; it must be the path of a file of `kvreclaim calibrate`.",
@@ -86,9 +86,15 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         """What read makes equal options of."""
-        return self.settings.as_json() | {"stats": self.stats, "opt_in": self.opt_in}
+        own = {name: getattr(self.settings, name) for name in _FIELDS}
+        mode = self.settings.mode
+        return own | {
+            "mode": None if mode is None else str(mode),
+            "stats": self.stats,
+            "opt_in": self.opt_in,
+        }
 
-    def of_request(self, extra_args: Mapping[str, Any] | None) -> Settings | None:
+    def of_request(self, extra_args: Mapping[str, Any] | None) -> CompressionConfig | None:
         """How this request is compressed; None: not at all. Raises: InvalidArgumentError."""
         if extra_args is None or KEY not in extra_args:
             return None if self.opt_in else _unless_full(self.settings)
@@ -123,7 +129,7 @@ class Options:
             '`kvreclaim calibrate` as "stats", or take a policy without them such as streaming_llm or knorm.',
         )
 
-    def _check_request(self, settings: Settings) -> None:
+    def _check_request(self, settings: CompressionConfig) -> None:
         """The pool was sized by the engine's budget, and its statistics were loaded for its policy."""
         own = self.settings
         if most_tokens(own, 1, 1) is not None:
@@ -148,7 +154,7 @@ class Options:
         )
 
 
-def most_tokens(settings: Settings, block_size: int, max_chunk: int) -> int | None:
+def most_tokens(settings: CompressionConfig, block_size: int, max_chunk: int) -> int | None:
     """Tokens that one request holds at most at any time.
 
     Args:
@@ -180,7 +186,7 @@ def check_policy(policy: CompressionPolicy) -> None:
         )
 
 
-def _unless_full(settings: Settings) -> Settings | None:
+def _unless_full(settings: CompressionConfig) -> CompressionConfig | None:
     return settings if settings.make_policy().evicts else None
 
 
@@ -200,11 +206,11 @@ def _check_names(given: Mapping[str, object], allowed: tuple[str, ...], where: s
         require(name in allowed, f"{where} has no field {name!r}{hint}; its fields are {', '.join(allowed)}.")
 
 
-def _changed(base: Settings, given: Mapping[str, Any], where: str) -> Settings:
+def _changed(base: CompressionConfig, given: Mapping[str, Any], where: str) -> CompressionConfig:
     """base with the given fields, checked. Raises: InvalidArgumentError."""
     try:
-        settings = base.changed(given)
-        settings.make_config()
+        json.dumps(dict(given))  # it goes to other processes as JSON
+        settings = replace(base, **given)
     except (TypeError, RecursionError) as error:
         raise InvalidArgumentError(f"{where} cannot be read: {error}; write plain JSON values.") from None
     except InvalidArgumentError as error:

@@ -1,20 +1,20 @@
 """What the scheduler tells the workers: which requests are compressed before this step, into which blocks.
 
-Travels inside vLLM's SchedulerOutput, by pickle: integers, strings and tuples only.
+Travels inside vLLM's SchedulerOutput, by pickle: plain values, no tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvreclaim.integrations.vllm.settings import Settings
+from kvreclaim.compression import CompressionConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One compression of one request. Lengths in tokens, per layer and KV head.
 
-    settings:     what to choose by
+    settings:     what to choose by; statistics are the worker's own
     source_ids:   blocks that hold the num_tokens live tokens, in table order
     target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources
     logical_len:  tokens computed so far, evicted ones included: the position of the next query
@@ -24,7 +24,7 @@ class Pass:
     """
 
     request_id: str
-    settings: Settings
+    settings: CompressionConfig
     source_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
     num_tokens: int
