@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
@@ -81,6 +82,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -106,6 +115,10 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "glm4": (Glm4Config, {"head_dim": 16}),
     "olmo2": (Olmo2Config, {}),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "deepseek-v2": (
+        DeepseekV2Config,
+        {**_DEEPSEEK, **_MOE, "q_lora_rank": None, "kv_lora_rank": 32, "rope_parameters": _DEEPSEEK_YARN},
+    ),
     "deepseek-v3": (DeepseekV3Config, {**_DEEPSEEK, **_MOE}),
     "llama-llama3": (LlamaConfig, {"rope_parameters": _LLAMA3}),
     "llama-yarn": (LlamaConfig, {"rope_parameters": _YARN}),
@@ -123,6 +136,7 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
 REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
 FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
+LATENT = ("deepseek-v2", "deepseek-v3")
 WINDOWED = ("mistral", "gemma2", "gpt-oss")
 
 
@@ -217,21 +231,25 @@ def queries_before_rope(directory: Path, documents: list[list[int]]) -> list[Ten
         last.register_forward_hook(lambda _, __, out, layer=layer: seen[layer].append(out[0]))
     for document in documents:
         model(torch.tensor([document]))
-    return [_as_heads(torch.cat(parts), model) for parts in seen]
+    return [_as_heads(torch.cat(parts), model, layer) for layer, parts in enumerate(seen)]
 
 
 _LAST_BEFORE_ROPE = ("q_norm", "q_b_proj", "qkv_proj", "q_proj")
 
 
-def _as_heads(out: Tensor, model: PreTrainedModel) -> Tensor:
+def _as_heads(out: Tensor, model: PreTrainedModel, layer: int) -> Tensor:
     """A hooked output of T tokens as [H, T, D], in the arrangement that the rotation works on and with
-    the factor that YaRN puts into it."""
+    the factor that YaRN puts into it; of latent attention what meets a latent and its rotary key."""
     heads, kind = model.config.num_attention_heads, model.config.model_type
+    factor = model.model.rotary_emb.attention_scaling
     if kind == "phi3":
         out = out[:, : model.config.hidden_size]
-    out = out.reshape(len(out), heads, -1)
+    out = out.reshape(len(out), heads, -1).transpose(0, 1)
+    if kind not in ("deepseek_v2", "deepseek_v3"):
+        return out * factor
+    dims = model.config.qk_nope_head_dim
+    weight = model.model.layers[layer].self_attn.kv_b_proj.weight.view(heads, -1, model.config.kv_lora_rank)
+    rotated = out[..., dims:]
     if kind == "deepseek_v3":
-        rotated = out[..., model.config.qk_nope_head_dim :]
         rotated = torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
-        out = torch.cat([out[..., : model.config.qk_nope_head_dim], rotated], dim=-1)
-    return (out * model.model.rotary_emb.attention_scaling).transpose(0, 1)
+    return torch.cat([out[..., :dims] @ weight[:, :dims], rotated * factor], dim=-1)

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
+#include <vector>
 
 #include "dlpack.h"
 #include "kvreclaim/layout.h"
@@ -13,7 +14,7 @@ namespace kvreclaim {
 
 namespace nb = nanobind;
 
-enum class Element { kF32, kBF16, kBool, kI32, kI64, kOther };
+enum class Element { kF32, kBF16, kF16, kBool, kU8, kI32, kI64, kOther };
 
 // A view of a CPU tensor, valid while the Python object lives.
 class Tensor {
@@ -39,8 +40,9 @@ class Tensor {
     return reinterpret_cast<E*>(bytes());
   }
 
-  // fp32 or bf16.
+  // fp32 or bf16; rows may be fp16, too.
   Type type() const;
+  Type row_type() const;
 
   // Throws ValueError "<name> <what>".
   void require(bool condition, const char* what) const;
@@ -58,10 +60,10 @@ class Tensor {
 // A [T, H, D] tensor with any strides.
 RowsView rows_view(const Tensor& tensor);
 
-// The cache's tensors, kept alive, and their dims; made once per KVCache.
+// A cache's dims, and its tensors, kept alive; made once per KVCache.
 struct Cache {
-  nb::object k, v;
   CacheView view;
+  std::vector<nb::object> owners;
 };
 
 void bind_cache(nb::module_& m);      // Cache, write_kv, gather_tokens, advise_huge_pages

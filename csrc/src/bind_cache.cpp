@@ -1,4 +1,7 @@
 // Tensor views, Cache, write_kv, gather_tokens.
+#include <nanobind/stl/array.h>
+
+#include <array>
 #include <string>
 
 #ifdef __linux__
@@ -35,7 +38,9 @@ Element element_of(const nb::dlpack::dtype& type) {
   switch (type.code * 256 + type.bits) {
     case 2 * 256 + 32: return Element::kF32;
     case 4 * 256 + 16: return Element::kBF16;
+    case 2 * 256 + 16: return Element::kF16;
     case 6 * 256 + 8: return Element::kBool;
+    case 1 * 256 + 8: return Element::kU8;
     case 0 * 256 + 32: return Element::kI32;
     case 0 * 256 + 64: return Element::kI64;
     default: return Element::kOther;
@@ -72,6 +77,12 @@ Type Tensor::type() const {
   return element_ == Element::kF32 ? Type::kF32 : Type::kBF16;
 }
 
+Type Tensor::row_type() const {
+  if (element_ == Element::kF16) return Type::kF16;
+  require(element_ == Element::kF32 || element_ == Element::kBF16, "is neither float32, bfloat16 nor float16");
+  return type();
+}
+
 void Tensor::require(bool condition, const char* what) const {
   if (!condition) throw nb::value_error((std::string(name_) + " " + what).c_str());
 }
@@ -84,27 +95,77 @@ void Tensor::require_shape(std::initializer_list<int64_t> shape) const {
   }
 }
 
-RowsView rows_view(const Tensor& x) { return {x.bytes(), x.stride(0), x.stride(1), x.stride(2), x.type()}; }
+RowsView rows_view(const Tensor& x) { return {x.bytes(), x.stride(0), x.stride(1), x.stride(2), x.row_type()}; }
 
 namespace {
 
-void init_cache(Cache* self, nb::object k, nb::object v) {
-  const Tensor values(v, "v", 5);
-  const Type type = values.type();
-  const Tensor keys(k, "k", type == Type::kBF16 ? 6 : 5);
-  const int64_t dims = type == Type::kBF16 ? 2 * keys.size(3) : keys.size(3);
-  CacheView view{keys.bytes(), values.bytes(), values.size(0), values.size(1), values.size(2), values.size(3),
-                 dims, values.size(4), type};
-  keys.require(keys.element() == values.element(), "has another dtype than v");
-  keys.require(keys.is_contiguous(), "is not contiguous");
-  values.require(values.is_contiguous(), "is not contiguous");
-  values.require(view.block_size % 16 == 0 && view.block_size > 0, "has a block size that is no multiple of 16");
-  values.require(view.v_dim % 8 == 0 && view.k_dim % 8 == 0, "has head dims that are no multiples of 8");
-  if (type == Type::kBF16)
-    keys.require_shape({view.layers, view.blocks, view.heads, -1, view.block_size, 2});
+Element element_of(Format format) {
+  return format == Format::kF32 ? Element::kF32 : format == Format::kBF16 ? Element::kBF16 : Element::kF16;
+}
+
+void add_plain(CacheView& view, const Tensor& keys, const Tensor& values) {
+  const int64_t size = view.block_size;
+  values.require_shape({view.layers, view.blocks, view.heads, size, view.v_dim});
+  if (view.format == Format::kF32)
+    keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim, size});
   else
-    keys.require_shape({view.layers, view.blocks, view.heads, -1, view.block_size});
-  new (self) Cache{std::move(k), std::move(v), view};
+    keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim / 2, size, 2});
+  view.k = keys.data<char>(element_of(view.format));
+  view.v = values.data<char>(element_of(view.format));
+}
+
+const float* sign_data(nb::handle signs, const char* name, int64_t dim) {
+  const Tensor tensor(signs, name, 1);
+  tensor.require_shape({dim});
+  return tensor.data<float>(Element::kF32);
+}
+
+// `dims`: L, B, K, S, D, Dv. `planes`: keys and values of a plain format, the units of a coded one.
+void init_cache(Cache* self, int format, const std::array<int64_t, 6>& dims, bool latent, nb::list planes,
+                nb::object signs) {
+  CacheView view{};
+  view.layers = dims[0], view.blocks = dims[1], view.heads = dims[2], view.block_size = dims[3];
+  view.k_dim = dims[4], view.v_dim = dims[5];
+  if (format < 0 || format > (int)Format::kKivi4) throw nb::value_error("format is none of layout.h");
+  view.format = (Format)format;
+  view.latent = latent;
+  if (view.block_size % 16 != 0 || view.block_size <= 0)
+    throw nb::value_error("the block size is no multiple of 16");
+  if (view.v_dim % 8 != 0 || view.k_dim % 8 != 0) throw nb::value_error("a head dim is no multiple of 8");
+  if (planes.size() != (is_plain(view.format) ? 2 : 1)) throw nb::value_error("planes has another number of tensors");
+  if (is_plain(view.format)) {
+    add_plain(view, Tensor(planes[0], "k", view.format == Format::kF32 ? 5 : 6), Tensor(planes[1], "v", 5));
+  } else {
+    const Tensor units(planes[0], "data", 4);
+    units.require_shape({view.layers, view.blocks, view.heads, unit_bytes(view)});
+    view.data = units.data<char>(Element::kU8);
+  }
+  if (is_rotated(view.format)) {
+    const auto both = nb::cast<nb::tuple>(signs);
+    view.k_signs = sign_data(both[0], "k_signs", view.k_dim);
+    view.v_signs = sign_data(both[1], "v_signs", view.v_dim);
+  }
+  new (self) Cache{view, {planes, std::move(signs)}};
+}
+
+// The blocks of this cache that are not full: row_of [B] int32 of the cache it is a view of, whose L, B and K
+// `origin` are; k and v [rows, L, K, S, D] bf16.
+void set_open_rows(Cache& self, const std::array<int64_t, 3>& origin, nb::object row_of, nb::object k, nb::object v) {
+  CacheView& view = self.view;
+  const Tensor rows(row_of, "row_of", 1), keys(k, "k", 5), values(v, "v", 5);
+  const auto [layers, blocks, heads] = origin;
+  if (view.format != Format::kKivi4) throw nb::value_error("only kivi4 has open blocks");
+  if (layers * blocks * heads != view.layers * view.blocks * view.heads)
+    throw nb::value_error("origin has another number of units");
+  rows.require_shape({blocks});
+  keys.require_shape({-1, layers, heads, view.block_size, view.k_dim});
+  values.require_shape({keys.size(0), layers, heads, view.block_size, view.v_dim});
+  view.open_row = rows.data<int32_t>(Element::kI32);
+  view.open_k = keys.data<char>(Element::kBF16);
+  view.open_v = values.data<char>(Element::kBF16);
+  view.open_rows = keys.size(0);
+  view.origin_layers = layers, view.origin_blocks = blocks, view.origin_heads = heads;
+  for (nb::object* owner : {&row_of, &k, &v}) self.owners.push_back(std::move(*owner));
 }
 
 void check_layer(const Cache& cache, int64_t layer) {
@@ -115,12 +176,13 @@ void write(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::ha
   const CacheView& view = cache.view;
   const Tensor keys(k, "k", 3), values(v, "v", 3), slots(slot_mapping, "slot_mapping", 1);
   check_layer(cache, layer);
-  keys.require_shape({slots.size(0), view.heads, view.k_dim});
+  keys.require_shape({slots.size(0), view.heads, head_dim(view)});
   values.require_shape({slots.size(0), view.heads, view.v_dim});
   const int64_t* to = slots.data<int64_t>(Element::kI64);
   for (int64_t t = 0; t < slots.size(0); ++t)
     slots.require(to[t] >= 0 && to[t] < view.blocks * view.block_size, "names a slot outside the cache");
-  const WriteArgs args{view, layer, rows_view(keys), rows_view(values), to, slots.size(0)};
+  WriteArgs args{view, layer, rows_view(keys), rows_view(values), to, slots.size(0)};
+  if (view.latent) args.k.data += view.v_dim * args.k.stride_d * size_of(args.k.type);
   nb::gil_scoped_release release;
   kernels().write_kv(args);
 }
@@ -130,13 +192,13 @@ void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle 
   const Tensor ids(block_ids, "block_ids", 1), keys(k, "k", 3), values(v, "v", 3);
   check_layer(cache, layer);
   const int64_t tokens = keys.size(1);
-  keys.require_shape({view.heads, tokens, view.k_dim});
+  keys.require_shape({view.heads, tokens, head_dim(view)});
   values.require_shape({view.heads, tokens, view.v_dim});
   ids.require(tokens <= ids.size(0) * view.block_size, "has too few blocks for these tokens");
   const int64_t* from = ids.data<int64_t>(Element::kI64);
   for (int64_t i = 0; i < ids.size(0); ++i)
     ids.require(from[i] >= 0 && from[i] < view.blocks, "names a block outside the cache");
-  const Element element = view.type == Type::kF32 ? Element::kF32 : Element::kBF16;
+  const Element element = is_plain(view.format) ? element_of(view.format) : Element::kF32;
   const GatherArgs args{view, layer, from, tokens, keys.data<char>(element), values.data<char>(element)};
   nb::gil_scoped_release release;
   kernels().gather_tokens(args);
@@ -156,7 +218,10 @@ void advise_huge_pages(uintptr_t address, size_t bytes) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-  nb::class_<Cache>(m, "Cache").def("__init__", init_cache, nb::arg("k"), nb::arg("v"));
+  nb::class_<Cache>(m, "Cache")
+      .def("__init__", init_cache, nb::arg("format"), nb::arg("dims"), nb::arg("latent"), nb::arg("planes"),
+           nb::arg("signs").none())
+      .def("set_open_rows", set_open_rows, nb::arg("origin"), nb::arg("row_of"), nb::arg("k"), nb::arg("v"));
   m.def("write_kv", write);
   m.def("gather_tokens", gather);
   m.def("advise_huge_pages", advise_huge_pages);

@@ -10,6 +10,7 @@ TokensView tokens_view(const Cache& cache, int64_t layer, const Tensor& block_id
   const CacheView& view = cache.view;
   if (layer < 0 || layer >= view.layers) throw nb::index_error("layer is outside the cache");
   if (num_tokens < 1) throw nb::value_error("num_tokens is below 1");
+  if (view.format > Format::kBF16 || view.latent) throw nb::value_error("scoring of coded caches is not available");
   block_ids.require(num_tokens <= block_ids.size(0) * view.block_size, "has too few blocks for these tokens");
   const int64_t* ids = block_ids.data<int64_t>(Element::kI64);
   for (int64_t i = 0; i < block_ids.size(0); ++i)
@@ -27,9 +28,9 @@ void trig(const Cache& cache, int64_t layer, nb::handle block_ids, int64_t num_t
   const Tensor ids(block_ids, "block_ids", 1), rows(queries, "queries", 3), result(out, "out", 2);
   const TokensView tokens = tokens_view(cache, layer, ids, num_tokens);
   check_heads(rows, cache);
-  rows.require_shape({-1, -1, cache.view.k_dim});
+  rows.require_shape({-1, -1, head_dim(cache.view)});
   result.require_shape({rows.size(0), num_tokens});
-  if (start < 0 || bands < 0 || start + 2 * bands > cache.view.k_dim)
+  if (start < 0 || bands < 0 || start + 2 * bands > head_dim(cache.view))
     throw nb::value_error("the rotated dims do not fit the head dim");
   const float* weight_data = nullptr;
   if (!weights.is_none()) {
@@ -52,8 +53,8 @@ void mixture(const Cache& cache, int64_t layer, nb::handle block_ids, int64_t nu
   const Tensor result(out, "out", 2);
   const TokensView tokens = tokens_view(cache, layer, ids, num_tokens);
   check_heads(mu, cache);
-  mu.require_shape({-1, -1, -1, cache.view.k_dim});
-  var.require_shape({mu.size(0), mu.size(1), cache.view.k_dim});
+  mu.require_shape({-1, -1, -1, head_dim(cache.view)});
+  var.require_shape({mu.size(0), mu.size(1), head_dim(cache.view)});
   result.require_shape({cache.view.heads, num_tokens});
   if (begin < 0 || end > num_tokens) throw nb::value_error("the competing tokens lie outside the sequence");
   const MixtureArgs args{tokens,     mu.data<float>(Element::kF32),

@@ -111,10 +111,11 @@ struct TestCache {
   TestCache(Type type, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim)
       : k(type, layers * blocks * heads * size * k_dim),
         v(type, layers * blocks * heads * size * v_dim),
-        view{k.data(), v.data(), layers, blocks, heads, size, k_dim, v_dim, type} {}
+        view{nullptr, k.data(), v.data(), layers, blocks, heads, size, k_dim, v_dim, (Format)type, false, nullptr,
+             nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0} {}
   int64_t k_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     const int64_t size = view.block_size, first = ((layer * view.blocks + block) * view.heads + head) * size * view.k_dim;
-    return first + (view.type == Type::kBF16 ? ((d / 2) * size + s) * 2 + d % 2 : d * size + s);
+    return first + (view.format == Format::kBF16 ? ((d / 2) * size + s) * 2 + d % 2 : d * size + s);
   }
   int64_t v_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     return (((layer * view.blocks + block) * view.heads + head) * view.block_size + s) * view.v_dim + d;

@@ -37,13 +37,13 @@ inline bool sees(const AttentionArgs& a, const Sequence& seq, int64_t head, int6
 inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& random) {
   const CacheView& c = cache.view;
   const int64_t tokens = seq.view.seq_len;
-  Numbers k(c.type, tokens * c.heads * c.k_dim), v(c.type, tokens * c.heads * c.v_dim);
+  Numbers k(cache.k.type(), tokens * c.heads * c.k_dim), v(cache.k.type(), tokens * c.heads * c.v_dim);
   k.randomise(random), v.randomise(random);
   std::vector<int64_t> slots(tokens), ids(seq.blocks.begin(), seq.blocks.end());
   for (int64_t t = 0; t < tokens; ++t)
     slots[t] = seq.blocks[t / c.block_size] * c.block_size + t % c.block_size;
   kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
-  Numbers k_back(c.type, k.count()), v_back(c.type, v.count());
+  Numbers k_back(k.type(), k.count()), v_back(v.type(), v.count());
   kernels().gather_tokens({c, layer, ids.data(), tokens, k_back.data(), v_back.data()});
   for (int64_t h = 0; h < c.heads; ++h)
     for (int64_t t = 0; t < tokens; ++t) {

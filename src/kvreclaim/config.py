@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from kvreclaim.checks import check_bool, check_choice, check_int, check_number, require
 
 KERNELS = ("auto", "native", "triton", "reference")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
+KV_CACHE_DTYPE_ALIASES = MappingProxyType(
+    {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
+)
+"""What vLLM and PyTorch call some of them."""
 MAX_BIAS = 100.0
+
+
+def format_name(name: object) -> str:
+    """One of KV_CACHE_DTYPES, an alias spelt out. Raises: InvalidArgumentError."""
+    known = KV_CACHE_DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
+    check_choice("kv_cache_dtype", known, KV_CACHE_DTYPES)
+    return str(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,8 @@ class EngineConfig:
     kv_cache_metrics_sample: share of the blocks whose time in the pool is measured
     kernels:                "auto" (native on a CPU, triton on CUDA, reference where these cannot run, which
                             is said), or one of them by name
+    kv_cache_dtype:         how keys and values are stored: "auto" (the model's dtype), or one of
+                            KV_CACHE_DTYPES; an alias becomes the name that it stands for
     enforce_eager:          on CUDA, run decode steps without CUDA graphs
     """
 
@@ -44,6 +59,7 @@ class EngineConfig:
     max_pinned_fraction: float = 0.5
     kv_cache_metrics_sample: float = 0.01
     kernels: str = "auto"
+    kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +74,7 @@ class EngineConfig:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
         check_choice("kernels", self.kernels, KERNELS)
+        object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require(
             isinstance(self.eviction_policy, str),

@@ -12,7 +12,7 @@ from kvreclaim.bench import decode, verify
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.systems.base import Point, Setup, SkipPoint, random_prompts
 from kvreclaim.bench.systems.ours import NAMES, Ours
-from kvreclaim.bench.verify import Referee, WrongTokensError
+from kvreclaim.bench.verify import FormatReferee, Referee, WrongTokensError
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError
 
@@ -128,6 +128,33 @@ def test_what_exceeds_memory_or_time_is_skipped_with_its_reason(monkeypatch):
     assert "exceed the limit" in rows[0]["skipped"]
 
 
+def test_formats_are_systems_of_their_own(tmp_path):
+    file = tmp_path / "decode.json"
+    grid = ("--contexts", 100, "--batches", 2, "--systems", "full", "--kv-cache-dtype", "auto,int8,bf16")
+    result = run("decode", "--model", demo_model(), *grid, *SMALL, "--json", file)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    rows = {row["system"]: row for row in report["rows"]}
+    assert {name: row["kv_cache_dtype"] for name, row in rows.items()} == {
+        "kvreclaim-full": "fp32",
+        "kvreclaim-full:int8": "int8",
+        "kvreclaim-full:bf16": "bf16",
+    }
+    assert all(row["verified"] and row["tokens_per_s"] > 0 for row in rows.values())
+    assert "full int8 / full" in " ".join(result.output.split())
+
+
+def test_a_coded_cache_is_judged_by_the_reference_in_its_format():
+    """In int4 the tokens of another format would not be the reference's."""
+    prompts = random_prompts(2, 300, 256, seed=5)
+    referee = FormatReferee(demo_model(), "int4")
+    outputs = [referee.greedy(prompt, 8) for prompt in prompts]
+    assert referee.judge("x", "float32", prompts, outputs).passed
+    assert float(referee.gaps(prompts[0], outputs[0]).max()) == 0.0
+    outputs[1][2] = (outputs[1][2] + 7) % 256
+    assert not referee.judge("x", "float32", prompts, outputs).passed
+
+
 def test_a_dead_peer_is_a_skipped_point(tmp_path):
     from kvreclaim.bench.systems.vllm_peer import VllmProcess
 
@@ -149,6 +176,7 @@ def test_a_dead_peer_is_a_skipped_point(tmp_path):
         (("--peers", "vllm"), "make vllm-env"),
         (("--contexts", "8k"), "no list of numbers"),
         (("--dtype", "int8"), "int8"),
+        (("--kv-cache-dtype", "int8,nope"), "kv_cache_dtype is 'nope'"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,6 @@ import torch
 from kvreclaim.bench import kernels
 from kvreclaim.bench.bandwidth import Machine, measure
 from kvreclaim.bench.kernel_cases import (
-    Filled,
-    Shape,
     attention,
     column_sums,
     compact,
@@ -22,6 +21,7 @@ from kvreclaim.bench.kernel_cases import (
     triattention,
     write,
 )
+from kvreclaim.bench.kernel_shapes import Filled, Shape
 from kvreclaim.bench.kernels import WrongKernelError
 from kvreclaim.ops import reference
 
@@ -40,6 +40,8 @@ CASES = [
     compact(SHAPE, 40),
 ]
 MACHINE = Machine(10.0, 10.0, 100.0)
+RATIOS = {"fp16": 1.0, "int8": 1.91, "fp8_e4m3": 1.91, "int4": 3.556, "turboquant4": 3.657, "kivi4": 3.402}
+FORMATS = list(RATIOS)
 
 
 def test_rows_of_every_case():
@@ -92,6 +94,39 @@ def test_bytes_that_must_move():
     assert triattention(SHAPE).moved == case.moved // 2
     in_place = compact(Shape(40, 1, 32, 2, torch.float32), 40)
     assert in_place.moved == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_timed_beside_bf16(name):
+    shape = replace(SHAPE, dtype=torch.bfloat16)
+    shapes = [replace(shape, kv_format=each) for each in ("bf16", name)]
+    cases = [make(each) for make in (attention, gather) for each in shapes]
+    rows, _ = kernels.run("reference", cases=cases, machine=MACHINE, repeats=2)
+    assert [row["op"] for row in rows] == [case.op for case in cases]
+    for base, row in (rows[:2], rows[2:]):
+        assert (base["kv_cache_dtype"], row["kv_cache_dtype"]) == ("bf16", name)
+        assert base["times_bf16"] == 1
+        assert row["times_bf16"] == pytest.approx(base["us"] / row["us"])
+        assert row["spread"] >= 1
+    stored = [row["mib"] * 2**20 for row in rows[:2]]
+    assert stored[0] / stored[1] == pytest.approx(RATIOS[name], abs=0.01)
+    assert rows[3]["mib"] > rows[1]["mib"]  # and what the copies take
+
+
+def test_formats_of_the_standard_cases():
+    cases = list(standard(formats=("bf16", "int8")))
+    for op in (
+        "decode attention",
+        "compact to 2,048",
+        "write K/V",
+        "mixture scores",
+        "prefill column sums, 512 new",
+    ):
+        found = [case.shape for case in cases if case.op == op and case.shape.dtype == torch.bfloat16]
+        half = len(found) // 2
+        assert half > 0
+        assert sorted(shape.kv_format for shape in found) == ["bf16"] * half + ["int8"] * half
+    assert {c.shape.kv_format for c in cases if c.shape.dtype == torch.float32} == {"auto"}
 
 
 def test_caches_of_a_shape_hold_equal_tokens():

@@ -88,7 +88,7 @@ def test_a_refused_cell_does_not_unless_nothing_is_left(model):
         (("--tasks", "nope"), "known are recall, multi_query"),
         (("--tasks", "perplexity"), "--text FILE"),
         (("--tasks", "perplexity", "--text", "no/such.txt"), "no/such.txt"),
-        (("--kv-cache-dtype", "int4"), "pass auto or float32"),
+        (("--kv-cache-dtype", "bf16,int3"), "kv_cache_dtype is 'int3'"),
         (("--dialect", "latin"), "dialect"),
         (("--stats", "no/such.safetensors"), "no/such.safetensors"),
         (("--out", "/dev/null/below"), "--out"),

@@ -18,6 +18,7 @@ NEEDS = {
     "positions": frozenset({Signal.POSITIONS}),
     "projection": frozenset({Signal.OUTPUT_PROJECTION}),
     "future": frozenset({Signal.FUTURE_QUERIES}),
+    "observed": frozenset(Signal) - STATISTICS - {Signal.FUTURE_QUERIES, Signal.OUTPUT_PROJECTION},
     "all": frozenset(Signal) - STATISTICS - {Signal.FUTURE_QUERIES},
 }
 

@@ -13,7 +13,8 @@ from kvreclaim.compression import Compressor
 from kvreclaim.engine import runner as runner_module
 from kvreclaim.engine.request import Sequence
 from kvreclaim.engine.scheduler import Scheduled
-from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.attention import AttentionCall, LatentCall
+from kvreclaim.ops.formats.codecs import round_trip
 
 
 @dataclass
@@ -33,13 +34,18 @@ class History:
 
 
 class Shadow:
-    """Watches one LLM (prefix caching off) through pytest's monkeypatch; compares on every call."""
+    """Watches one LLM (prefix caching off) through pytest's monkeypatch; compares on every call.
+
+    What it remembers is what the format of the cache makes of a token, by the codecs of ops/formats.
+    """
 
     def __init__(self, llm: LLM, monkeypatch) -> None:
         self.facts = llm.loaded.facts
+        self.cache = llm.engine.runner.cache
         self.histories: dict[int, History] = {}
         self.worst = 0.0
         self.num_calls = 0
+        self.num_expanded = 0
         self.num_passes = 0
         self._step: list[Scheduled] = []
         self._watch_runner(llm, monkeypatch)
@@ -47,7 +53,7 @@ class Shadow:
 
     def _watch_runner(self, llm: LLM, monkeypatch) -> None:
         forward = llm.engine.runner.forward
-        attend = runner_module.PagedKVBatch.attend
+        attend, attend_latent = runner_module.PagedKVBatch.attend, runner_module.PagedKVBatch.attend_latent
 
         def watched_forward(step):
             self._step = step
@@ -61,8 +67,17 @@ class Shadow:
             self._compare(call, out)
             return out
 
+        def watched_attend_latent(batch, call):
+            before = self.num_calls
+            out = attend_latent(batch, call)
+            if self.num_calls == before:
+                self.num_expanded += 1
+                self._compare(call.absorbed(), out, call)
+            return out
+
         monkeypatch.setattr(llm.engine.runner, "forward", watched_forward)
         monkeypatch.setattr(runner_module.PagedKVBatch, "attend", watched_attend)
+        monkeypatch.setattr(runner_module.PagedKVBatch, "attend_latent", watched_attend_latent)
 
     def _watch_compression(self, llm: LLM, monkeypatch) -> None:
         run, choose = llm.engine.compression.run, Compressor.choose
@@ -122,13 +137,16 @@ class Shadow:
         if history.heads is not None:
             history.heads = [[torch.cat([old, new[0, 0]]) for old in rows] for rows in history.heads]
 
-    def _compare(self, call: AttentionCall, out: Tensor) -> None:
+    def _compare(self, call: AttentionCall, out: Tensor, latent: LatentCall | None = None) -> None:
+        """latent: what the layer asked for where out is already that of the model's own heads."""
         row = 0
         for item in self._step:
             rows = slice(row, row + item.num_tokens)
             row += item.num_tokens
             history = self._remember(item, call, rows)
             expected = self._attend(item, history, call, rows)
+            if latent is not None:
+                expected = latent.weights.to(torch.float64).finish(expected)
             self.worst = max(self.worst, float((out[rows].double() - expected).abs().max()))
         self.num_calls += 1
 
@@ -138,12 +156,20 @@ class Shadow:
         if seq.seq_id not in self.histories:
             self.histories[seq.seq_id] = self._inherited(seq)
         history = self.histories[seq.seq_id]
-        for store, new in ((history.k, call.k), (history.v, call.v)):
-            new = new[rows].transpose(0, 1).double()
+        for store, new in zip((history.k, history.v), self._stored(call.k[rows], call.v[rows]), strict=True):
+            new = new.transpose(0, 1).double()
             old = store.get(call.layer, new[:, :0])[:, :start]
             assert old.shape[1] == start, f"sequence {seq.seq_id} starts at {start}, seen {old.shape[1]}"
             store[call.layer] = torch.cat([old, new], 1)
         return history
+
+    def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""
+        assert not self.cache.format.has_open_blocks, "its codes depend on how tokens lie in blocks"
+        if not self.cache.shape.latent:
+            return round_trip(self.cache.format, k, v)
+        k, v = round_trip(self.cache.format, k[..., v.shape[-1] :], v)
+        return torch.cat((v, k), -1), v
 
     def _inherited(self, seq: Sequence) -> History:
         parent = self.histories.get(seq.request.sequences[0].seq_id)

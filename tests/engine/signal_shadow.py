@@ -11,7 +11,7 @@ from kvreclaim import LLM
 from kvreclaim.compression import LayerSignals
 from kvreclaim.engine.request import Sequence
 from kvreclaim.engine.scheduler import Scheduled
-from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.attention import AttentionCall, LatentCall
 
 PerLayer = dict[int, Tensor]
 
@@ -55,13 +55,13 @@ class SignalShadow(Shadow):
             assert torch.equal(signals.queries, every[:, seq.num_computed - window : seq.num_computed])
         self.num_checked += 1
 
-    def _compare(self, call: AttentionCall, out: Tensor) -> None:
+    def _compare(self, call: AttentionCall, out: Tensor, latent: LatentCall | None = None) -> None:
         """A fork inherits what its parent had before this step."""
         self._before = {
             id(store): {seq_id: layers.get(call.layer) for seq_id, layers in store.items()}
             for store in (self.mass, self.queries)
         }
-        super()._compare(call, out)
+        super()._compare(call, out, latent)
 
     def _probabilities(self, item: Scheduled, history: History, call: AttentionCall, rows: slice) -> Tensor:
         probs = super()._probabilities(item, history, call, rows)

@@ -18,6 +18,7 @@ from kvreclaim.model.loader import load_model
 DOCUMENTS = tiny.prompts((40, 3, 25), seed=8)
 BANDS = {  # real dims of the bands, imaginary dims
     "glm4": ([0, 2, 4, 6], [1, 3, 5, 7]),
+    "deepseek-v2": ([32, 34, 36, 38], [33, 35, 37, 39]),
     "deepseek-v3": ([16, 17, 18, 19], [20, 21, 22, 23]),
 }
 
@@ -43,7 +44,7 @@ def test_moments_equal_those_of_hooked_queries(family, tiny_dir) -> None:
         torch.testing.assert_close(got.q_mean.double(), q.mean(1), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(got.q_abs_mean.double(), size, atol=1e-4, rtol=1e-4)
     assert stats.metadata.num_tokens == sum(map(len, DOCUMENTS))
-    assert stats.metadata.rope_style == ("interleaved" if family == "glm4" else "half")
+    assert stats.metadata.rope_style == ("interleaved" if family in ("glm4", "deepseek-v2") else "half")
 
 
 def test_centres_divide_the_queries_among_them(tiny_dir) -> None:

@@ -105,10 +105,10 @@ def world(tiny_dir) -> Callable[[str], World]:
     def make(family: str = "llama") -> World:
         loaded = load_model(tiny_dir(family), dtype="float32", device="cpu")
         like = torch.empty(0)
-        plain = KVCache.allocate(loaded.facts.layers, 60, S, like=like)
+        plain = reference.allocate(loaded.facts.layers, 60, S, like=like)
         for x in (plain.k, plain.v):
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
-        return World(loaded, plain, KVCache(plain.k.clone(), plain.v.clone()))
+        return World(loaded, plain, KVCache.plain(plain.k.clone(), plain.v.clone()))
 
     return make
 
@@ -228,7 +228,7 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
     plain = kernels.allocate(loaded.facts.layers, 60, S, like=like)
     plain.k.normal_()
     plain.v.normal_()
-    ours = KVCache(plain.k.clone(), plain.v.clone())
+    ours = KVCache.plain(plain.k.clone(), plain.v.clone())
     graphs = DecodeGraphs(
         loaded.model, ours, kernels, max_num_seqs=5, max_model_len=MAX_LEN, capture=CudaCapture()
     )

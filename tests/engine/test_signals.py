@@ -78,7 +78,8 @@ def test_recent_queries_attend_as_transformers_rows_do(family, chunk, window, ma
 def test_signals_follow_their_slots_through_every_pass(family, policy, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
-    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, config("all", policy))
+    asking = config("observed" if family in tiny.LATENT else "all", policy)
+    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, asking)
     assert [out.error for out in outputs] == [None] * 3
     assert all(out.metrics.compactions >= 2 for out in outputs)
     assert shadow.num_checked == 2 * sum(out.metrics.compactions for out in outputs)

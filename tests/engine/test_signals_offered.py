@@ -125,7 +125,7 @@ def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
     llm = make_llm()
     llm.engine.runner.graphs = graphs = Graphs()
     llm.generate(tiny.prompts((30,)), GREEDY, config(want))
-    watched = want in ("queries", "mass", "all")
+    watched = want in ("queries", "mass", "observed", "all")
     assert graphs.steps == (0 if watched else 39)
     assert len(graphs.refusals) == (39 if watched else 0)
     assert set(graphs.refusals) <= {"a policy keeps its queries or its attention"}

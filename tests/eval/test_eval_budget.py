@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,44 +10,86 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.budget import KVFormat, kv_format
+from kvreclaim.eval.budget import Storage
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 
-LAYER = LayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25)
+LAYER = LayerFacts(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.25)
 FACTS = ModelFacts("m", "f", (LAYER, LAYER), torch.bfloat16, torch.device("cpu"), 4096)
+UNITS = 2 * 2  # layers, KV heads
 
 
 def test_a_share_of_the_bytes_is_that_share_of_the_tokens_in_the_own_dtype():
-    kv = kv_format("auto", FACTS)
-    assert kv.token_bytes == kv.reference_bytes == 2 * 2 * (16 + 16) * 2
-    assert kv.budget_tokens(0.25, 2000, 1) == 500
-    assert kv.budget_tokens(0.25, 2000, 16) == 496
-    assert kv.budget_tokens(0.29, 100, 1) == 29  # 0.29 * 100 is 28.999... in floating point
-    assert kv.budget_tokens(1.0, 37, 1) == 37
-    assert kv_format("bfloat16", FACTS) == kv
+    kv = Storage.of("auto", FACTS, 16)
+    assert kv.token_bytes == kv.reference_bytes == UNITS * (32 + 32) * 2
+    assert kv.budget_tokens(0.25, 2000) == 496
+    token = Storage.of("auto", FACTS, 1)
+    assert token.budget_tokens(0.25, 2000) == 500
+    assert token.budget_tokens(0.29, 100) == 29  # 0.29 * 100 is 28.999... in floating point
+    assert token.budget_tokens(1.0, 37) == 37
+    assert Storage.of("bf16", FACTS, 16) == Storage.of("bfloat16", FACTS, 16) == kv
 
 
-def test_a_smaller_format_gets_more_tokens():
-    kv = kv_format("auto", FACTS)
-    assert replace(kv, token_bytes=kv.reference_bytes // 4).budget_tokens(0.25, 2000, 16) == 2000
+@pytest.mark.parametrize(
+    ("name", "unit_bytes", "tokens"),
+    [
+        ("fp32", 4096, 240),
+        ("bf16", 2048, 496),
+        ("int8", 16 * 64 + 48, 944),
+        ("fp8", 16 * 64 + 48, 944),
+        ("int4", 16 * 32 + 64, 1776),
+        ("turboquant4", 16 * 32 + 48, 1824),
+    ],
+)
+def test_a_smaller_format_gets_more_tokens(name, unit_bytes, tokens):
+    """2,000 tokens of 512 bytes: a quarter of them is 256,000 bytes."""
+    kv = Storage.of(name, FACTS, 16)
+    assert kv.block_bytes == UNITS * unit_bytes
+    assert kv.budget_tokens(0.25, 2000) == tokens == 256_000 // (UNITS * unit_bytes) * 16
+
+
+def test_the_open_block_of_kivi4_counts():
+    kv = Storage.of("kivi4", FACTS, 16)
+    assert kv.open_bytes == UNITS * 2048  # bf16
+    assert kv.held_bytes(10) == 10 * kv.block_bytes + kv.open_bytes
+    assert kv.budget_tokens(0.25, 2000) == (256_000 - kv.open_bytes) // kv.block_bytes * 16
+    assert kv.budget_tokens(0.001, 2000) == 0
 
 
 @given(
     num_tokens=st.integers(1, 10_000),
-    token_bytes=st.integers(1, 4096),
+    block_bytes=st.integers(1, 4096),
+    open_bytes=st.integers(0, 4096),
     reference=st.integers(1, 4096),
     fraction=st.sampled_from([0.1, 0.25, 0.3, 1.0]),
     block_size=st.sampled_from([1, 16, 32]),
 )
 def test_the_bytes_are_never_exceeded_and_a_block_more_would(
-    num_tokens, token_bytes, reference, fraction, block_size
+    num_tokens, block_bytes, open_bytes, reference, fraction, block_size
 ):
-    budget = KVFormat("x", token_bytes, reference).budget_tokens(fraction, num_tokens, block_size)
+    kv = Storage("x", block_size, block_bytes, open_bytes, reference)
+    budget = kv.budget_tokens(fraction, num_tokens)
     allowed = Fraction(str(fraction)) * num_tokens * reference
+    blocks = budget // block_size
     assert budget % block_size == 0
-    assert budget * token_bytes <= allowed < (budget + block_size) * token_bytes
+    assert blocks * block_bytes + open_bytes <= allowed or not blocks
+    assert allowed < (blocks + 1) * block_bytes + open_bytes
 
 
-def test_another_format_is_refused_with_what_there_is():
-    with pytest.raises(InvalidArgumentError, match=r"'int4'.*bfloat16.*pass auto or bfloat16"):
-        kv_format("int4", FACTS)
+@pytest.mark.parametrize(
+    ("name", "least"), [("int8", 0.53), ("int4", 0.2813), ("turboquant4", 0.2735), ("kivi4", 0.294)]
+)
+def test_a_format_alone_meets_the_budgets_that_it_fits_into(name, least):
+    kv = Storage.of(name, FACTS, 16)
+    assert kv.meets(least)
+    assert kv.meets(1.0)
+    assert not kv.meets(0.98 * least)
+
+
+@pytest.mark.parametrize("name", ["auto", "bf16", "fp16", "fp32"])
+def test_a_format_that_saves_nothing_never_does(name):
+    assert not Storage.of(name, FACTS, 16).meets(1.0)
+
+
+def test_an_unknown_format_is_refused_with_what_there_is():
+    with pytest.raises(InvalidArgumentError, match=r"'int3'.*bf16.*int8.*kivi4"):
+        Storage.of("int3", FACTS, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,15 @@ LAYERS = {  # per layer: window, style, bands, start
     "glm4": [(None, "interleaved", 4, 0)] * 2,
     "olmo2": PLAIN,
     "smollm3": [(None, "half", 8, 0), (None, "half", 0, 0)],
+    "deepseek-v2": [(None, "interleaved", 4, 32)] * 2,
     "deepseek-v3": [(None, "half", 4, 16)] * 2,
     "llama-llama3": PLAIN,
     "llama-yarn": PLAIN,
     "llama-linear": PLAIN,
 }
-SHAPES = {"deepseek-v3": (4, 4, 24, 16)}  # heads, KV heads, head dim, value dim
-SCALES = {"gemma2": 25**-0.5, "deepseek-v3": 24**-0.5}
+SHAPES = {"deepseek-v2": (4, 1, 40, 32), "deepseek-v3": (4, 1, 24, 16)}  # heads, KV heads, head and value dim
+YARN_SCALE = (0.1 * 0.8 * math.log(4.0) + 1.0) ** 2
+SCALES = {"gemma2": 25**-0.5, "deepseek-v2": 24**-0.5 * YARN_SCALE, "deepseek-v3": 24**-0.5}
 
 
 def layout(layer: LayerFacts) -> tuple[int | None, str, int, int]:
@@ -53,6 +56,7 @@ def test_the_facts_of_every_family(family, dtype, tiny_dir) -> None:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
         assert shape == SHAPES.get(family, (HEADS, KV_HEADS, DIM, DIM))
         assert layer.scale == pytest.approx(SCALES.get(family, DIM**-0.5))
+        assert layer.latent == (family in tiny.LATENT)
     assert facts.rope_problem is None
     assert facts.max_position == 512
     assert facts.dtype == getattr(torch, dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.kv_cache import KVCache
@@ -39,7 +40,7 @@ ALL_HOW = pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """G query heads read each of the K KV heads."""
+    """G query heads read each of the K KV heads; latent: a key begins with its value."""
 
     kv_heads: int = 2
     group: int = 2
@@ -48,6 +49,7 @@ class Shape:
     block_size: int = 16
     layers: int = 1
     dtype: torch.dtype = torch.float32
+    latent: bool = False
 
     @property
     def heads(self) -> int:
@@ -86,7 +88,7 @@ def noise(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def empty_cache(shape: Shape, num_blocks: int) -> KVCache:
     facts = LayerFacts(shape.heads, shape.kv_heads, shape.dim, shape.v_dim or shape.dim, 1.0)
-    cache = KVCache.allocate(
+    cache = reference.allocate(
         (facts,) * shape.layers, num_blocks, shape.block_size, like=torch.empty(0, dtype=shape.dtype)
     )
     cache.k.fill_(torch.nan)

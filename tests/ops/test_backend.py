@@ -11,6 +11,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import BACKENDS, Need, choose_backend
 from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import plain_format
 
 FUNCTIONS = (
     "allocate",
@@ -30,7 +31,8 @@ FUNCTIONS = (
 
 
 def need(block_size: int = 16, dtype: torch.dtype = torch.float32, dim: int = 64) -> Need:
-    return Need((LayerFacts(8, 2, dim, dim, 0.125),), block_size, dtype, torch.device("cpu"))
+    layers = (LayerFacts(8, 2, dim, dim, 0.125),)
+    return Need(layers, block_size, dtype, torch.device("cpu"), plain_format(torch.float32))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

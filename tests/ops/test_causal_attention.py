@@ -29,5 +29,5 @@ def test_equals_attention_written_out(how: dict, length: int, dtype: torch.dtype
 @pytest.mark.parametrize("num_scores", [1, 500, 1320])
 def test_cutting_long_documents_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
     w = world(Shape(), [Ask(33, 33)])
-    monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+    monkeypatch.setattr(reference.attention, "MAX_SCORES", num_scores)
     assert_equal(attend(w, **how), expected(w, **how))

@@ -83,7 +83,7 @@ def test_the_matrix_of_the_h2o_page() -> None:
 def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
     w = case(Case.MASKED, torch.float32)
     whole = sums(w, **how)
-    monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+    monkeypatch.setattr(reference.attention, "MAX_SCORES", num_scores)
     torch.testing.assert_close(sums(w, **how), whole, **CLOSE)
 
 

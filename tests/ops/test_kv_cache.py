@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_oracle import Ask, Shape, assert_equal, empty_cache, expected, noise, put, world
 
+from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens, bytes_per_block
+from kvreclaim.ops.formats import plain_format
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.reference import (
     compact,
     copy_blocks,
@@ -45,7 +47,7 @@ def assert_same(cache: KVCache, want: tuple[torch.Tensor, torch.Tensor]) -> None
 
 def test_a_new_cache_is_zero_and_has_the_layout_of_its_model() -> None:
     facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, scale=1.0)
-    cache = KVCache.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=torch.bfloat16))
+    cache = reference.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=torch.bfloat16))
     assert cache.k.shape == (4, 7, 3, 16, 8)
     assert cache.v.shape == (4, 7, 3, 16, 5)
     assert cache.k.dtype == cache.v.dtype == torch.bfloat16
@@ -57,9 +59,9 @@ def test_a_new_cache_is_zero_and_has_the_layout_of_its_model() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_a_block_are_what_the_allocation_takes(dtype: torch.dtype) -> None:
     facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, scale=1.0)
-    cache = KVCache.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=dtype))
+    cache = reference.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=dtype))
     allocated = sum(x.untyped_storage().nbytes() for x in parts(cache))
-    assert cache.bytes_per_block == bytes_per_block((facts,) * 4, 16, dtype) == allocated // 7
+    assert cache.bytes_per_block == plain_format(dtype).bytes_per_block((facts,) * 4, 16) == allocated // 7
     assert facts.group_size == 2
 
 

@@ -144,7 +144,7 @@ def test_spare_blocks_are_ignored(how: dict) -> None:
 def test_cutting_long_query_ranges_changes_nothing(how: dict, num_scores: int, monkeypatch) -> None:
     w = world(Shape(), [*asks("mixed"), Ask(9, 30, evicted=random_mask(1, Shape(), 20))])
     whole = attend(w, **how)
-    monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+    monkeypatch.setattr(reference.attention, "MAX_SCORES", num_scores)
     assert_equal(attend(w, **how), whole)
 
 

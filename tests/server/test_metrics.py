@@ -195,4 +195,4 @@ def test_configuration(counted: Running) -> None:
     assert labels["block_size"] == "16"
     assert labels["num_gpu_blocks"] == "256"
     assert labels["enable_prefix_caching"] == "True"
-    assert labels["cache_dtype"] == "float32"
+    assert labels["cache_dtype"] == "fp32"

@@ -98,7 +98,7 @@ inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile
     const int64_t slot = smaller(at + c * kChunk, (item.high - 1) / kChunk * kChunk);
     const int64_t block = item.seq.block_ids[slot / size], offset = slot % size;
     tile.k[c] = k_block(a.cache, a.layer, block, item.head) + offset * 4;
-    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.type);
+    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.format);
   }
 }
 
@@ -136,7 +136,7 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
   }
   float alpha[kMaxR];
   softmax_rows<R>(scores, group, alpha);
-  const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.type);
+  const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.format);
   all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, next.k, stride});
 }
 
@@ -227,7 +227,7 @@ inline void run_item(const AttentionArgs& a, const SequenceView& seq, const Plan
   const Item item = item_of(a, seq, plan, index);
   RowGroup groups[kRowBlock / kMaxR + 2];
   const int count = open_groups(a, item, groups);
-  if (a.cache.type == Type::kBF16)
+  if (a.cache.format == Format::kBF16)
     run_tiles<true>(a, item, groups, count);
   else
     run_tiles<false>(a, item, groups, count);

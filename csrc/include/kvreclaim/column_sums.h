@@ -136,7 +136,7 @@ inline void sum_head(const AttentionArgs& a, const SequenceView& seq, int64_t he
     }
     const Item item{seq, head, row, group.count, 0, group.end[group.count - 1]};
     const ColumnRows to{group.low[0] / kTile * kTile, scores, sums};
-    if (a.cache.type == Type::kBF16)
+    if (a.cache.format == Format::kBF16)
       sum_rows<true>(a, item, group, to);
     else
       sum_rows<false>(a, item, group, to);

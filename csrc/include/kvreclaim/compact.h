@@ -207,12 +207,12 @@ KVR_INLINE const char* value_row(const HeadMove& h, int64_t slot) {
   const CacheView& cache = h.args.cache;
   const int64_t size = cache.block_size;
   const char* block = v_block(cache, h.layer, h.args.source_ids[slot / size], h.head);
-  return block + slot % size * (cache.v_dim * size_of(cache.type));
+  return block + slot % size * (cache.v_dim * size_of(cache.format));
 }
 
 inline void move_values(const HeadMove& h) {
   const CacheView& cache = h.args.cache;
-  const int64_t size = cache.block_size, row = cache.v_dim * size_of(cache.type);
+  const int64_t size = cache.block_size, row = cache.v_dim * size_of(cache.format);
   for (int64_t begin = 0; begin < h.args.count; begin += size) {
     const int64_t end = begin + size < h.args.count ? begin + size : h.args.count;
     if (h.stays(begin, end)) continue;
@@ -244,7 +244,7 @@ inline void spill(const HeadMove& h, bool keys) {
                     : v_block(cache, h.layer, h.args.target_ids[k], h.head);
     const char* from = h.scratch + k * bytes;
     if (!keys) {
-      std::memcpy(to, from, slots * cache.v_dim * size_of(cache.type));
+      std::memcpy(to, from, slots * cache.v_dim * size_of(cache.format));
     } else {
       for (int64_t w = 0; w < k_words(cache); ++w)
         std::memcpy(to + w * k_word_stride(cache), from + w * k_word_stride(cache), 4 * slots);

@@ -1,32 +1,108 @@
 // Where a token's key and value lie. Dims: L layers, B blocks, K KV heads, S slots of a block,
-// D and Dv dims of a key and a value.
+// D and Dv dims of a key and a value, W numbers of a 32-bit word.
+//
+// Plain formats (fp32, bf16, fp16) keep keys and values apart:
 //
 //   keys, 16 bit:  [L, B, K, D / 2, S, 2]  element (s, d) of a block of a head at ((d / 2) * S + s) * 2 + d % 2
 //   keys, fp32:    [L, B, K, D, S]         element (s, d) at d * S + s
 //   values:        [L, B, K, S, Dv]        row-major
 //
-// Either way a vector of 32-bit words along S is consecutive, words of neighbouring slots are 4 bytes
-// apart, and the next "word row" (a pair of dims in 16 bit, one dim in fp32) is 4 * S bytes further.
+// Coded formats keep a unit, one block of one head, in one piece: [L, B, K, unit_bytes]. In it lie
+//
+//   key words    word (w, s) at 4 (w S + s)           dims wW ... wW + W - 1 of slot s
+//   value words  word (i, d) at S D bits/8 + 4 (i Dv + d)  slots iW ... iW + W - 1 of dim d
+//   parameters   planes of S bytes, a byte per slot, behind the words:
+//     int8, fp8, turboquant4   low 8 bits of the key's scale code, low 8 of the value's, high 4 of both (key low)
+//     int4                     scale and centre of each group of 32 dims: the key's groups, then the value's
+//     kivi4                    see kivi_params
+//
+// with number j of a word in bits 32 j / W and up. Units need no alignment.
+// Either way a vector of 32-bit words of a key along S is consecutive, words of neighbouring slots are 4 bytes
+// apart, and the next "word row" is 4 * S bytes further.
 #pragma once
 
 #include <cstdint>
 
 namespace kvreclaim {
 
-enum class Type : int { kF32 = 0, kBF16 = 1 };
+// Of the tensors that the model hands over or takes.
+enum class Type : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 constexpr int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
 
-// A whole cache; k and v point at its first byte.
+// Of the numbers in a cache; the order is that of ops/native/storage.py.
+enum class Format : int { kF32, kBF16, kF16, kFP8, kInt8, kInt4, kTurbo4, kKivi4 };
+
+constexpr int64_t bits_of(Format format) {
+  return format == Format::kF32 ? 32 : format <= Format::kF16 ? 16 : format <= Format::kInt8 ? 8 : 4;
+}
+constexpr bool is_plain(Format format) { return format <= Format::kF16; }
+constexpr bool is_rotated(Format format) { return format == Format::kTurbo4; }
+
+// Bytes of a number of a plain format.
+constexpr int64_t size_of(Format format) { return bits_of(format) / 8; }
+
+constexpr int64_t kGroup = 32;  // dims that share a scale in 4 bits
+constexpr int64_t groups_of(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
+
+// A whole cache. Plain: k and v point at its first byte, data is null. Coded: data does, k and v are null.
 struct CacheView {
-  char* k;
-  char* v;
+  char* data;
+  char *k, *v;
   int64_t layers, blocks;
-  int64_t heads;       // K
-  int64_t block_size;  // S, a multiple of 16
-  int64_t k_dim, v_dim;  // D, Dv, multiples of 8
-  Type type;
+  int64_t heads;         // K
+  int64_t block_size;    // S, a multiple of 16
+  int64_t k_dim, v_dim;  // D, Dv as stored, multiples of 8
+  Format format;
+  bool latent;  // a key is [value; stored key]: its first Dv dims are the value's
+  const float *k_signs, *v_signs;  // [D], [Dv] of the rotation, if is_rotated
+
+  // kivi4's blocks that are not full: block b of layer l and head h of the cache that this one is a view of has
+  // row r = open_row[b], unless that is negative, of open_k [R, layers, heads, S, D] and open_v [.., Dv], bf16.
+  const int32_t* open_row;
+  const char *open_k, *open_v;
+  int64_t open_rows, origin_layers, origin_blocks, origin_heads;
 };
+
+// Dims of a key as the queries see it.
+constexpr int64_t head_dim(const CacheView& c) { return c.latent ? c.v_dim + c.k_dim : c.k_dim; }
+
+// Bytes of a unit's key words and of its value words.
+constexpr int64_t k_code_bytes(const CacheView& c) { return c.block_size * c.k_dim * bits_of(c.format) / 8; }
+constexpr int64_t v_code_bytes(const CacheView& c) { return c.block_size * c.v_dim * bits_of(c.format) / 8; }
+
+// Byte offsets in the parameters of a kivi4 unit. Keys by channel: centre[D], scale[D]; by token: as int4.
+// The last byte before the values' parameters says how the keys lie: kKiviByToken, kKiviOpen (keys and values lie
+// in the block's open row, if it has one), else by channel.
+constexpr uint8_t kKiviByToken = 255, kKiviOpen = 254;
+
+struct KiviParams {
+  int64_t state;      // that byte
+  int64_t v_scales;   // [groups][S]
+  int64_t v_low;      // low 4 bits of the centres: nibble group * S + slot, even ones low
+  int64_t v_high;     // bit 4 of the centres: bit group * S + slot
+  int64_t end;
+};
+
+constexpr KiviParams kivi_params(const CacheView& c) {
+  const int64_t size = c.block_size, centres = groups_of(c.v_dim) * size;
+  const int64_t channels = 2 * c.k_dim, tokens = 2 * size * groups_of(c.k_dim) + 1;
+  const int64_t keys = channels > tokens ? channels : tokens;
+  const int64_t low = keys + centres, high = low + (centres + 1) / 2;
+  return {keys - 1, keys, low, high, high + (centres + 7) / 8};
+}
+
+// Bytes of a token's parameters: the planes behind the words. Not for kivi4.
+constexpr int64_t slot_params(const CacheView& c) {
+  if (is_plain(c.format)) return 0;
+  return c.format == Format::kInt4 ? 2 * (groups_of(c.k_dim) + groups_of(c.v_dim)) : 3;
+}
+
+// Bytes of one block of one head in one layer, keys and values.
+constexpr int64_t unit_bytes(const CacheView& c) {
+  const int64_t codes = k_code_bytes(c) + v_code_bytes(c);
+  return codes + (c.format == Format::kKivi4 ? kivi_params(c).end : c.block_size * slot_params(c));
+}
 
 // A [T, H, D] tensor of the model: strides in elements, of any size.
 struct RowsView {
@@ -42,10 +118,10 @@ struct RowsView {
 
 namespace kvreclaim::KVR_NS {
 
-KVR_INLINE int64_t k_block_bytes(const CacheView& c) { return c.block_size * c.k_dim * size_of(c.type); }
-KVR_INLINE int64_t v_block_bytes(const CacheView& c) { return c.block_size * c.v_dim * size_of(c.type); }
+// Plain formats: bytes and first byte of one block of one head.
+KVR_INLINE int64_t k_block_bytes(const CacheView& c) { return c.block_size * c.k_dim * size_of(c.format); }
+KVR_INLINE int64_t v_block_bytes(const CacheView& c) { return c.block_size * c.v_dim * size_of(c.format); }
 
-// First byte of one block of one head.
 KVR_INLINE char* k_block(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
   return c.k + ((layer * c.blocks + block) * c.heads + head) * k_block_bytes(c);
 }
@@ -53,9 +129,30 @@ KVR_INLINE char* v_block(const CacheView& c, int64_t layer, int64_t block, int64
   return c.v + ((layer * c.blocks + block) * c.heads + head) * v_block_bytes(c);
 }
 
+// Coded formats: first byte of a unit (its key words), and from there to the value words and the parameters.
+KVR_INLINE char* unit(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
+  return c.data + ((layer * c.blocks + block) * c.heads + head) * unit_bytes(c);
+}
+KVR_INLINE int64_t v_codes(const CacheView& c) { return k_code_bytes(c); }
+KVR_INLINE int64_t params(const CacheView& c) { return k_code_bytes(c) + v_code_bytes(c); }
+
 // Word rows of a key block, and the bytes from one to the next.
-KVR_INLINE int64_t k_words(const CacheView& c) { return c.type == Type::kBF16 ? c.k_dim / 2 : c.k_dim; }
+KVR_INLINE int64_t k_words(const CacheView& c) { return c.k_dim * bits_of(c.format) / 32; }
 KVR_INLINE int64_t k_word_stride(const CacheView& c) { return 4 * c.block_size; }
+
+// The row of a unit's block, negative if there is none.
+KVR_INLINE int64_t open_row(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
+  const int64_t index = (layer * c.blocks + block) * c.heads + head;
+  return c.open_row[index / c.origin_heads % c.origin_blocks];
+}
+
+// That unit's keys or values in a row: [S, dim] bf16.
+KVR_INLINE const char* open_unit(const CacheView& c, const char* rows, int64_t dim, int64_t row, int64_t layer,
+                                 int64_t block, int64_t head) {
+  const int64_t index = (layer * c.blocks + block) * c.heads + head;
+  const int64_t l = index / (c.origin_heads * c.origin_blocks), h = index % c.origin_heads;
+  return rows + ((row * c.origin_layers + l) * c.origin_heads + h) * c.block_size * dim * 2;
+}
 
 }  // namespace kvreclaim::KVR_NS
 #endif

@@ -327,7 +327,7 @@ inline void mixture_scores(const MixtureArgs& a) {
     const int64_t head = item / plan.parts, part = item % plan.parts;
     const int64_t from = part * plan.centers / plan.parts, to = (part + 1) * plan.centers / plan.parts;
     float* best = partial + item * plan.tokens;
-    if (cache.type == Type::kF32) return mixture_item<Type::kF32>(a, plan, head, from, to, best);
+    if (cache.format == Format::kF32) return mixture_item<Type::kF32>(a, plan, head, from, to, best);
     return mixture_item<Type::kBF16>(a, plan, head, from, to, best);
   });
   for (int64_t head = 0; head < cache.heads; ++head)

@@ -106,7 +106,7 @@ inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& s
     weight = weight * factor + exp2_scalar(sink - m);
   }
   factor = weight == 0.0f ? 0.0f : factor / weight;
-  write_dims<kLanes>(sums.acc, factor, a.cache.v_dim, a.cache.type == Type::kBF16, a.out.type == Type::kBF16,
+  write_dims<kLanes>(sums.acc, factor, a.cache.v_dim, a.cache.format == Format::kBF16, a.out.type == Type::kBF16,
                      row_address(a.out, map, r));
 }
 

@@ -320,7 +320,7 @@ inline void trig_norm_scores(const TrigArgs& a) {
   parallel_for(cache.heads * chunks, [&](int64_t item) {
     const int64_t head = item / chunks, begin = item % chunks * chunk;
     const int64_t end = begin + chunk < num_tokens ? begin + chunk : num_tokens;
-    if (cache.type == Type::kF32) return trig_chunk<BandLoad::kDimsF32>(a, head, begin, end);
+    if (cache.format == Format::kF32) return trig_chunk<BandLoad::kDimsF32>(a, head, begin, end);
     if (!aligned) return trig_chunk<BandLoad::kDimsBF16>(a, head, begin, end);
     if (a.interleaved) return trig_chunk<BandLoad::kPairsInterleaved>(a, head, begin, end);
     return trig_chunk<BandLoad::kPairsHalf>(a, head, begin, end);

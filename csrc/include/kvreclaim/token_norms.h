@@ -100,7 +100,7 @@ inline void token_norms(const NormArgs& a) {
   parallel_for(a.tokens.cache.heads * chunks, [&](int64_t item) {
     const int64_t head = item / chunks, begin = item % chunks * kNormChunk;
     const int64_t left = a.tokens.num_tokens - begin, end = begin + (left < kNormChunk ? left : kNormChunk);
-    if (a.tokens.cache.type == Type::kF32) return norm_chunk<Type::kF32>(a, head, begin, end);
+    if (a.tokens.cache.format == Format::kF32) return norm_chunk<Type::kF32>(a, head, begin, end);
     return norm_chunk<Type::kBF16>(a, head, begin, end);
   });
 }

@@ -8,7 +8,7 @@ namespace kvreclaim {
 struct WriteArgs {
   CacheView cache;
   int64_t layer;
-  RowsView k, v;         // [T, K, D], [T, K, Dv]; any strides, fp32 or bf16
+  RowsView k, v;         // [T, K, D], [T, K, Dv] as stored; any strides, any type
   const int64_t* slots;  // [T] block * S + offset
   int64_t num_tokens;
 };
@@ -18,7 +18,7 @@ struct GatherArgs {
   int64_t layer;
   const int64_t* block_ids;
   int64_t num_tokens;
-  char* k;  // [K, T, D], dtype of the cache, contiguous
+  char* k;  // [K, T, head_dim], dtype of a plain cache, fp32 of a coded one, contiguous
   char* v;  // [K, T, Dv]
 };
 
@@ -27,6 +27,9 @@ struct GatherArgs {
 #ifdef KVR_NS
 #include <cstring>
 
+#include "kvreclaim/decode.h"
+#include "kvreclaim/encode.h"
+#include "kvreclaim/memory.h"
 #include "kvreclaim/threads.h"
 
 namespace kvreclaim::KVR_NS {
@@ -35,44 +38,77 @@ constexpr int64_t kWriteChunk = 16;  // tokens of one item: neighbours share the
 
 KVR_INLINE float element(const RowsView& x, const char* row, int64_t d) {
   if (x.type == Type::kF32) return reinterpret_cast<const float*>(row)[d * x.stride_d];
-  return from_bf16(reinterpret_cast<const uint16_t*>(row)[d * x.stride_d]);
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[d * x.stride_d];
+  return x.type == Type::kBF16 ? from_bf16(bits) : from_f16(bits);
 }
 
-// One row of x as the cache's dtype: calls put(word, bits) for each 4-byte word of it, in order.
+KVR_INLINE uint16_t to_half(Format format, float x) { return format == Format::kBF16 ? to_bf16(x) : to_f16(x); }
+
+KVR_INLINE bool stored_as_is(const RowsView& x, Format format) {
+  return (int)x.type == (int)format && x.stride_d == 1;
+}
+
+// One row of x as a plain format's numbers: calls put(word, bits) for each 4-byte word of it, in order.
 template <class Put>
-KVR_INLINE void each_word(const RowsView& x, const char* row, int64_t dims, Type type, const Put& put) {
-  if (type == x.type && x.stride_d == 1) {
-    const int64_t words = dims * size_of(type) / 4;
+KVR_INLINE void each_word(const RowsView& x, const char* row, int64_t dims, Format format, const Put& put) {
+  if (stored_as_is(x, format)) {
+    const int64_t words = dims * size_of(format) / 4;
     for (int64_t w = 0; w < words; ++w) put(w, load<uint32_t>(row + 4 * w));
-  } else if (type == Type::kF32) {
+  } else if (format == Format::kF32) {
     for (int64_t d = 0; d < dims; ++d) {
       const float value = element(x, row, d);
       put(d, load<uint32_t>(&value));
     }
   } else {
     for (int64_t w = 0; w < dims / 2; ++w)
-      put(w, to_bf16(element(x, row, 2 * w)) | (uint32_t)to_bf16(element(x, row, 2 * w + 1)) << 16);
+      put(w, to_half(format, element(x, row, 2 * w)) | (uint32_t)to_half(format, element(x, row, 2 * w + 1)) << 16);
   }
+}
+
+KVR_INLINE const char* row_of(const RowsView& x, int64_t token, int64_t head) {
+  return x.data + (token * x.stride_t + head * x.stride_h) * size_of(x.type);
 }
 
 inline void write_token(const WriteArgs& a, int64_t token, int64_t head) {
   const CacheView& c = a.cache;
   const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
-  const char* k = a.k.data + (token * a.k.stride_t + head * a.k.stride_h) * size_of(a.k.type);
-  const char* v = a.v.data + (token * a.v.stride_t + head * a.v.stride_h) * size_of(a.v.type);
+  const char *k = row_of(a.k, token, head), *v = row_of(a.v, token, head);
   char* k_to = k_block(c, a.layer, block, head) + offset * 4;
-  char* v_to = v_block(c, a.layer, block, head) + offset * c.v_dim * size_of(c.type);
+  char* v_to = v_block(c, a.layer, block, head) + offset * c.v_dim * size_of(c.format);
   const int64_t stride = k_word_stride(c);
-  each_word(a.k, k, c.k_dim, c.type, [&](int64_t w, uint32_t bits) { store(k_to + w * stride, bits); });
-  if (a.v.type == c.type && a.v.stride_d == 1)
-    std::memcpy(v_to, v, c.v_dim * size_of(c.type));
+  each_word(a.k, k, c.k_dim, c.format, [&](int64_t w, uint32_t bits) { store(k_to + w * stride, bits); });
+  if (stored_as_is(a.v, c.format))
+    std::memcpy(v_to, v, c.v_dim * size_of(c.format));
   else
-    each_word(a.v, v, c.v_dim, c.type, [&](int64_t w, uint32_t bits) { store(v_to + w * 4, bits); });
+    each_word(a.v, v, c.v_dim, c.format, [&](int64_t w, uint32_t bits) { store(v_to + w * 4, bits); });
 }
 
-// fp32 is rounded to nearest even where the cache is bf16.
+inline float* as_floats(const RowsView& x, int64_t token, int64_t head, int64_t dims, float* to) {
+  const char* row = row_of(x, token, head);
+  for (int64_t d = 0; d < dims; ++d) to[d] = element(x, row, d);
+  return to;
+}
+
+// A token of a coded format. Tokens of a block share bytes, so one thread writes all of a head.
+inline void encode_token(const WriteArgs& a, int64_t token, int64_t head, float* row) {
+  const CacheView& c = a.cache;
+  const int64_t slot = a.slots[token] % c.block_size;
+  char* own = unit(c, a.layer, a.slots[token] / c.block_size, head);
+  encode_key(c, own, slot, as_floats(a.k, token, head, c.k_dim, row));
+  encode_value(c, own, slot, as_floats(a.v, token, head, c.v_dim, row));
+}
+
+// Numbers are rounded to nearest even where the cache's are narrower.
 inline void write_kv(const WriteArgs& a) {
-  const int64_t heads = a.cache.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;
+  const CacheView& c = a.cache;
+  if (!is_plain(c.format)) {
+    const int64_t widest = c.k_dim > c.v_dim ? c.k_dim : c.v_dim;
+    return parallel_for(c.heads, [&](int64_t head) {
+      float* row = thread_scratch(widest);
+      for (int64_t token = 0; token < a.num_tokens; ++token) encode_token(a, token, head, row);
+    });
+  }
+  const int64_t heads = c.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;
   parallel_for(chunks * heads, [&](int64_t item) {
     const int64_t first = item / heads * kWriteChunk, head = item % heads;
     const int64_t end = first + kWriteChunk < a.num_tokens ? first + kWriteChunk : a.num_tokens;
@@ -84,19 +120,44 @@ inline void gather_block(const GatherArgs& a, int64_t index, int64_t head) {
   const CacheView& c = a.cache;
   const int64_t first = index * c.block_size, left = a.num_tokens - first;
   const int64_t count = left < c.block_size ? left : c.block_size;
-  const int64_t k_bytes = c.k_dim * size_of(c.type), v_bytes = c.v_dim * size_of(c.type);
+  const int64_t dims = head_dim(c), size = size_of(c.format), k_bytes = dims * size, v_bytes = c.v_dim * size;
   const char* k = k_block(c, a.layer, a.block_ids[index], head);
+  const char* v = v_block(c, a.layer, a.block_ids[index], head);
   char* k_to = a.k + (head * a.num_tokens + first) * k_bytes;
-  for (int64_t t = 0; t < count; ++t)
-    for (int64_t w = 0; w < k_words(c); ++w)
-      store(k_to + t * k_bytes + w * 4, load<uint32_t>(k + w * k_word_stride(c) + t * 4));
-  std::memcpy(a.v + (head * a.num_tokens + first) * v_bytes, v_block(c, a.layer, a.block_ids[index], head),
-              count * v_bytes);
+  for (int64_t t = 0; t < count; ++t, k_to += k_bytes) {
+    char* to = k_to;
+    if (c.latent) {
+      std::memcpy(to, v + t * v_bytes, v_bytes);
+      to += v_bytes;
+    }
+    for (int64_t w = 0; w < k_words(c); ++w) store(to + w * 4, load<uint32_t>(k + w * k_word_stride(c) + t * 4));
+  }
+  std::memcpy(a.v + (head * a.num_tokens + first) * v_bytes, v, count * v_bytes);
+}
+
+// A block of a coded format, decoded; panel holds 16 tokens' keys.
+inline void decode_block(const GatherArgs& a, int64_t index, int64_t head, float* panel) {
+  const CacheView& c = a.cache;
+  const int64_t dims = head_dim(c), first = index * c.block_size;
+  const int64_t end = first + c.block_size < a.num_tokens ? first + c.block_size : a.num_tokens;
+  for (int64_t t = first; t < end; t += kChunkTokens) {
+    const ChunkAt at{a.layer, a.block_ids[index], head, t - first};
+    const int64_t count = end - t < kChunkTokens ? end - t : kChunkTokens;
+    float* k = reinterpret_cast<float*>(a.k) + (head * a.num_tokens + t) * dims;
+    plain_keys_chunk(c, at, panel, kChunkTokens);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t d = 0; d < dims; ++d) k[i * dims + d] = panel[d * kChunkTokens + i];
+    plain_values_chunk(c, at, count, reinterpret_cast<float*>(a.v) + (head * a.num_tokens + t) * c.v_dim);
+  }
 }
 
 inline void gather_tokens(const GatherArgs& a) {
-  const int64_t heads = a.cache.heads, blocks = (a.num_tokens + a.cache.block_size - 1) / a.cache.block_size;
-  parallel_for(blocks * heads, [&](int64_t item) { gather_block(a, item / heads, item % heads); });
+  const CacheView& c = a.cache;
+  const int64_t heads = c.heads, blocks = (a.num_tokens + c.block_size - 1) / c.block_size;
+  parallel_for(blocks * heads, [&](int64_t item) {
+    if (is_plain(c.format)) return gather_block(a, item / heads, item % heads);
+    decode_block(a, item / heads, item % heads, thread_scratch(head_dim(c) * kChunkTokens));
+  });
 }
 
 }  // namespace kvreclaim::KVR_NS

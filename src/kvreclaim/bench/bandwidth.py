@@ -41,15 +41,20 @@ def measure(*, device: str = "cpu", buffer_bytes: int = BUFFER_BYTES, repeats: i
 
 
 def median_time(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """Median seconds of one call after one that does not count; a GPU has finished before the clock stops."""
+    """Median seconds of one call after one that does not count."""
+    timed(work, device)
+    return median(timed(work, device) for _ in range(repeats))
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds of one call; a GPU has finished before the clock stops."""
 
     def finished() -> None:
         work()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
 
-    finished()
-    return median(seconds(finished) for _ in range(repeats))
+    return seconds(finished)
 
 
 def _readers(source: Tensor) -> list[Callable[[], object]]:

@@ -25,7 +25,8 @@ smallest) is reported. Same threads, same dtype. What runs before the first roun
 get shorter slices. What would not fit into memory or into the time limit is reported as skipped, with the
 reason.
 
-Nothing is timed before the systems have drawn the model's greedy tokens (verify.py).
+Nothing is timed before the systems have drawn the model's greedy tokens (verify.py); in a KV format that
+is not the model's own, those of the reference back-end in that format.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ import psutil
 from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
-from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.decode_plan import AUTO, DecodePlan
 from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, Slice, System, random_prompts
 from kvreclaim.bench.systems.vllm_peer import Vllm
-from kvreclaim.bench.verify import Agreement, Referee, require_agreement
+from kvreclaim.bench.verify import Agreement, FormatReferee, Judge, Referee, require_agreement
 
 MEMORY_SHARE = 0.85
 WARM_UPS = 3
@@ -64,20 +65,25 @@ def verify(
     plan: DecodePlan, console: Console, *, prompt_tokens: int = 96, max_tokens: int = 24
 ) -> list[Agreement]:
     """Greedy tokens of every system, in fp32 and in the dtype that is timed. Raises: WrongTokensError."""
-    referee = Referee(plan.model)
-    prompts = random_prompts(4, prompt_tokens, int(referee.model.config.vocab_size), seed=7)
+    model = Referee(plan.model)
+    referees: dict[str, Judge] = {AUTO: model}
+    prompts = random_prompts(4, prompt_tokens, int(model.model.config.vocab_size), seed=7)
     points = [Point(prompt_tokens, len(prompts), max_tokens)]
     results = []
-    for name in (*plan.systems, *plan.peers):
+    for name in plan.names:
         if plan.compression(name) is not None and plan.budget < prompt_tokens + max_tokens:
             continue  # up to its budget a policy is the full cache, beyond it has no such oracle
+        form = plan.kv_cache_dtype(name)
+        if form not in referees:
+            referees[form] = FormatReferee(plan.model, form)
         for dtype in dict.fromkeys(("float32", plan.dtype)):
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue
             console.print(f"verify {name} in {dtype}", style="dim")
             system = plan.make(name, Setup(plan.model, dtype, plan.threads), points)
             try:
-                results.append(referee.judge(name, dtype, prompts, system.generate(prompts, max_tokens)))
+                answers = system.generate(prompts, max_tokens)
+                results.append(referees[form].judge(name, dtype, prompts, answers))
             finally:
                 system.close()
     require_agreement(results)
@@ -93,7 +99,7 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
     grid = plan.points()
     with ExitStack() as stack:
         systems: dict[str, System] = {}
-        for name in (*plan.systems, *plan.peers):
+        for name in plan.names:
             console.print(f"load {name}", style="dim")
             system = systems[name] = plan.make(name, plan.setup, grid)
             stack.callback(system.close)

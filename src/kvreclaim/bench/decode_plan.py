@@ -12,13 +12,18 @@ from kvreclaim.bench.systems.vllm_peer import Vllm
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
 
+AUTO = "auto"
 PEERS = ("transformers", "transformers-cb", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """What is measured. steps: of a timed slice, fewer where slice_s would be exceeded; limit_s: for one
-    system at one point, all rounds together."""
+    system at one point, all rounds together.
+
+    kv_cache_dtypes: each of `systems` runs in each of these KV formats; one in a named format is called
+                     SYSTEM:FORMAT
+    """
 
     model: Path
     dtype: str = "bfloat16"
@@ -30,6 +35,7 @@ class DecodePlan:
     vllm_python: Path | None = None
     vllm_eager: bool = True
     kernels: str = "auto"
+    kv_cache_dtypes: tuple[str, ...] = (AUTO,)
     budget: int = 2048
     interval: int = 128
     rounds: int = 3
@@ -55,6 +61,16 @@ class DecodePlan:
             raise InvalidArgumentError("contexts, batches, rounds and steps must be positive; raise them.")
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All systems, peers last."""
+        ours = (
+            system if form == AUTO else f"{system}:{form}"
+            for system in self.systems
+            for form in self.kv_cache_dtypes
+        )
+        return (*ours, *self.peers)
+
+    @property
     def setup(self) -> Setup:
         return Setup(self.model, self.dtype, self.threads)
 
@@ -72,11 +88,17 @@ class DecodePlan:
         if name == "vllm":
             assert self.vllm_python is not None, "checked in __post_init__"
             return Vllm(setup, points, python=self.vllm_python, eager=self.vllm_eager)
-        return Ours(name, setup, points, config=self.compression(name), kernels=self.kernels)
+        config, form = self.compression(name), self.kv_cache_dtype(name)
+        return Ours(name, setup, points, config=config, kernels=self.kernels, kv_cache_dtype=form)
+
+    def kv_cache_dtype(self, name: str) -> str:
+        """Of one of ours."""
+        return name.partition(":")[2] or AUTO
 
     def compression(self, name: str) -> CompressionConfig | None:
         """Of a compressing system; None: it keeps the full cache."""
-        policy = name.removeprefix("kvreclaim-")
-        if name not in NAMES or policy == "full":
+        system = name.partition(":")[0]
+        policy = system.removeprefix("kvreclaim-")
+        if system not in NAMES or policy == "full":
             return None
         return CompressionConfig(policy, self.budget, self.interval, recent=min(128, self.budget // 4))

@@ -41,10 +41,16 @@ def ratio(systems: dict[str, float | None], over: str, under: str) -> float | No
     return None if a is None or b is None else a / b
 
 
+def short(name: str) -> str:
+    """A system's name for a heading, its KV format last."""
+    system, _, form = name.partition(":")
+    return f"{SHORT[system]} {form}".rstrip()
+
+
 def speed_table(rows: Sequence[Row]) -> Table:
     """Tokens/s: a line for each point, a column for each system."""
     names = list(dict.fromkeys(row["system"] for row in rows))
-    made = table("decode tokens/s", ("context x batch", *(SHORT[name] for name in names)))
+    made = table("decode tokens/s", ("context x batch", *map(short, names)))
     for (context, batch), systems in speeds(rows).items():
         cells = [text(systems.get(name), 1) for name in names]
         made.add_row(f"{context:,} x {batch}", *cells)
@@ -54,8 +60,15 @@ def speed_table(rows: Sequence[Row]) -> Table:
 def ratio_table(rows: Sequence[Row]) -> Table:
     """Ratios of the pairs that were measured, with the geometric mean and the least of each."""
     points = speeds(rows)
-    pairs = [pair for pair in RATIOS if any(ratio(s, *pair) is not None for s in points.values())]
-    made = table("ratios", ("context x batch", *(f"{SHORT[a]} / {SHORT[b]}" for a, b in pairs)))
+    coded = {name for systems in points.values() for name in systems if ":" in name}
+    wanted = (*RATIOS, *((name, name.partition(":")[0]) for name in sorted(coded)))
+    wanted = (*wanted, *((name, f"{name.partition(':')[0]}:bf16") for name in sorted(coded)))
+    pairs = [
+        pair
+        for pair in wanted
+        if pair[0] != pair[1] and any(ratio(s, *pair) is not None for s in points.values())
+    ]
+    made = table("ratios", ("context x batch", *(f"{short(a)} / {short(b)}" for a, b in pairs)))
     for (context, batch), systems in points.items():
         made.add_row(f"{context:,} x {batch}", *(text(ratio(systems, *pair), 2) for pair in pairs))
     columns = [[r for s in points.values() if (r := ratio(s, *pair)) is not None] for pair in pairs]

@@ -1,125 +1,20 @@
-"""The shapes that the kernels are timed at: caches filled alike, and what each op must move and compute."""
+"""The ops that are timed: how each is called, and what it must move and compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, Shape
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
-BLOCK_SIZE = 16
-GROUP = 4
 CENTERS, OFFSETS = 16, 5
 MAX_LAYER_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """batch sequences of context tokens each, blocks in random order.
-
-    queries: new tokens of each
-    turns:   as many such sets, which calls take in turn, so that one is read from memory as it is when a
-             sequence is compressed once in a while
-    """
-
-    context: int
-    batch: int
-    head_dim: int
-    kv_heads: int
-    dtype: torch.dtype
-    layers: int = 8
-    queries: int = 1
-    turns: int = 1
-    device: str = "cpu"
-
-    @property
-    def blocks_each(self) -> int:
-        return -(-self.context // BLOCK_SIZE)
-
-    @property
-    def side_bytes(self) -> int:
-        """Bytes of the keys, or of the values, of all sequences in one layer."""
-        return self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def facts(self) -> tuple[LayerFacts, ...]:
-        layer = LayerFacts(
-            self.kv_heads * GROUP, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5
-        )
-        return (layer,) * self.layers
-
-    def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.context:,} x {self.batch}, D {self.head_dim}, {dtype}"
-
-
-@dataclass(eq=False)
-class Filled:
-    """One back-end's cache with the shape's keys and values; equal numbers in every back-end."""
-
-    backend: Backend
-    shape: Shape
-    cache: KVCache = field(init=False)
-    turn: int = 0
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        num_blocks = shape.batch * shape.turns * shape.blocks_each
-        self.cache = self.backend.allocate(shape.facts(), num_blocks, BLOCK_SIZE, like=like)
-        for layer in range(shape.layers):
-            for number in range(shape.batch * shape.turns):
-                k, v = self.tokens(layer, number)
-                self.backend.write_kv(self.cache, layer, k, v, self.slots[number])
-
-    def tokens(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
-        """[context, K, D] keys and values of one sequence."""
-        shape = self.shape
-        generator = torch.Generator().manual_seed(1000 * layer + number)
-        size = (2, shape.context, shape.kv_heads, shape.head_dim)
-        both = torch.randn(size, generator=generator).to(shape.device, shape.dtype)
-        return both[0], both[1]
-
-    @cached_property
-    def tables(self) -> list[np.ndarray]:
-        count = self.shape.batch * self.shape.turns
-        order = np.random.default_rng(0).permutation(count * self.shape.blocks_each)
-        return [np.ascontiguousarray(row) for row in order.astype(np.int32).reshape(count, -1)]
-
-    @cached_property
-    def ids(self) -> list[Tensor]:
-        """[blocks] int64 of each sequence."""
-        return [torch.from_numpy(row.astype(np.int64)).to(self.shape.device) for row in self.tables]
-
-    @cached_property
-    def slots(self) -> list[Tensor]:
-        """[context] int64 of each sequence, as write_kv takes them."""
-        tokens = torch.arange(self.shape.context, device=self.shape.device)
-        return [row[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE for row in self.ids]
-
-    @property
-    def one(self) -> Tensor:
-        """[blocks] int64 of the sequence whose turn it is, for ops that take one sequence."""
-        return self.ids[self.turn * self.shape.batch]
-
-    def gather(self, layer: int, num_tokens: int) -> Tensor:
-        """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
-        return torch.stack(self.backend.gather_tokens(PagedTokens(self.cache, layer, self.one, num_tokens)))
-
-    def batch(self) -> AttentionBatch:
-        """A step in which every sequence computes its last `queries` tokens."""
-        shape = self.shape
-        tables = self.tables[: shape.batch]
-        sequences = tuple(SequenceSlots(ids, shape.queries, shape.context) for ids in tables)
-        return AttentionBatch.build(sequences, BLOCK_SIZE, torch.device(shape.device))
 
 
 @dataclass(frozen=True)
@@ -230,7 +125,8 @@ def write(shape: Shape) -> Case:
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)
 
-    return Case("write K/V", shape, run, 4 * shape.side_bytes, against="copy", result=result)
+    moved = 2 * (shape.plain_bytes + shape.side_bytes)
+    return Case("write K/V", shape, run, moved, against="copy", result=result)
 
 
 def gather(shape: Shape) -> Case:
@@ -240,7 +136,8 @@ def gather(shape: Shape) -> Case:
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)
 
-    return Case("gather tokens", shape, run, 4 * shape.side_bytes, against="copy", result=result)
+    copies = 2 * shape.plain_bytes // shape.dtype.itemsize * shape.format.number.itemsize
+    return Case("gather tokens", shape, run, 2 * shape.side_bytes + copies, against="copy", result=result)
 
 
 def compact(shape: Shape, budget: int) -> Case:
@@ -257,7 +154,7 @@ def compact(shape: Shape, budget: int) -> Case:
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, budget)
 
-    moved = 2 * 2 * moving * shape.head_dim * shape.dtype.itemsize
+    moved = int(2 * moving * shape.token_bytes)
     return Case(f"compact to {budget:,}", shape, run, moved, against="copy", all_layers=True, result=result)
 
 
@@ -269,20 +166,28 @@ def _noise(size: tuple[int, ...], shape: Shape) -> Tensor:
     return _fp32(size).to(shape.device, shape.dtype)
 
 
-def standard(device: str = "cpu") -> Iterator[Case]:
-    """The cases of `kvreclaim bench kernels`."""
+def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterator[Case]:
+    """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; under fp32 their own."""
     for dtype in (torch.bfloat16, torch.float32):
-        for head_dim, kv_heads in ((64, 2), (128, 2)):
+        for head_dim in (64, 128):
             for context, batch in ((1024, 1), (16_384, 8), (65_536, 1)):
-                layers = max(2, min(8, MAX_LAYER_BYTES // (2 * context * batch * kv_heads * head_dim * 2)))
-                step = Shape(context, batch, head_dim, kv_heads, dtype, layers=layers, device=device)
-                yield attention(step)
-                if dtype == torch.bfloat16 and batch > 1:
-                    yield column_sums(step)
+                layers = max(2, min(8, MAX_LAYER_BYTES // (2 * context * batch * 2 * head_dim * 2)))
+                step = Shape(context, batch, head_dim, 2, dtype, layers=layers, device=device)
+                for shape in _stored(step, formats if dtype == torch.bfloat16 else ("auto",)):
+                    yield attention(shape)
+                    if dtype == torch.bfloat16 and batch > 1:
+                        yield column_sums(shape)
     for head_dim in (64, 128):
         chunk = Shape(8192, 1, head_dim, 2, torch.bfloat16, layers=2, queries=512, device=device)
-        yield from (attention(chunk), column_sums(chunk))
+        for shape in _stored(chunk, formats):
+            yield from (attention(shape), column_sums(shape))
         for context, turns in ((2176, 16), (32_768, 1)):
             one = Shape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
-            yield from (triattention(one), mixture(one), key_norms(one), compact(one, 2048))
-        yield from (write(Shape(2048, 1, head_dim, 2, torch.bfloat16, device=device)), gather(one))
+            for shape in _stored(one, formats):
+                yield from (triattention(shape), mixture(shape), key_norms(shape), compact(shape, 2048))
+        for shape in _stored(one, formats):
+            yield from (write(replace(shape, context=2048)), gather(shape))
+
+
+def _stored(shape: Shape, formats: Sequence[str]) -> list[Shape]:
+    return [replace(shape, kv_format=name) for name in formats]

@@ -1,24 +1,28 @@
 """How near the kernels come to what the machine gives: bytes that must move over the time they take.
 
-Every case is first computed by the reference on the same keys and values and compared; nothing is timed
-while one differs. Calls go through several layers (and sequences, where an op takes one) in turn, so that
-what they read has left the near caches, as it has in a decode step. The machine's bandwidth is measured
-before and after, and the better figure of each kind counts: others that use the machine only lower it.
+Every case is first computed by the reference on the same keys and values, stored in the same format, and
+compared; nothing is timed while one differs. Calls go through several layers (and sequences, where an op
+takes one) in turn, so that what they read has left the near caches, as it has in a decode step. The same op
+at the same shape in several formats is timed in turns, round by round, so that whoever else uses the machine
+slows them alike; `times_bf16` is the ratio of the medians. The machine's bandwidth is measured before and
+after, and the better figure of each kind counts: others that use the machine only lower it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from kvreclaim.bench.bandwidth import Machine, measure, median_time
-from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.kernel_cases import BLOCK_SIZE, Case, Filled, Shape, standard
+from kvreclaim.bench.bandwidth import Machine, measure, median_time, timed
+from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.kernel_cases import Case, standard
+from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, Shape
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
@@ -26,6 +30,7 @@ from kvreclaim.ops.backend import Backend, Need, choose_backend
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-4}
 """Largest difference from the reference over the reference's largest value."""
 MIN_SLICE_S = 0.02
+BASE = "bf16"
 
 
 class WrongKernelError(KVReclaimError, RuntimeError):
@@ -42,23 +47,31 @@ def run(
 ) -> tuple[list[Row], Machine]:
     """Check every case, then time every case. Raises: WrongKernelError naming the first that differs.
 
-    Returns: rows with op, shape, us (of one layer's call; of all layers for compaction), gb_s, read_share or
-        copy_share, gflop_s and flop_share where arithmetic counts, error; and what the machine gives.
+    Returns: rows with op, shape, kv_cache_dtype, us (of one layer's call; of all layers for compaction),
+        gb_s, read_share or copy_share, gflop_s and flop_share where arithmetic counts, error, spread over the
+        rounds, times_bf16 where the same was timed in bf16; and what the machine gives.
     """
     chosen = list(standard(device) if cases is None else cases)
-    errors = [check(case, _backend(kernels, case)) for case in chosen]
+    errors = {case: check(case, _backend(kernels, case)) for case in chosen}
     before = machine or measure(device=device)
-    rows = [
-        _time(case, _backend(kernels, case), error, repeats)
-        for case, error in zip(chosen, errors, strict=True)
-    ]
+    rows: dict[Case, Row] = {}
+    for group in _groups(chosen):
+        rows |= _time(group, [_backend(kernels, case) for case in group], repeats)
     best = before.better(machine or measure(device=device))
-    return [_share(row, case, best) for row, case in zip(rows, chosen, strict=True)], best
+    return [_share(rows[case] | {"error": errors[case]}, case, best) for case in chosen], best
+
+
+def _groups(cases: Sequence[Case]) -> list[list[Case]]:
+    """Those that differ in their format alone."""
+    found: dict[Any, list[Case]] = {}
+    for case in cases:
+        found.setdefault((case.op, replace(case.shape, kv_format="auto")), []).append(case)
+    return list(found.values())
 
 
 def _backend(kernels: str, case: Case) -> Backend:
     shape = case.shape
-    need = Need(shape.facts(), BLOCK_SIZE, shape.dtype, torch.device(shape.device))
+    need = Need(shape.facts(), BLOCK_SIZE, shape.dtype, torch.device(shape.device), shape.format)
     return choose_backend(kernels, need).backend
 
 
@@ -92,10 +105,23 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
-def _time(case: Case, backend: Backend, error: float, repeats: int) -> Row:
-    """One row; a slice takes at least MIN_SLICE_S."""
-    shape = case.shape
-    filled = Filled(backend, shape)
+def _time(cases: list[Case], backends: list[Backend], repeats: int) -> dict[Case, Row]:
+    """Rows of cases that are timed in turns, by median."""
+    slices = {i: _slice(case, backend) for i, (case, backend) in enumerate(zip(cases, backends, strict=True))}
+    rounds = alternate({str(i): run for i, run in slices.items()}, repeats)
+    medians = [median(rounds[str(i)]) for i in slices]
+    base = next((s for case, s in zip(cases, medians, strict=True) if case.shape.format.name == BASE), None)
+    rows = {}
+    for i, (case, backend, call_s) in enumerate(zip(cases, backends, medians, strict=True)):
+        rows[case] = _row(case, backend, call_s) | {"spread": spread(rounds[str(i)])}
+        if base is not None and len(cases) > 1:
+            rows[case]["times_bf16"] = base / call_s
+    return rows
+
+
+def _slice(case: Case, backend: Backend) -> Callable[[], float]:
+    """Seconds of one call (one layer's, if it does one at a time), from at least MIN_SLICE_S of them."""
+    shape, filled = case.shape, Filled(backend, case.shape)
     layers = 1 if case.all_layers else shape.layers
 
     def call(times: int) -> None:
@@ -105,7 +131,11 @@ def _time(case: Case, backend: Backend, error: float, repeats: int) -> Row:
 
     first = median_time(lambda: call(1), shape.device, 1)
     times = max(1, int(MIN_SLICE_S / first))
-    call_s = median_time(lambda: call(times), shape.device, repeats) / times / shape.turns / layers
+    return lambda: timed(lambda: call(times), shape.device) / times / shape.turns / layers
+
+
+def _row(case: Case, backend: Backend, call_s: float) -> Row:
+    shape = case.shape
     return {
         "op": case.op,
         "kernels": backend.NAME,
@@ -114,10 +144,10 @@ def _time(case: Case, backend: Backend, error: float, repeats: int) -> Row:
         "head_dim": shape.head_dim,
         "kv_heads": shape.kv_heads,
         "dtype": str(shape.dtype).removeprefix("torch."),
+        "kv_cache_dtype": shape.format.name,
         "us": call_s * 1e6,
         "mib": case.moved / 2**20,
         "gb_s": case.moved / call_s / 1e9,
-        "error": error,
     }
 
 
@@ -137,8 +167,8 @@ def rows_table(rows: list[Row], machine: Machine) -> Table:
         f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "
         f"{machine.gflop_s:.0f} GFLOP/s in fp32"
     )
-    headings = ("op", "tokens", "D", "dtype", "µs", "MiB", "GB/s", "of read", "of copy", "of FLOP/s")
-    made = table(title, headings)
+    headings = ["op", "tokens", "D", "dtype", "K/V", "µs", "MiB", "GB/s"]
+    made = table(title, [*headings, "of read", "of copy", "of FLOP/s", "x bf16"])
     for row in rows:
         place = f"{row['context']:,} x {row['batch']}"
         shares: list[Any] = [row.get(f"{what}_share") for what in ("read", "copy", "flop")]
@@ -147,9 +177,11 @@ def rows_table(rows: list[Row], machine: Machine) -> Table:
             place,
             str(row["head_dim"]),
             row["dtype"],
+            row["kv_cache_dtype"],
             text(row["us"], 0),
             text(row["mib"], 1),
             text(row["gb_s"], 1),
             *(text(share and 100 * share, 0, "%") for share in shares),
+            text(row.get("times_bf16")),
         )
     return made

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kvreclaim.bench.decode_table import SHORT, speeds
+from kvreclaim.bench.decode_table import short, speeds
 from kvreclaim.errors import InvalidArgumentError
 
 COLORS = {
@@ -22,6 +22,9 @@ COLORS = {
     "transformers-cb": "#ff7f0e",
     "transformers": "#7f7f7f",
 }
+
+
+DASHES = ("-", "--", "-.", ":")
 
 
 def decode_chart(files: Sequence[Path], out: Path) -> None:
@@ -65,11 +68,15 @@ def _batches(report: dict[str, Any]) -> list[int]:
 
 def _panel(axis: Axes, report: dict[str, Any], batch: int) -> None:
     points = speeds([row for row in report["rows"] if row["batch"] == batch])
-    for name, color in COLORS.items():
+    names = dict.fromkeys(name for systems in points.values() for name in systems)
+    forms = list(dict.fromkeys(name.partition(":")[2] for name in names))
+    for name in sorted(names, key=lambda name: list(COLORS).index(name.partition(":")[0])):
+        system, _, form = name.partition(":")
+        style: dict[str, Any] = {"color": COLORS[system], "linestyle": DASHES[forms.index(form) % len(DASHES)]}
         line = [(c, s[name]) for (c, _), s in sorted(points.items()) if s.get(name) is not None]
         if line:
             contexts, values = zip(*line, strict=True)
-            axis.plot(contexts, values, marker="o", markersize=4, color=color, label=SHORT[name])
+            axis.plot(contexts, values, marker="o", markersize=4, label=short(name), **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(sorted({context for context, _ in points}))

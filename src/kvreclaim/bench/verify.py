@@ -4,10 +4,13 @@ Two checks on the same prompts. In fp32 every system must give exactly the token
 `generate`. In the dtype that is timed, rounding decides between tokens whose logits nearly tie, and one such
 token changes all that follow; so each drawn token is judged after its own prefix: the fp32 model's logits are
 computed over prompt and output, and the drawn token's logit may lie at most MARGIN_STDS below the best one.
+A system whose KV cache rounds is compared with what the reference back-end computes in fp32 from the same
+format: the model itself would not say so.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.systems.base import CHUNK
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.llm import LLM
 from kvreclaim.errors import KVReclaimError
 
 MARGIN_STDS = 0.15
@@ -54,7 +60,32 @@ class Agreement:
         return asdict(self) | {"passed": self.passed}
 
 
-class Referee:
+class Judge(ABC):
+    """Knows the greedy tokens and the logits after a given prefix, in fp32."""
+
+    @abstractmethod
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """The greedy continuation; end tokens are ordinary ones."""
+
+    @abstractmethod
+    def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
+        """Best logit less the drawn token's at each place, over the row's standard deviation: [tokens]."""
+
+    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
+        """Compare one system's outputs of the prompts, all of the same length."""
+        gaps = torch.cat([self.gaps(p, out) for p, out in zip(prompts, outputs, strict=True)])
+        exact = [_common(out, self.greedy(p, len(out))) for p, out in zip(prompts, outputs, strict=True)]
+        return Agreement(
+            system=system,
+            dtype=dtype,
+            num_tokens=gaps.numel(),
+            exact=sum(exact) / gaps.numel(),
+            top1=float((gaps <= 0).float().mean()),
+            largest_gap=float(gaps.max()),
+        )
+
+
+class Referee(Judge):
     """The model in fp32 under transformers' own attention."""
 
     def __init__(self, model: Path) -> None:
@@ -65,7 +96,6 @@ class Referee:
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """transformers' greedy continuation; end tokens are ordinary ones."""
         key = (max_tokens, *prompt)
         if key not in self._greedy:
             ids = torch.tensor([prompt])
@@ -82,24 +112,41 @@ class Referee:
 
     @torch.inference_mode()
     def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
-        """Best logit less the drawn token's at each place, over the row's standard deviation: [tokens]."""
         ids = torch.tensor([prompt + tokens[:-1]])
         logits = self.model(ids, logits_to_keep=len(tokens)).logits[0]
-        drawn = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        return (logits.amax(-1) - drawn) / logits.std(-1)
+        return _gaps(logits, tokens)
 
-    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
-        """Compare one system's outputs of the prompts, all of the same length."""
-        gaps = torch.cat([self.gaps(p, out) for p, out in zip(prompts, outputs, strict=True)])
-        exact = [_common(out, self.greedy(p, len(out))) for p, out in zip(prompts, outputs, strict=True)]
-        return Agreement(
-            system=system,
-            dtype=dtype,
-            num_tokens=gaps.numel(),
-            exact=sum(exact) / gaps.numel(),
-            top1=float((gaps <= 0).float().mean()),
-            largest_gap=float(gaps.max()),
+
+class FormatReferee(Judge):
+    """The model in fp32 over the reference back-end's cache in one KV format, prompts in one chunk."""
+
+    def __init__(self, model: Path, kv_cache_dtype: str) -> None:
+        self.llm = LLM(
+            model,
+            dtype="float32",
+            device="cpu",
+            kernels="reference",
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_seqs=1,
+            max_num_batched_tokens=CHUNK,
+            num_blocks=CHUNK // 16,
+            enable_prefix_caching=False,
         )
+
+    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return self.llm.generate(prompt, params)[0].outputs[0].token_ids
+
+    def gaps(self, prompt: list[int], tokens: list[int]) -> Tensor:
+        rows: list[Tensor] = []
+        self.llm.score([prompt], [tokens], observers=[lambda _, told: rows.append(told.clone())])
+        return _gaps(torch.cat(rows), tokens)
+
+
+def _gaps(logits: Tensor, tokens: list[int]) -> Tensor:
+    """[tokens] from logits [tokens, V], or log-probabilities, which differ from them by a constant a row."""
+    drawn = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return (logits.amax(-1) - drawn) / logits.std(-1)
 
 
 def _common(a: list[int], b: list[int]) -> int:

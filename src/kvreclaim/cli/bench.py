@@ -7,15 +7,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvreclaim.checks import check_choice
+from kvreclaim.checks import check_choice, require
 from kvreclaim.cli.bench_options import (
     Dtype,
     Json,
     Kernels,
+    KVCacheDtypes,
     Model,
     Threads,
     VllmPython,
+    beside_bf16,
     command_line,
+    formats_in,
     model_directory,
     names_in,
     numbers,
@@ -56,6 +59,7 @@ def decode(
     threads: Threads = 2,
     dtype: Dtype = "bfloat16",
     kernels: Kernels = "auto",
+    kv_cache_dtype: KVCacheDtypes = "auto",
     budget: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 2048,
     interval: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 128,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -87,6 +91,7 @@ def decode(
             vllm_python=vllm_python,
             vllm_eager=not vllm_compile,
             kernels=kernels,
+            kv_cache_dtypes=formats_in(kv_cache_dtype),
             budget=budget,
             interval=interval,
             rounds=rounds,
@@ -193,14 +198,20 @@ def kernels(
     kernels: Kernels = "auto",
     threads: Threads = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    kv_cache_dtype: KVCacheDtypes = "auto",
+    ops: Annotated[str, typer.Option(help="Only those whose name contains this.")] = "",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
     json_file: Json = None,
 ) -> None:
     """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
     with ready(threads):
         from kvreclaim.bench import common
         from kvreclaim.bench import kernels as kernel_bench
+        from kvreclaim.bench.kernel_cases import standard
 
-        rows, machine = kernel_bench.run(kernels, device=device)
+        cases = [case for case in standard(device, beside_bf16(kv_cache_dtype)) if ops in case.op]
+        require(bool(cases), f"--ops is {ops!r}, which is in no op's name; pass, for example, decode.")
+        rows, machine = kernel_bench.run(kernels, device=device, cases=cases, repeats=rounds)
         common.show(kernel_bench.rows_table(rows, machine))
         content = common.report(rows, command_line(), bandwidth=machine.row(), threads=threads)
         common.write_json(content, json_file)

@@ -22,6 +22,9 @@ Model = Annotated[
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads, of every system.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Kernels = Annotated[str, typer.Option(help="kvreclaim's kernels: auto, reference, native or triton.")]
+KVCacheDtypes = Annotated[
+    str, typer.Option(help="KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.")
+]
 VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of vLLM's environment (`make vllm-env`).")]
 
 
@@ -58,6 +61,19 @@ def numbers(option: str, value: str) -> tuple[int, ...]:
         raise InvalidArgumentError(
             f"{option} is {value!r}, which is no list of numbers; pass, for example, 1024,8192."
         ) from error
+
+
+def formats_in(value: str) -> tuple[str, ...]:
+    """Comma-separated KV formats, each once. Raises: InvalidArgumentError."""
+    from kvreclaim.config import format_name
+
+    return tuple(dict.fromkeys(format_name(name) for name in names_in(value)))
+
+
+def beside_bf16(value: str) -> tuple[str, ...]:
+    """The same; with bf16, which named formats are compared with, if it is not among them."""
+    formats = formats_in(value)
+    return formats if formats == ("auto",) or "bf16" in formats else ("bf16", *formats)
 
 
 def names_in(value: str) -> list[str]:

@@ -35,8 +35,12 @@ def evaluate(
     policies: Annotated[
         str, _option(GRID, help="Comma-separated; wrappers and options too: protect(knorm),h2o.")
     ] = DEFAULT_POLICIES,
-    budgets: Annotated[str, _option(GRID, help="Shares of the full cache's bytes.")] = "0.5,0.25,0.1",
-    kv_cache_dtype: Annotated[str, _option(GRID, help="auto or the model's own; comma-separated.")] = "auto",
+    budgets: Annotated[
+        str, _option(GRID, help="Shares of the full cache's bytes in the model's dtype.")
+    ] = "0.5,0.25,0.1",
+    kv_cache_dtype: Annotated[
+        str, _option(GRID, help="KV formats, comma-separated; all are compared with the first's full cache.")
+    ] = "auto",
     seeds: Annotated[str, _option(GRID, help="Each draws other examples.")] = "0",
     num_examples: Annotated[int, _option(GRID, min=1, help="Of each cell, per seed.")] = 16,
     tasks: Annotated[
@@ -76,7 +80,7 @@ def evaluate(
     csv_file: Annotated[Path | None, _option(OUTPUT, "--csv", help="The rows as a table.")] = None,
     html_file: Annotated[Path | None, _option(OUTPUT, "--html", help="The report, one file.")] = None,
 ) -> None:
-    """Compare policies at equal bytes: accuracy with intervals, blocks freed, speed."""
+    """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
     given = dict(locals())
     with opt.usage_errors():
         _run(given)
@@ -152,6 +156,7 @@ def _llm(given: dict[str, Any], plan: EvalPlan, options: TaskOptions) -> LLM:
         given["model"] or demo_model(),
         num_blocks=per_sequence * plan.batch_size,
         max_num_seqs=plan.batch_size,
+        kv_cache_dtype=plan.kv_cache_dtypes[0],
         **{name: given[name] for name in ENGINE},
     )
 

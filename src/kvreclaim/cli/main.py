@@ -14,7 +14,7 @@ from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.options import usage_errors
+from kvreclaim.cli.options import KVCacheDType, usage_errors
 from kvreclaim.cli.serve import serve
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the chart.")] = Path("demo_out"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; the model is too small for more.")] = 1,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> None:
     """Show on real output what eviction, compaction and query mixtures do to memory and accuracy."""
     import torch
@@ -61,7 +62,9 @@ def demo(
     torch.set_num_threads(threads)
     with usage_errors():
         hide_progress_bars()
-        report = run_demo(demo_model(), DemoPlan(), console, command="kvreclaim demo")
+        plan = DemoPlan(kv_cache_dtype=kv_cache_dtype)
+        chosen = "" if kv_cache_dtype == "auto" else f" --kv-cache-dtype {kv_cache_dtype}"
+        report = run_demo(demo_model(), plan, console, command=f"kvreclaim demo{chosen}")
         present(report, console, out, json_file)
 
 

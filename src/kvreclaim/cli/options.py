@@ -24,6 +24,13 @@ ModelOption = Annotated[
 DType = Annotated[str, _option(ENGINE, help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, _option(ENGINE, help="auto, cpu or cuda.")]
 Kernels = Annotated[str, _option(ENGINE, help="auto, native, triton or reference.")]
+KVCacheDType = Annotated[
+    str,
+    _option(
+        ENGINE,
+        help="auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4.",
+    ),
+]
 EngineInt = Annotated[int, _option(ENGINE)]
 EngineLimit = Annotated[int | None, _option(ENGINE)]
 NumBlocks = Annotated[int | None, _option(ENGINE, "--num-blocks", "--num-gpu-blocks-override")]

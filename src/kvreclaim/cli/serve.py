@@ -42,6 +42,7 @@ def serve(
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
     kernels: opt.Kernels = "auto",
+    kv_cache_dtype: opt.KVCacheDType = "auto",
     block_size: opt.EngineInt = 16,
     num_gpu_blocks_override: opt.NumBlocks = None,
     max_num_seqs: opt.EngineInt = 64,

@@ -7,6 +7,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import KVFormat
 
 STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
 PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
@@ -25,6 +26,20 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
         )
     if policy.cache_relative or policy.needs & STATISTICS:
         _check_rotation(policy, facts)
+    if Signal.OUTPUT_PROJECTION in policy.needs and any(layer.latent for layer in facts.layers):
+        raise InvalidArgumentError(
+            f"policy {policy.name} weighs values by the output projection of each query head, and "
+            f"{facts.name!r} keeps one latent for all heads; use the policy inside alone, or another one."
+        )
+
+
+def refuse_format(policy: CompressionPolicy, kv_format: KVFormat) -> None:
+    """Raise InvalidArgumentError if the policy does not go with this format of the KV cache."""
+    if policy.cache_relative and not kv_format.is_plain:
+        raise InvalidArgumentError(
+            f"policy {policy.name} turns keys to new positions at every pass, and in {kv_format.name} each "
+            "turn would round them anew; use positions=original, or kv_cache_dtype bf16, fp16 or fp32."
+        )
 
 
 def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:

@@ -17,10 +17,16 @@ from kvreclaim.engine.llm import LLM
 def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:
     """Measure everything, with a progress bar on the console."""
     started = time.perf_counter()
-    limits = {"max_num_seqs": 64, "block_size": plan.block_size, "max_model_len": plan.final_length}
-    llm = LLM(model, num_blocks=plan.num_blocks, **limits)  # type: ignore[arg-type]
+    llm = LLM(
+        model,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=64,
+        block_size=plan.block_size,
+        max_model_len=plan.final_length,
+        kv_cache_dtype=plan.kv_cache_dtype,
+    )
     per_sequence = -(-plan.final_length // plan.block_size)
-    scorer = LLM(model, num_blocks=per_sequence * plan.num_scored, **limits)  # type: ignore[arg-type]
+    scorer = llm.sibling(num_blocks=per_sequence * plan.num_scored)
     console.print(llm.engine.kernels)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
@@ -38,6 +44,7 @@ def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> 
         dtype=str(facts.dtype).removeprefix("torch."),
         device=facts.device.type,
         kernels=llm.engine.kernels,
+        kv_cache_dtype=llm.engine.kv_format.name,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         kv_bytes_per_block=llm.engine.cache.bytes_per_block,

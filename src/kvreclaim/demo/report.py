@@ -66,6 +66,7 @@ class DemoReport(BaseModel):
     dtype: str
     device: str
     kernels: str
+    kv_cache_dtype: str
     block_size: int
     num_blocks: int
     kv_bytes_per_block: int

@@ -48,6 +48,7 @@ class DemoPlan:
     sinks: int = 4
     recent: int = 64
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     task: ChainTask = field(default_factory=lambda: ChainTask(num_decoys=25))
 
     @property

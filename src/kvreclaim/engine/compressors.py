@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
-from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.compression.refusals import STATISTICS, refuse_format
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import KVFormat
 
 MAX_KEPT = 16
 """Settings whose compressors are kept at a time: callers may invent ever new ones."""
@@ -23,19 +24,26 @@ class Compressors:
 
     stats_file: of settings that name none; it need not exist
     select_top: the op that finds the best of each row (Backend.select_top)
+    kv_format:  of the engine's cache
     """
 
     def __init__(
-        self, facts: ModelFacts, stats_file: Path, select_top: Callable[[Tensor, int], Tensor]
+        self,
+        facts: ModelFacts,
+        stats_file: Path,
+        select_top: Callable[[Tensor, int], Tensor],
+        kv_format: KVFormat,
     ) -> None:
         self._facts = facts
+        self._kv_format = kv_format
         self._stats_file = stats_file
         self._select_top = select_top
         self._made: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
 
     def of(self, config: CompressionConfig) -> Compressor:
-        """The setting's compressor; the last 16 are kept. Raises what Compressor raises."""
+        """The setting's compressor; the last 16 are kept. Raises what Compressor raises, and
+        InvalidArgumentError for a policy that does not go with the KV format."""
         compressor = self._made.pop(config, None) or self._make(config)
         self._made[config] = compressor
         if len(self._made) > MAX_KEPT:
@@ -43,6 +51,7 @@ class Compressors:
         return compressor
 
     def _make(self, config: CompressionConfig) -> Compressor:
+        refuse_format(config.make_policy(), self._kv_format)
         if config.stats is None and self._stats_file.is_file():
             config = replace(config, stats=self._stats_file)
         return Compressor(config, self._facts, self._read_stats(config), self._select_top)

@@ -21,11 +21,13 @@ from kvreclaim.engine.request import Request, Scores
 from kvreclaim.engine.runner import ModelRunner
 from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.engine.signals import Signals
+from kvreclaim.engine.sizing import open_rows
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
+from kvreclaim.ops.formats import kv_format
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Engine:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         facts = loaded.facts
+        self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
         self.loaded = loaded
         self.config = config
         self.max_model_len = config.max_model_len
@@ -58,19 +61,26 @@ class Engine:
             config.num_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}",
+            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
             eviction_policy=config.eviction_policy,
             max_pinned_fraction=config.max_pinned_fraction,
             residency_sample=config.kv_cache_metrics_sample,
         )
         weight = next(loaded.model.parameters())
         like = weight.new_empty(0, dtype=facts.dtype)
-        need = Need(facts.layers, config.block_size, facts.dtype, facts.device)
+        need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
         choice = choose_backend(config.kernels, need)
-        self.kernels = f"{choice.describe()}; {loaded.modules}"
+        self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}"
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
-        self.cache = backend.allocate(facts.layers, config.num_blocks, config.block_size, like=like)
+        self.cache = backend.allocate(
+            facts.layers,
+            config.num_blocks,
+            config.block_size,
+            like=like,
+            kv_format=form,
+            open_rows=open_rows(config, form),
+        )
         self.signals = Signals(loaded, self.memory, self.cache, backend)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request import Request
 from kvreclaim.engine.sizing import choose_limits
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
-from kvreclaim.model.loader import Tokenizer, load_model
+from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 
 STATS_FILE = "kvreclaim_stats.safetensors"
 """Looked up in the model's directory when a policy needs statistics and none are named."""
@@ -55,15 +56,38 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options(engine_options)
-        self.loaded = load_model(model, dtype=dtype, device=device, kernels=config.kernels)
-        self.stats_file = Path(model) / STATS_FILE
-        self.engine = Engine(self.loaded, choose_limits(config, self.loaded.facts))
-        select_top = self.engine.backend.select_top
-        self._compressors = Compressors(self.loaded.facts, self.stats_file, select_top)
+        loaded = load_model(model, dtype=dtype, device=device, kernels=config.kernels)
+        self._start(loaded, Path(model) / STATS_FILE, config, compression)
+
+    def _start(
+        self,
+        loaded: LoadedModel,
+        stats_file: Path,
+        config: EngineConfig,
+        compression: CompressionConfig | None,
+    ) -> None:
+        self.loaded, self.stats_file = loaded, stats_file
+        self.engine = Engine(loaded, choose_limits(config, loaded.facts))
+        select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
+        self._compressors = Compressors(loaded.facts, stats_file, select_top, kv_format)
         self._ids = itertools.count()
         self.compression = compression
         if compression is not None:
             self.compressor(compression)
+
+    def sibling(self, **changes: Any) -> LLM:
+        """Another engine over the same weights, with a pool and requests of its own.
+
+        changes: engine options that differ from this one's; what was chosen from the free memory here stays
+                 as it was chosen (num_blocks=None chooses anew)
+
+        Raises: InvalidArgumentError.
+        """
+        options = {field.name: getattr(self.engine.config, field.name) for field in fields(EngineConfig)}
+        other = LLM.__new__(LLM)
+        config = EngineConfig.from_options(options | changes)
+        other._start(self.loaded, self.stats_file, config, self.compression)
+        return other
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from kvreclaim.engine.compression import block_row, slots_are_positions
 from kvreclaim.engine.graphs import DecodeGraphs
+from kvreclaim.engine.open_blocks import open_blocks
+from kvreclaim.engine.latent import latent_parts
 from kvreclaim.engine.parts import Part, has_head_tables, split
 from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.engine.signals import Observer, Signals
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -54,6 +56,20 @@ class PagedKVBatch:
             window=call.window,
             sinks=call.sinks,
         )
+
+    def attend_latent(self, call: LatentCall) -> Tensor:
+        """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
+        parts = () if self.parts else latent_parts(call, self.batch)
+        if not parts:
+            return call.finish(self.attend(call.absorbed()))
+        new = call.call
+        self.ops.write_kv(self.cache, new.layer, new.k, new.v, self.batch.slot_mapping)
+        if self.observer is not None:
+            self.observer.see(call.absorbed())
+        out = new.q.new_empty((*new.q.shape[:2], call.value_dim))
+        for part in parts:
+            part.attend(call, self.ops, self.cache, out)
+        return out
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +118,8 @@ class ModelRunner:
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
+        if self.cache.open is not None:
+            self.ops.keep_open(self.cache, open_blocks(step, self.memory))
         self._prepare_blocks(step)
         inputs, watched = self._inputs(step), self.signals.watches(step)
         logits = self._replay(step, inputs, watched)

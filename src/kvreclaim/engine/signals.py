@@ -65,7 +65,7 @@ class Signals:
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}
         self._mass = MassStore(loaded.facts)
-        self.digests = DigestStore(loaded.facts)
+        self.digests = DigestStore(loaded.facts, cache.number)
         self._future: dict[int, list[Tensor]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 

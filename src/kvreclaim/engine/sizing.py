@@ -10,11 +10,12 @@ import torch
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.kv_cache import bytes_per_block
+from kvreclaim.ops.formats import KVFormat, kv_format
 
 
 def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
-    """Set max_model_len and num_blocks where they are None.
+    """Set max_model_len and num_blocks where they are None. Of the memory, rows for blocks that are not full
+    are taken first, in a format that has such.
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -24,23 +25,36 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
             f"max_model_len is {max_model_len}, but {facts.name} was made for {facts.max_position} positions "
             "(beyond them its rotation would change or is untrained); lower max_model_len."
         )
+    form = kv_format(config.kv_cache_dtype, facts.dtype)
+    block_bytes = form.bytes_per_block(facts.layers, config.block_size)
+    open_bytes = open_rows(config, form) * form.open_row_bytes(facts.layers, config.block_size)
+    free = free_memory_bytes(facts.device)
     num_blocks = config.num_blocks
-    block_bytes = bytes_per_block(facts.layers, config.block_size, facts.dtype)
-    if num_blocks is not None and num_blocks * block_bytes > free_memory_bytes(facts.device):
-        raise InvalidArgumentError(
-            f"num_blocks is {num_blocks}, which takes {num_blocks * block_bytes / 2**30:.1f} GiB of K/V, but "
-            f"{free_memory_bytes(facts.device) / 2**30:.1f} GiB are free; lower it, or leave it out."
-        )
     if num_blocks is None:
-        affordable = int(free_memory_bytes(facts.device) * config.kv_memory_fraction) // block_bytes
-        useful = -(-max_model_len // config.block_size) * config.max_num_seqs
-        num_blocks = min(affordable, useful)
+        affordable = (int(free * config.kv_memory_fraction) - open_bytes) // block_bytes
+        num_blocks = min(affordable, -(-max_model_len // config.block_size) * config.max_num_seqs)
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "
-                f"{block_bytes} bytes; free some memory, raise the fraction or set num_blocks."
+                f"{block_bytes} bytes{_beside(open_bytes)}; free some memory, raise the fraction or set "
+                "num_blocks."
             )
+    elif (needed := num_blocks * block_bytes + open_bytes) > free:
+        raise InvalidArgumentError(
+            f"num_blocks is {num_blocks}, which takes {needed / 2**30:.1f} GiB of K/V in {form.name}"
+            f"{_beside(open_bytes)}, but {free / 2**30:.1f} GiB are free; lower it, or leave it out."
+        )
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
+
+
+def _beside(open_bytes: int) -> str:
+    return f" (with {open_bytes / 2**20:.1f} MiB for blocks that are not full)" if open_bytes else ""
+
+
+def open_rows(config: EngineConfig, form: KVFormat) -> int:
+    """Rows for blocks that are not full: within a step a sequence may hold the row of a block that it has
+    just sealed and that of the next one."""
+    return 2 * config.max_num_seqs if form.has_open_blocks else 0
 
 
 def free_memory_bytes(device: torch.device) -> int:

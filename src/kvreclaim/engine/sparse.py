@@ -47,13 +47,13 @@ def least_blocks(compressor: Compressor, block_size: int) -> int:
 
 
 class DigestStore(RowStore):
-    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], dtype of the
-    cache. Blocks double when they run out. What it holds follows from the cache, so a fork begins anew."""
+    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype
+    of gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows from the cache, so a fork begins anew."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts, dtype: torch.dtype) -> None:
         layer = facts.layers[0]
         shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
-        super().__init__(shape, facts.dtype, facts.device)
+        super().__init__(shape, dtype, facts.device)
         self._known: dict[int, int] = {}
 
     def claim(self, seq_id: int, num_blocks: int) -> range:

@@ -14,7 +14,7 @@ from kvreclaim.engine.cells import Cells, assign_cells, head_cells, head_lengths
 from kvreclaim.engine.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.cells import cell_view, slots_of
+from kvreclaim.ops.cells import cell_view
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -98,9 +98,7 @@ class UnevenPass:
         )
         firsts = np.cumsum([0, *(len(cells) * size for cells in source)]).tolist()
         slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
-        k, v = self.backend.gather_tokens(PagedTokens(self.cells, 0, sources, len(sources) * size))
-        k, v = (x[0].index_select(0, slots)[:, None] for x in (k, v))
-        self.backend.write_kv(self.cells, 0, k, v, slots_of(targets, size))
+        self.backend.compact(self.cells, slots[None, None], sources, targets)
 
 
 def _prompt_slots(seq: Sequence, shape: tuple[int, ...], new_prompt: int) -> np.ndarray:

@@ -5,39 +5,57 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.kv_cache import bytes_per_block
+from kvreclaim.ops.formats import kv_format
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class KVFormat:
-    """How a token's K/V are stored, and what the full cache would take for it.
+class Storage:
+    """What a sequence's K/V take in one format, beside what the full cache takes in the model's own dtype.
 
-    name:            as in the report
-    token_bytes:     of one token over all layers as it is stored
+    block_bytes:     of one block over all layers, scales and centres included
+    open_bytes:      beside the pool, of a sequence's block that is not full; 0 for most formats
     reference_bytes: of one token in the model's own dtype: what a budget is a share of
     """
 
     name: str
-    token_bytes: int
+    block_size: int
+    block_bytes: int
+    open_bytes: int
     reference_bytes: int
 
-    def budget_tokens(self, fraction: float, num_tokens: int, block_size: int) -> int:
+    @classmethod
+    def of(cls, name: str, facts: ModelFacts, block_size: int) -> Storage:
+        """The format that --kv-cache-dtype names. Raises: InvalidArgumentError."""
+        form, own = kv_format(name, facts.dtype), kv_format(AUTO, facts.dtype)
+        return cls(
+            name=form.name,
+            block_size=block_size,
+            block_bytes=form.bytes_per_block(facts.layers, block_size),
+            open_bytes=form.open_row_bytes(facts.layers, block_size),
+            reference_bytes=own.bytes_per_block(facts.layers, 1),
+        )
+
+    @property
+    def token_bytes(self) -> float:
+        """Of one token over all layers, in a full block."""
+        return self.block_bytes / self.block_size
+
+    def budget_tokens(self, fraction: float, num_tokens: int) -> int:
         """Tokens in as many whole blocks as take at most fraction x (bytes of num_tokens tokens in the
         model's dtype). Whole blocks: memory is held in them, and policies with unequal heads need it."""
-        share = Fraction(str(fraction)) * num_tokens * self.reference_bytes
-        return int(share / (self.token_bytes * block_size)) * block_size
+        share = Fraction(str(fraction)) * num_tokens * self.reference_bytes - self.open_bytes
+        return max(0, int(share // self.block_bytes)) * self.block_size
 
+    def meets(self, fraction: float) -> bool:
+        """Whether the full cache in this format takes no more than that share, so that nothing need go.
 
-def kv_format(name: str, facts: ModelFacts) -> KVFormat:
-    """The format that --kv-cache-dtype names. Raises: InvalidArgumentError."""
-    own = str(facts.dtype).removeprefix("torch.")
-    if name not in (AUTO, own):
-        raise InvalidArgumentError(
-            f"kv_cache_dtype is {name!r}; {facts.name} keeps its K/V in {own}: pass auto or {own}."
-        )
-    token_bytes = bytes_per_block(facts.layers, 1, facts.dtype)
-    return KVFormat(own, token_bytes, reference_bytes=token_bytes)
+        False for a format that saves nothing: there, a share of 1 is a policy that is never asked."""
+        allowed = Fraction(str(fraction)) * self.reference_bytes * self.block_size
+        return self.block_bytes <= allowed and self.block_bytes < self.reference_bytes * self.block_size
+
+    def held_bytes(self, num_blocks: float) -> float:
+        """Of a sequence that holds so many blocks."""
+        return num_blocks * self.block_bytes + self.open_bytes

@@ -12,23 +12,26 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from kvreclaim.eval.best_mix import frontier
 from kvreclaim.eval.report import EvalReport, EvalRow
 from kvreclaim.eval.task import Metric
 
-MEBI = 2**20
+Style = dict[str, Any]
 PANEL_INCHES = (4.6, 3.4)
 MARKERS = "osD^vP*Xhp"
-Style = dict[str, Any]
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))
+HULL: Style = {"color": "0.35", "linewidth": 5.0, "alpha": 0.25, "zorder": 0}
 
 
 def quality_chart(report: EvalReport) -> str | None:
-    """Value against the K/V bytes that a sequence really held behind its prompt, with intervals."""
+    """Value against the K/V bytes that a sequence really held behind its prompt, with intervals; where there
+    are several formats, also the best that each number of bytes gave."""
 
     def draw(axis: Axes, rows: list[EvalRow], style: Style) -> None:
-        points = sorted((r for r in rows if r.value is not None and r.kv_bytes is not None), key=_kv_bytes)
+        points = sorted((r for r in rows if r.value is not None and r.bytes_per_token), key=_kib)
         if not points:
             return
-        x = [_kv_bytes(r) / MEBI for r in points]
+        x = [_kib(r) for r in points]
         y = [r.value or 0.0 for r in points]
         low = [max(0.0, v - (r.ci95[0] if r.ci95 else v)) for v, r in zip(y, points, strict=True)]
         high = [max(0.0, (r.ci95[1] if r.ci95 else v) - v) for v, r in zip(y, points, strict=True)]
@@ -36,9 +39,15 @@ def quality_chart(report: EvalReport) -> str | None:
 
     def finish(axis: Axes, rows: list[EvalRow]) -> None:
         metric = rows[0].metric
-        axis.set_xlabel("K/V held by a sequence, MiB")
+        axis.set_xlabel("K/V held, KiB a token of text")
         axis.set_ylabel(metric.value)
-        axis.set_xlim(left=0)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        best = frontier(rows)
+        if len(report.kv_cache_dtypes) > 1 and best:
+            steps = [*map(_kib, best), max(map(_kib, (row for row in rows if row.bytes_per_token)))]
+            values = [row.value or 0.0 for row in best]
+            axis.step(steps, [*values, values[-1]], where="post", label="best mix", **HULL)
         if metric is not Metric.PERPLEXITY:
             axis.set_ylim(-0.03, 1.03)
 
@@ -53,7 +62,9 @@ def freed_chart(report: EvalReport) -> str | None:
 def speed_chart(report: EvalReport) -> str | None:
     """Tokens/s against the share that was to be kept."""
     of = {row.task: row.speed_of for row in reversed(report.rows) if row.speed_of is not None}
-    return _lines(report, lambda row: row.tokens_per_s if row.speed_of == of[row.task] else None, "tokens/s")
+    return _lines(
+        report, lambda row: row.tokens_per_s if row.speed_of == of.get(row.task) else None, "tokens/s"
+    )
 
 
 def loss_chart(report: EvalReport, task: str) -> str | None:
@@ -108,19 +119,26 @@ def _by_task(
         here = [row for row in rows if row.task == task]
         for policy, dtype in dict.fromkeys((row.policy, row.kv_cache_dtype) for row in here):
             line = [row for row in here if (row.policy, row.kv_cache_dtype) == (policy, dtype)]
-            draw(axis, line, {**styles[policy], "label": line[0].name})
+            draw(axis, line, {**styles[policy, dtype], "label": line[0].name})
         axis.set_title(task, fontsize=10)
         finish(axis, here)
     return _with_legend(figure, axes)
 
 
-def _styles(report: EvalReport) -> dict[str, Style]:
-    """Colour and marker of every policy, the same in all charts."""
+def _styles(report: EvalReport) -> dict[tuple[str, str], Style]:
+    """By policy and KV format, the same in all charts: the colour is the policy's; line and marker are the
+    format's where there are several."""
     colours = colormaps["tab20"]
     order = [*range(0, 20, 2), *range(1, 20, 2)]
+    dtypes = report.kv_cache_dtypes
     return {
-        policy: {"color": colours(order[i % 20]), "marker": MARKERS[i % len(MARKERS)]}
+        (policy, dtype): {
+            "color": colours(order[i % 20]),
+            "marker": MARKERS[(i if len(dtypes) == 1 else j) % len(MARKERS)],
+            "linestyle": DASHES[j % len(DASHES)],
+        }
         for i, policy in enumerate(report.policies)
+        for j, dtype in enumerate(dtypes)
     }
 
 
@@ -155,5 +173,5 @@ def _svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def _kv_bytes(row: EvalRow) -> float:
-    return row.kv_bytes or 0.0
+def _kib(row: EvalRow) -> float:
+    return (row.bytes_per_token or 0.0) / 1024

@@ -12,11 +12,10 @@ from kvreclaim.engine.llm import LLM
 from kvreclaim.eval.grid import Grid, OnProgress
 from kvreclaim.eval.journal import Journal
 from kvreclaim.eval.plan import EvalPlan
-from kvreclaim.eval.report import EvalReport, Header
-from kvreclaim.eval.rows import KVSize, make_rows
+from kvreclaim.eval.report import EvalReport, FormatFacts, Header
+from kvreclaim.eval.rows import make_rows
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.tasks import TaskOptions, make_tasks
-from kvreclaim.ops.kv_cache import bytes_per_block
 
 OnStart = Callable[[int], OnProgress]
 
@@ -34,13 +33,15 @@ def evaluate(
     """Compare policies at equal bytes.
 
     Args:
-        llm:      its pool must hold one sequence's full cache; more are run at once as it holds more
+        llm:      its pool must hold one sequence's full cache; more are run at once as it holds more. Beside
+                  it runs an engine of as many blocks for each KV format that it does not have
         policies: specs as in CompressionConfig.policy
-        budgets:  shares of the full cache's bytes, in (0, 1]
+        budgets:  shares of the full cache's bytes in the model's own dtype, in (0, 1]
         tasks:    names (tasks.make_tasks), or tasks of your own
         options:  sizes and files of the named tasks
         out:      directory of the journal; a call with the same arguments goes on where it stopped
-        settings: fields of EvalPlan: seeds, num_examples, interval, sinks, recent, stats, free_running, ...
+        settings: fields of EvalPlan: kv_cache_dtypes, seeds, num_examples, interval, sinks, recent, stats,
+                  free_running, ...
 
     Raises: InvalidArgumentError before anything has run.
     """
@@ -69,14 +70,13 @@ def run_plan(
         if on_start is not None:
             grid.on_progress = on_start(grid.num_examples)
         grid.run()
-        facts = llm.loaded.facts
-        token_bytes = bytes_per_block(facts.layers, 1, facts.dtype)
-        size = KVSize(llm.engine.cache.bytes_per_block, token_bytes)
-        rows = make_rows(plan, tasks, grid.cells(), grid.problems, size)
-    return EvalReport(header=_header(llm, plan, tasks, command, token_bytes), rows=rows)
+        storages = {name: runner.storage for name, runner in grid.runners.items()}
+        rows = make_rows(plan, tasks, grid.cells(), grid.problems(), storages)
+    return EvalReport(header=_header(grid, command), rows=rows)
 
 
-def _header(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], command: str, token_bytes: int) -> Header:
+def _header(grid: Grid, command: str) -> Header:
+    llm, plan, first = grid.llm, grid.plan, next(iter(grid.runners.values()))
     facts = llm.loaded.facts
     return Header(
         command=command,
@@ -85,9 +85,17 @@ def _header(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], command: str, token
         fingerprint=facts.fingerprint,
         dtype=str(facts.dtype).removeprefix("torch."),
         device=facts.device.type,
-        kernels=llm.engine.kernels,
+        kernels=first.llm.engine.kernels,
         block_size=llm.engine.config.block_size,
-        kv_bytes_per_token=token_bytes,
+        kv_bytes_per_token=first.storage.reference_bytes,
+        kv_formats=[
+            FormatFacts(
+                name=runner.storage.name,
+                bytes_per_token=runner.storage.token_bytes,
+                kernels=runner.llm.engine.kernels,
+            )
+            for runner in grid.runners.values()
+        ],
         interval=plan.interval,
         sinks=plan.sinks,
         recent=plan.recent,
@@ -95,5 +103,5 @@ def _header(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], command: str, token
         mode=plan.mode,
         seeds=list(plan.seeds),
         num_examples=plan.num_examples,
-        tasks={task.name: dict(task.identity) for task in tasks},
+        tasks={task.name: dict(task.identity) for task in grid.tasks},
     )

@@ -10,10 +10,10 @@ from kvreclaim.engine.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity
 from kvreclaim.eval.journal import Journal, cell_key
-from kvreclaim.eval.plan import EvalPlan, Setting
+from kvreclaim.eval.plan import FULL, EvalPlan, Setting
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.rows import Cells, Problem
-from kvreclaim.eval.runner import BatchRunner, CellError
+from kvreclaim.eval.runner import BatchRunner, CellError, open_runners
 from kvreclaim.eval.task import Item, Task
 
 OnProgress = Callable[[str, int], None]
@@ -31,14 +31,16 @@ class Grid:
     tasks: Sequence[Task]
     journal: Journal
     on_progress: OnProgress = lambda label, advance: None
-    problems: dict[tuple[Setting, str], Problem] = field(default_factory=dict)
+    _problems: dict[tuple[Setting, str], Problem] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise InvalidArgumentError(f"tasks are {', '.join(names) or 'none'}; name each task once.")
-        self.runner = BatchRunner(self.llm, self.plan)
-        self.identity = run_identity(self.llm, self.plan, self.runner.stats)
+        self.runners: dict[str, BatchRunner] = open_runners(self.llm, self.plan)
+        self.identities = {
+            name: run_identity(runner.llm, self.plan, runner.stats) for name, runner in self.runners.items()
+        }
 
     @property
     def num_examples(self) -> int:
@@ -67,10 +69,25 @@ class Grid:
             for setting in self.plan.settings():
                 by_seed: dict[int, list[Result]] = {}
                 for seed in self._seeds(task):
-                    done = self.journal.of(cell_key(self._about(setting, task, seed)))
+                    done = self.journal.of(cell_key(self._about(self._as_run(setting), task, seed)))
                     by_seed[seed] = [done[index] for index in wanted if index in done]
                 found[setting, task.name] = by_seed
         return found
+
+    def problems(self) -> dict[tuple[Setting, str], Problem]:
+        """Of the settings that could not be run, or not as they should."""
+        return {
+            (setting, task.name): problem
+            for task in self.tasks
+            for setting in self.plan.settings()
+            if (problem := self._problems.get((self._as_run(setting), task.name))) is not None
+        }
+
+    def _as_run(self, setting: Setting) -> Setting:
+        """The full cache in place of a policy that would never be asked, since the format alone meets the
+        budget."""
+        alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
+        return Setting(FULL, 1.0, setting.kv_cache_dtype) if alone else setting
 
     def _seeds(self, task: Task) -> Sequence[int]:
         return self.plan.seeds if task.seeded else self.plan.seeds[:1]
@@ -80,25 +97,27 @@ class Grid:
         while first < wanted.stop:
             numbers = range(first, min(first + self.plan.batch_size, wanted.stop))
             items = [task.item(seed, index) for index in numbers]
-            size = self.runner.batch_size(items)
+            size = min(runner.batch_size(items) for runner in self.runners.values())
             yield numbers[:size], items[:size]
             first += size
 
     def _run_batch(self, setting: Setting, task: Task, seed: int, items: dict[int, Item]) -> None:
-        label = f"{task.name}: {setting.policy} {setting.fraction:.0%}"
+        label = f"{task.name}: {setting.label}"
+        setting = self._as_run(setting)
         about = self._about(setting, task, seed)
         key = cell_key(about)
         missing = [index for index in items if index not in self.journal.of(key)]
         self.on_progress(label, 0)
-        if missing and (setting, task.name) not in self.problems:
+        if missing and (setting, task.name) not in self._problems:
             try:
-                results = self.runner.run(task, [items[index] for index in missing], setting)
+                runner = self.runners[setting.kv_cache_dtype]
+                results = runner.run(task, [items[index] for index in missing], setting)
                 self.journal.append(key, about, list(zip(missing, results, strict=True)))
             except CellError as error:
-                self.problems[setting, task.name] = Problem("error", str(error))
+                self._problems[setting, task.name] = Problem("error", str(error))
             except KVReclaimError as error:
-                self.problems[setting, task.name] = Problem("refused", str(error))
+                self._problems[setting, task.name] = Problem("refused", str(error))
         self.on_progress(label, len(items))
 
     def _about(self, setting: Setting, task: Task, seed: int) -> dict[str, Any]:
-        return cell_identity(self.identity, self.plan, setting, task, seed)
+        return cell_identity(self.identities[setting.kv_cache_dtype], self.plan, setting, task, seed)

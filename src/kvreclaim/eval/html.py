@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from kvreclaim.eval import charts
+from kvreclaim.eval.best_mix import HEADINGS, best_mix_lines, mixes
 from kvreclaim.eval.report import EvalReport
 
 TEMPLATE = "report.html.jinja"
@@ -43,6 +44,8 @@ def render(report: EvalReport) -> str:
         header=report.header,
         tasks=[(task, report.of(task), report.summary(task)) for task in report.tasks],
         extras={task: report.extras(task) for task in report.tasks},
+        mixes={task: best_mix_lines(report, task) for task in mixes(report)},
+        mix_headings=HEADINGS,
         problems=report.problems,
         figures=[(title, _data_uri(svg)) for title, svg in figures if svg is not None],
     )

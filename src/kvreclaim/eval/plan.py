@@ -10,6 +10,7 @@ from typing import Any
 from kvreclaim.checks import check_int, check_number, require
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.compression.registry import make_policy
+from kvreclaim.config import format_name
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.budget import AUTO
 
@@ -26,6 +27,11 @@ class Setting:
     fraction: float
     kv_cache_dtype: str
 
+    @property
+    def label(self) -> str:
+        form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
+        return f"{self.policy}{form} {self.fraction:.3g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPlan:
@@ -33,7 +39,8 @@ class EvalPlan:
 
     policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets
     budgets:        shares of the full cache's bytes at each sequence's final length, in (0, 1]
-    kv_cache_dtypes: "auto" or the name of the model's dtype
+    kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
+                    is what all others are compared with
     num_examples:   per cell and seed
     interval, sinks, recent, protect_prompt, mode, stats: as in CompressionConfig
     free_running:   also generate where a task scores a gold trace
@@ -62,6 +69,8 @@ class EvalPlan:
                 f"{name} is {values!r}; it must be a non-empty list.",
             )
             object.__setattr__(self, name, tuple(dict.fromkeys(values)))
+        names = [format_name(name) for name in self.kv_cache_dtypes]
+        object.__setattr__(self, "kv_cache_dtypes", tuple(dict.fromkeys(names)))
         for policy in self.policies:
             make_policy(policy)
         for budget in self.budgets:

@@ -18,16 +18,19 @@ class EvalRow(BaseModel):
 
     status, reason:  "ok", where reason says what could not be done besides; "refused": the policy cannot
                      run here; "error": the figures can't be trusted
-    fraction:        of the full cache's bytes at each sequence's final length; 1 for the full cache
+    fraction:        of the full cache's bytes in the model's own dtype, at each sequence's final length; 1
+                     for the full cache
     budget:          the same in tokens, in whole blocks; mean over the examples
     value:           of the metric; accuracy repeats it where the metric is accuracy, else None
     ci95:            of value, over examples; ci_method: wilson or bootstrap
     value_by_seed:   seed -> value
-    of_full:         value / value of the full cache on the same examples; of_full_ci95: paired bootstrap
-    num_examples, num_judged: examples, and verdicts in them
+    of_full:         value / value of the full cache, in the first format of the run, on the same examples;
+                     of_full_ci95: paired bootstrap
+    num_examples, num_judged: examples, and verdicts in them; num_tokens: of a sequence at its end, mean
     kv_bytes:        most K/V bytes that a sequence's blocks held behind its prompt, mean over examples
     kv_bytes_peak:   the same at any time, the prompt's prefill included
-    kv_bytes_budget: fraction x the bytes of the full cache, mean; kv_bytes_full: of the full cache's blocks
+    kv_bytes_budget: fraction x the bytes of the full cache, mean; kv_bytes_full: of the full cache's blocks,
+                     both in the model's own dtype
     blocks_freed, tokens_evicted, compactions, preemptions: summed over the examples
     reclaim_efficiency: blocks freed / blocks that perfect packing would have freed
     examples_compressed: examples in which at least one compression fired
@@ -54,6 +57,7 @@ class EvalRow(BaseModel):
     of_full_ci95: Bounds | None = None
     num_examples: int = 0
     num_judged: float = 0
+    num_tokens: float | None = None
     kv_bytes: float | None = None
     kv_bytes_peak: float | None = None
     kv_bytes_budget: float | None = None
@@ -77,6 +81,29 @@ class EvalRow(BaseModel):
         """The policy, and the KV format where one was named."""
         return self.policy if self.kv_cache_dtype == "auto" else f"{self.policy}, {self.kv_cache_dtype}"
 
+    @property
+    def mix(self) -> str:
+        """Policy, format and what they were to keep."""
+        return self.name if self.policy == "full" else f"{self.name}, {self.keeps} of the bytes"
+
+    @property
+    def keeps(self) -> str:
+        """The share in per cent."""
+        return f"{100 * self.fraction:.4g}%"
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """K/V bytes held behind the prompt, by the tokens of the text."""
+        return None if self.kv_bytes is None or not self.num_tokens else self.kv_bytes / self.num_tokens
+
+
+class FormatFacts(BaseModel):
+    """A KV format of the run. bytes_per_token: in full blocks, scales and centres included."""
+
+    name: str
+    bytes_per_token: float
+    kernels: str
+
 
 class Header(BaseModel):
     """What was measured, and on what."""
@@ -90,6 +117,7 @@ class Header(BaseModel):
     kernels: str
     block_size: int
     kv_bytes_per_token: int
+    kv_formats: list[FormatFacts] = []
     interval: int
     sinks: int
     recent: int
@@ -118,13 +146,17 @@ class EvalReport(BaseModel):
         for row in self.rows:
             if row.reason is not None:
                 kind = "note" if row.status == "ok" else row.status
-                cell = f"{row.name} {row.fraction:.0%} on {row.task}"
+                cell = f"{row.name} {row.keeps} on {row.task}"
                 found.setdefault((kind, row.reason), []).append(cell)
         return found
 
     @property
     def policies(self) -> list[str]:
         return list(dict.fromkeys(row.policy for row in self.rows))
+
+    @property
+    def kv_cache_dtypes(self) -> list[str]:
+        return list(dict.fromkeys(row.kv_cache_dtype for row in self.rows))
 
     @property
     def tasks(self) -> list[str]:

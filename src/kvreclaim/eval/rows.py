@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.compression.registry import make_policy
+from kvreclaim.eval.budget import Storage
 from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
 from kvreclaim.eval.plan import FULL, EvalPlan, Setting
 from kvreclaim.eval.report import EvalRow
@@ -17,6 +18,7 @@ from kvreclaim.eval.results import Result
 from kvreclaim.eval.task import Metric, Task
 
 NUM_BINS = 10
+ALONE = "the format alone meets the budget: this is the full cache"
 BySeed = Mapping[int, Sequence[Result]]
 Cells = dict[tuple[Setting, str], BySeed]
 Rows = NDArray[np.int64]
@@ -30,33 +32,27 @@ class Problem:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class KVSize:
-    """Bytes over all layers of a block, and of a token in the model's own dtype."""
-
-    block_bytes: int
-    token_bytes: int
-
-
 def make_rows(
     plan: EvalPlan,
     tasks: Sequence[Task],
     cells: Cells,
     problems: Mapping[tuple[Setting, str], Problem],
-    size: KVSize,
+    storages: Mapping[str, Storage],
 ) -> list[EvalRow]:
-    """A row for each setting on each task, in the order of the plan."""
+    """A row for each setting on each task, in the order of the plan. storages: by KV format."""
     rows = []
     for task in tasks:
-        baselines = {s.kv_cache_dtype: cells[s, task.name] for s in plan.settings() if _is_full(s)}
+        full = next((cells[s, task.name] for s in plan.settings() if _is_baseline(s, plan)), None)
         for setting in plan.settings():
             by_seed = cells[setting, task.name]
-            problem = problems.get((setting, task.name)) or _distrust(plan, setting, by_seed)
-            fields = _costs(setting, by_seed, size)
+            storage = storages[setting.kv_cache_dtype]
+            alone = not _is_full(setting) and storage.meets(setting.fraction)
+            problem = problems.get((setting, task.name)) or _distrust(plan, setting, by_seed, alone=alone)
+            fields = _costs(setting, by_seed, storage)
             if problem is None:
                 fields |= _quality(task.metric, by_seed)
-                fields |= _beside_full(task.metric, by_seed, baselines.get(setting.kv_cache_dtype))
-                fields["reason"] = _note(setting, by_seed)
+                fields |= _beside_full(task.metric, by_seed, full)
+                fields["reason"] = ALONE if alone else _note(setting, by_seed)
             else:
                 fields |= {"status": problem.status, "reason": problem.reason}
             rows.append(
@@ -76,16 +72,21 @@ def _is_full(setting: Setting) -> bool:
     return make_policy(setting.policy).name == FULL
 
 
+def _is_baseline(setting: Setting, plan: EvalPlan) -> bool:
+    return _is_full(setting) and setting.kv_cache_dtype == plan.kv_cache_dtypes[0]
+
+
 def _flat(by_seed: BySeed) -> list[Result]:
     return [result for results in by_seed.values() for result in results]
 
 
-def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed) -> Problem | None:
-    """What makes figures worthless: a policy that was never asked, a sequence computed twice."""
+def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed, *, alone: bool) -> Problem | None:
+    """What makes figures worthless: a policy that was never asked (though the format alone did not do), a
+    sequence computed twice."""
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
-    if make_policy(setting.policy).evicts and not any(r.compactions for r in results):
+    if not alone and make_policy(setting.policy).evicts and not any(r.compactions for r in results):
         longest = max(results, key=lambda r: r.num_tokens)
         return Problem(
             "error",
@@ -112,7 +113,7 @@ def _note(setting: Setting, by_seed: BySeed) -> str | None:
     return "; ".join(notes) or None
 
 
-def _costs(setting: Setting, by_seed: BySeed, size: KVSize) -> dict[str, Any]:
+def _costs(setting: Setting, by_seed: BySeed, storage: Storage) -> dict[str, Any]:
     results = _flat(by_seed)
     if not results:
         return {}
@@ -122,10 +123,11 @@ def _costs(setting: Setting, by_seed: BySeed, size: KVSize) -> dict[str, Any]:
     extras = sorted({name for r in results for name in r.extra})
     return {
         "budget": round(mean["budget"]),
-        "kv_bytes": mean["answer_blocks"] * size.block_bytes,
-        "kv_bytes_peak": mean["peak_blocks"] * size.block_bytes,
-        "kv_bytes_full": mean["full_blocks"] * size.block_bytes,
-        "kv_bytes_budget": setting.fraction * mean["num_tokens"] * size.token_bytes,
+        "num_tokens": mean["num_tokens"],
+        "kv_bytes": storage.held_bytes(mean["answer_blocks"]),
+        "kv_bytes_peak": storage.held_bytes(mean["peak_blocks"]),
+        "kv_bytes_full": mean["full_blocks"] * storage.block_size * storage.reference_bytes,
+        "kv_bytes_budget": setting.fraction * mean["num_tokens"] * storage.reference_bytes,
         **total,
         "reclaim_efficiency": total["blocks_freed"] / total["blocks_perfect"]
         if total["blocks_perfect"]

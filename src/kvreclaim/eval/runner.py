@@ -12,7 +12,7 @@ from kvreclaim.engine.llm import LLM, Observer
 from kvreclaim.engine.outputs import RequestMetrics, ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
-from kvreclaim.eval.budget import kv_format
+from kvreclaim.eval.budget import Storage
 from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Outcome, Task
@@ -34,17 +34,29 @@ class _Said:
 
 
 class BatchRunner:
-    """Runs items through one engine; every batch starts without cached prefixes.
+    """Runs items through one engine, whose KV format is `storage`; every batch starts without cached
+    prefixes.
 
-    stats: of the model's queries, read once; None where there are none
+    stats: of the model's queries; None where there are none
+    first: the runner whose full cache is what others are compared with; None: this one
     """
 
-    def __init__(self, llm: LLM, plan: EvalPlan) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        plan: EvalPlan,
+        storage: Storage,
+        stats: QueryStats | None,
+        first: BatchRunner | None = None,
+    ) -> None:
         self.llm = llm
         self.plan = plan
-        self.stats = _load_stats(llm, plan)
+        self.storage = storage
+        self.stats = stats
+        self.first = first or self
         self._rows: dict[Item, FullRows] = {}
-        self.formats = {name: kv_format(name, llm.loaded.facts) for name in plan.kv_cache_dtypes}
+        held = llm.engine.cache.bytes_per_block
+        assert held == storage.block_bytes, f"{storage.name}: {held} bytes a block, not {storage.block_bytes}"
 
     def batch_size(self, items: Sequence[Item]) -> int:
         """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
@@ -60,7 +72,7 @@ class BatchRunner:
         """
         configs = [self._config(item, setting) for item in items]
         self._start_cold()
-        watchers = [Divergence(rows) for rows in self._full_rows(items)] if task.compares else None
+        watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
         said = (
             self._score(items, configs, watchers) if items[0].continuation else self._generate(items, configs)
         )
@@ -78,9 +90,7 @@ class BatchRunner:
 
     def _config(self, item: Item, setting: Setting) -> CompressionConfig | None:
         """Of one sequence; tried on the model, so that what cannot run is refused before anything does."""
-        block_size = self.llm.engine.config.block_size
-        kv = self.formats[setting.kv_cache_dtype]
-        budget = kv.budget_tokens(setting.fraction, item.num_tokens, block_size)
+        budget = self.storage.budget_tokens(setting.fraction, item.num_tokens)
         config = self.plan.compression(setting, budget, self.stats)
         if config is not None:
             self.llm.compressor(config)
@@ -140,7 +150,7 @@ class BatchRunner:
         _raise_errors([out.error for out in outs])
         return outs, elapsed_s
 
-    def _full_rows(self, items: Sequence[Item]) -> list[FullRows]:
+    def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
         """The full cache's distributions, kept until other items come."""
         if any(item not in self._rows for item in items):
             vocab = self.llm.loaded.vocab_size
@@ -197,6 +207,22 @@ class BatchRunner:
             note=note,
             **cost(said.metrics),
         )
+
+
+def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
+    """One for each KV format of the plan, over the same weights; the caller's own engine serves the format
+    that it has, and formats of two names share one."""
+    facts, config = llm.loaded.facts, llm.engine.config
+    stats = _load_stats(llm, plan)
+    engines = {llm.engine.kv_format.name: llm}
+    runners: dict[str, BatchRunner] = {}
+    for name in plan.kv_cache_dtypes:
+        storage = Storage.of(name, facts, config.block_size)
+        if storage.name not in engines:
+            engines[storage.name] = llm.sibling(kv_cache_dtype=storage.name)
+        first = next(iter(runners.values()), None)
+        runners[name] = BatchRunner(engines[storage.name], plan, storage, stats, first)
+    return runners
 
 
 def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:

@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvreclaim.eval.best_mix import HEADINGS as MIX_HEADINGS
+from kvreclaim.eval.best_mix import best_mix_lines, mixes
 from kvreclaim.eval.compare import OnStart
 from kvreclaim.eval.grid import OnProgress
 from kvreclaim.eval.report import EvalReport, EvalRow
@@ -63,6 +65,8 @@ def show_report(console: Console, report: EvalReport) -> None:
     )
     for task in report.tasks:
         console.print(task_table(report, task))
+    for task in mixes(report):
+        console.print(mix_table(report, task))
     for (status, reason), cells in report.problems.items():
         style = {"error": "red", "refused": "yellow"}.get(status, "dim")
         console.print(f"{status}: {', '.join(cells)}: {reason}", style=style, markup=False)
@@ -81,11 +85,23 @@ def task_table(report: EvalReport, task: str) -> Table:
     return table
 
 
+def mix_table(report: EvalReport, task: str) -> Table:
+    """What to take for so many bytes: the last line that takes no more."""
+    table = Table(title=escape(f"{task}: best mix for a byte budget"), box=box.SIMPLE_HEAD)
+    for i, heading in enumerate(MIX_HEADINGS):
+        table.add_column(
+            heading.format(metric=report.of(task)[0].metric.value), justify="left" if i == 2 else "right"
+        )
+    for line in best_mix_lines(report, task):
+        table.add_row(*map(escape, line))
+    return table
+
+
 def _cells(row: EvalRow, speed_of: str | None) -> list[str]:
     interval = "-" if row.ci95 is None else f"{row.ci95[0]:.3f}..{row.ci95[1]:.3f}"
     return [
         escape(row.name),
-        f"{row.fraction:.0%}",
+        row.keeps,
         "-" if row.budget is None else f"{row.budget:,}",
         _number(row.value) if row.status == "ok" else row.status,
         interval,

@@ -107,6 +107,11 @@ class MemoryManager:
         pool = self.pool
         return tuple(b is not None and pool.is_writable(b) for b in self.table(seq_id).block_ids)
 
+    def unfilled(self) -> list[int]:
+        """The blocks that the next tokens of all sequences go to, one that holds some already included."""
+        tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
+        return [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
+
     def match_prefix(
         self, token_ids: Sequence[int], *, cache_salt: str | None = None, max_tokens: int | None = None
     ) -> PrefixMatch:

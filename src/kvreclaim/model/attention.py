@@ -6,7 +6,7 @@ hands it down to every attention layer. Nothing is fetched from globals.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,13 +14,18 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.model.latent import hands_out_latents, up_projection
+from kvreclaim.ops.latent import UpProjection
 
 ATTENTION_NAME = "kvreclaim_paged"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What one attention layer asks for: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated."""
+    """What one attention layer asks for: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated.
+
+    latent: there is one KV head, whose keys begin with its values (multi-head latent attention)
+    """
 
     layer: int
     q: Tensor
@@ -30,10 +35,40 @@ class AttentionCall:
     softcap: float | None
     window: int | None
     sinks: Tensor | None
+    latent: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentCall:
+    """What a layer of multi-head latent attention asks for.
+
+    call:    its latents k [T, 1, R + dr] and v [T, 1, R], and the queries q [T, H, dn + dr] of expanded keys
+    weights: what expands latents
+    """
+
+    call: AttentionCall
+    weights: UpProjection
+
+    @property
+    def value_dim(self) -> int:
+        """dv"""
+        return self.weights.w_uv.shape[1]
+
+    def absorbed(self, rows: Tensor | slice = slice(None)) -> AttentionCall:
+        """The same over latents, with the queries of these rows: attention of one KV head."""
+        return replace(self.call, q=self.weights.absorb(self.call.q[rows]), latent=True)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What attention of absorbed queries gives, [T, H, R], as the model wants it: [T, H, dv]."""
+        return self.weights.finish(out)
 
 
 class KVBatch(Protocol):
-    """Serves the attention layers of one forward pass."""
+    """Serves the attention layers of one forward pass.
+
+    A batch that has `attend_latent`, LatentCall -> [T, H, dv], is asked that by layers that cache latents;
+    any other is given their absorbed calls.
+    """
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[T, H, Dv], dtype of call.q."""
@@ -68,7 +103,14 @@ def paged_attention_forward(
         window=kwargs.get("sliding_window"),
         sinks=kwargs.get("s_aux"),
     )
+    if hands_out_latents(module):
+        return _attend_latent(kv_batch, LatentCall(call, up_projection(module)))[None], None
     return kv_batch.attend(call)[None], None
+
+
+def _attend_latent(kv_batch: KVBatch, call: LatentCall) -> Tensor:
+    attend = getattr(kv_batch, "attend_latent", None)
+    return call.finish(kv_batch.attend(call.absorbed())) if attend is None else attend(call)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
+from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
 from kvreclaim.model.probe import probe
@@ -28,7 +29,7 @@ class LoadedModel:
     """A model in eval mode with the paged attention function, and what the engine must know of it.
 
     tokenizer is None where the directory holds none: prompts are then token ids only.
-    modules says which layers run on native kernels.
+    modules says which layers run on native kernels, and of what a model with latents keeps a cache.
     """
 
     model: PreTrainedModel
@@ -61,6 +62,8 @@ def load_model(
     model.eval().requires_grad_(False).to(target)
     native = kernels in ("auto", "native") and target.type == "cpu"
     modules = f"{use_fast_linears(model)}; {use_fast_norms(model)}" if native else "modules: torch"
+    if latents := use_latent_cache(model):
+        modules = f"{modules}; {latents}"
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(name),

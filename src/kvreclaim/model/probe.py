@@ -93,6 +93,7 @@ def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
         rope=rope,
         softcap=call.softcap,
         sinks=call.sinks,
+        latent=call.latent,
     )
 
 
@@ -130,7 +131,8 @@ def fingerprint(config: Any, layers: Sequence[LayerFacts]) -> str:
 
 
 def _identity(layer: LayerFacts) -> list[Any]:
-    shape = [layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, layer.sliding_window]
+    dims = [layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim]
+    shape: list[Any] = [*dims, layer.sliding_window, *(["latent"] if layer.latent else [])]
     if layer.rope is None:
         return [*shape, f"{layer.scale:.5e}", None]
     frequencies = [f"{x:.5e}" for x in layer.rope.inv_freq.tolist()]

@@ -15,8 +15,14 @@ def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...
     """W_o of every layer by query head, [H, Dv, M] views of the weights: a head's output o [Dv] adds
     o @ W_o[h] to the residual stream (through a norm, in models that have one there).
 
-    Raises: InvalidArgumentError naming the layer where no linear layer of the right shape is found.
+    Raises: InvalidArgumentError naming the layer where no linear layer of the right shape is found, and for
+    a model whose cache holds latents: there a head's output is not yet its values' (W_uv comes in between).
     """
+    if any(layer.latent for layer in facts.layers):
+        raise InvalidArgumentError(
+            f"{facts.name!r} keeps one latent per token for all heads, and what W_o makes of a latent would "
+            "take a matrix of its own for each head (W_uv W_o); use a policy that needs no output projection."
+        )
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from kvreclaim.config import KERNELS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -25,7 +27,7 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The ops; ops/reference.py says what each one does and is the oracle of all others.
+    """The ops; ops/reference/ says what each one does and is the oracle of all others.
 
     A cache belongs to the back-end that allocated it: how a block lies in memory is its own affair.
     """
@@ -33,8 +35,17 @@ class Backend(Protocol):
     NAME: str
 
     def allocate(
-        self, layers: tuple[LayerFacts, ...], num_blocks: int, block_size: int, *, like: Tensor
+        self,
+        layers: tuple[LayerFacts, ...],
+        num_blocks: int,
+        block_size: int,
+        *,
+        like: Tensor,
+        kv_format: KVFormat | None = None,
+        open_rows: int = 0,
     ) -> KVCache: ...
+
+    def keep_open(self, cache: KVCache, blocks: Collection[int]) -> None: ...
 
     def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
@@ -98,12 +109,13 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model and its limits ask of a back-end's kernels."""
+    """What a model and its limits ask of a back-end's kernels; dtype: of the queries."""
 
     layers: tuple[LayerFacts, ...]
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    kv_format: KVFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ each (sequence, KV head) is then a sequence of its own, with the G query heads o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -26,8 +26,9 @@ def cell_view(cache: KVCache) -> KVCache:
 
     def make(cache: KVCache) -> KVCache:
         cells = cache.num_layers * cache.num_blocks * cache.num_kv_heads
-        k, v = (x.view(1, cells, 1, *x.shape[3:]) for x in (cache.k, cache.v))
-        return KVCache(k, v)
+        shape = replace(cache.shape, num_layers=1, num_blocks=cells, num_kv_heads=1)
+        planes = tuple(plane.view(1, cells, 1, *plane.shape[3:]) for plane in cache.planes)
+        return KVCache(shape, cache.format, planes, cache.open, cache.shape)
 
     return cache.cached("cells", make)
 
@@ -42,11 +43,6 @@ def natural_cells(cache: KVCache, block_ids: np.ndarray) -> np.ndarray:
 def blocks_of(cache: KVCache, cells: np.ndarray) -> np.ndarray:
     """The block that each cell lies in, in the shape of `cells`."""
     return cells // cache.num_kv_heads % cache.num_blocks
-
-
-def slots_of(cells: Tensor, block_size: int) -> Tensor:
-    """[cells * S] int64: the slots of whole cells in order, for write_kv over the cell view."""
-    return (cells[:, None] * block_size + torch.arange(block_size, device=cells.device)).flatten()
 
 
 class _CellRows(Sequence[SequenceSlots]):

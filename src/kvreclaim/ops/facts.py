@@ -16,6 +16,7 @@ class LayerFacts:
     ModelFacts.rope_problem); a layer that truly has no rotation has a layout with F = 0.
 
     softcap: scores become softcap * tanh(score / softcap); sinks [H]: logits that join the softmax
+    latent:  the key is the value (the latent) followed by the rotary key (MLA), and stored once
     """
 
     num_heads: int
@@ -27,10 +28,16 @@ class LayerFacts:
     rope: RopeLayout | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    latent: bool = False
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def key_dims(self) -> int:
+        """Dims of a key that the cache stores beside the value."""
+        return self.head_dim - self.v_head_dim if self.latent else self.head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)

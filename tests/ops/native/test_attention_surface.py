@@ -12,6 +12,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.formats import plain_format
 from kvreclaim.ops.kv_cache import PagedTokens
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -91,7 +92,7 @@ def test_a_new_cache_is_zero() -> None:
 )
 def test_says_what_it_cannot_serve(shape: Shape, device: str, words: str) -> None:
     reason = native.unsupported_reason(
-        Need(shape.facts(), shape.block_size, shape.dtype, torch.device(device))
+        Need(shape.facts(), shape.block_size, shape.dtype, torch.device(device), plain_format(torch.float32))
     )
     assert reason is not None
     assert words in reason
@@ -99,7 +100,12 @@ def test_says_what_it_cannot_serve(shape: Shape, device: str, words: str) -> Non
 
 def test_serves_the_rest(isa: str) -> None:
     shape = Shape(dim=80, dtype=torch.bfloat16)
-    assert native.unsupported_reason(Need(shape.facts(), 16, shape.dtype, torch.device("cpu"))) is None
+    assert (
+        native.unsupported_reason(
+            Need(shape.facts(), 16, shape.dtype, torch.device("cpu"), plain_format(shape.dtype))
+        )
+        is None
+    )
     assert isa in native.describe()
 
 

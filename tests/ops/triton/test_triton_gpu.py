@@ -51,7 +51,7 @@ def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
     arrays = w.batch.arrays
     table, lengths, shifts = (x.cuda() for x in (arrays.block_table, arrays.seq_lens, arrays.shifts))
     lengths.zero_()
-    q, cache = w.q[0].cuda(), type(w.cache)(w.cache.k.cuda(), w.cache.v.cuda())
+    q, cache = w.q[0].cuda(), type(w.cache).plain(w.cache.k.cuda(), w.cache.v.cuda())
 
     def run() -> torch.Tensor:
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)

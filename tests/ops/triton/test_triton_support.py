@@ -13,11 +13,12 @@ from triton_pair import DEVICE
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import plain_format
 from kvreclaim.ops.triton import support
 
 
 def need(dim: int = 64, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> Need:
-    return Need((LayerFacts(8, 2, dim, dim, 0.125),), 16, dtype, device)
+    return Need((LayerFacts(8, 2, dim, dim, 0.125),), 16, dtype, device, plain_format(torch.float32))
 
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 256])

@@ -37,7 +37,7 @@ class Pair:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    return KVCache(cache.k.clone().to(DEVICE), cache.v.clone().to(DEVICE))
+    return KVCache.plain(cache.k.clone().to(DEVICE), cache.v.clone().to(DEVICE))
 
 
 def make_pair(shape: Shape, num_tokens: int, seed: int = 0) -> Pair:
@@ -55,7 +55,7 @@ def poisoned(w: World) -> KVCache:
         for slot in range(seq.seq_len, len(seq.block_ids) * size):
             for x in (k, v):
                 x[:, seq.block_ids[slot // size], :, slot % size] = torch.nan
-    return KVCache(k.to(DEVICE), v.to(DEVICE))
+    return KVCache.plain(k.to(DEVICE), v.to(DEVICE))
 
 
 def moved(seq: SequenceSlots) -> SequenceSlots:

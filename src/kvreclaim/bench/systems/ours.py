@@ -18,7 +18,6 @@ from kvreclaim.engine.llm import LLM
 from kvreclaim.engine.request import Request
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.kv_cache import bytes_per_block
 
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
 BLOCK_SIZE = 16
@@ -36,6 +35,7 @@ class Ours(System):
         *,
         config: CompressionConfig | None = None,
         kernels: str = "auto",
+        kv_cache_dtype: str = "auto",
         block_size: int = BLOCK_SIZE,
     ) -> None:
         self.name = name
@@ -53,6 +53,7 @@ class Ours(System):
             max_num_batched_tokens=CHUNK,
             max_model_len=max(point.max_len for point in points),
             kernels=kernels,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.compressor = bind(self.llm, config)
 
@@ -64,15 +65,16 @@ class Ours(System):
         return point.batch * (most + 2 * BLOCK_SIZE)
 
     def new_bytes(self, point: Point) -> int:
-        facts = self.llm.loaded.facts
-        return bytes_per_block(facts.layers, 1, facts.dtype) * self._slots_needed(point)
+        engine = self.llm.engine
+        return engine.cache.bytes_per_block * -(-self._slots_needed(point) // engine.config.block_size)
 
     def facts(self) -> dict[str, object]:
         budget = (
             {} if self.config is None else {"budget": self.config.budget, "interval": self.config.interval}
         )
         engine = self.llm.engine
-        return {"kernels": engine.kernels, "block_size": engine.config.block_size, **budget}
+        stored = {"kv_cache_dtype": engine.kv_format.name, "block_size": engine.config.block_size}
+        return {"kernels": engine.kernels, **stored, **budget}
 
     def open(self, point: Point) -> OurSession:
         return OurSession(self, point)

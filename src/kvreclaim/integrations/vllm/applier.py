@@ -23,6 +23,7 @@ from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import plain_format
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -187,7 +188,7 @@ def _kernels(facts: ModelFacts) -> Backend:
         return reference
     layers = tuple(staged_layer(layer) for layer in facts.layers)
     dtype = torch.bfloat16 if facts.dtype == torch.bfloat16 else torch.float32
-    return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device)).backend
+    return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device, plain_format(dtype))).backend
 
 
 def _stage(kernels: Backend, facts: ModelFacts, views: CacheViews) -> Stage | None:

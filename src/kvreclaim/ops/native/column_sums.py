@@ -1,4 +1,4 @@
-"""Attention mass of the native back-end; ops/reference.py says what column_sums does."""
+"""Attention mass of the native back-end; ops/reference/ says what column_sums does."""
 
 from __future__ import annotations
 

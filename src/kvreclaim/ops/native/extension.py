@@ -10,6 +10,7 @@ import torch
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache
 
 # torch comes first: its OpenMP runtime is loaded by then, and the extension joins that one thread pool.
@@ -21,6 +22,8 @@ except ImportError as error:
     _reason = f"the native extension is not there ({error}); reinstall with a C++ compiler"
 
 ISA_VARIABLE = "KVRECLAIM_ISA"
+LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4")
+"""KV formats in the order of csrc's Format."""
 
 
 def unavailable_reason() -> str | None:
@@ -68,7 +71,16 @@ def batch_view(batch: AttentionBatch) -> Any:
 
 
 def _make_cache(cache: KVCache) -> Any:
-    return native().Cache(cache.k, cache.v)
+    shape, form = cache.shape, cache.format
+    dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
+    signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
+    view = native().Cache(
+        LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
+    )
+    if cache.open is not None:
+        origin = cache.origin or shape
+        view.set_open_rows(origin.units, cache.open.row_of, cache.open.k, cache.open.v)
+    return view
 
 
 def _make_batch(batch: AttentionBatch) -> Any:

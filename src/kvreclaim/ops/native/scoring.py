@@ -1,4 +1,4 @@
-"""Scores of the native back-end, straight from the blocks; ops/reference.py says what each function does."""
+"""Scores of the native back-end, straight from the blocks; ops/reference/ says what each function does."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
+from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.plan import (
     DecodeTables,
     Masks,
@@ -23,6 +25,8 @@ from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_outpu
 LOG2_E = 1.4426950408889634
 QUERY_ROWS = 64
 """Rows of a query tile: queries times the query heads of a KV head."""
+DECODE_ROWS = 16
+LATENT_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,15 @@ class Softmax:
         return {"scale": scale, "cap": cap, "window": self.window or 0}
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """rows of a tile, the queries among them, and how many tiles the query heads of a KV head take."""
+
+    rows: int
+    queries: int
+    pieces: int
+
+
 def paged_attention(
     q: Tensor,
     cache: KVCache,
@@ -60,13 +73,13 @@ def paged_attention(
     out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
     softmax = Softmax(scale, softcap, window, sinks)
     masks = batch_masks(batch)
-    tables = decode_tables(batch, cache.num_kv_heads)
+    tables = decode_tables(batch, cache.num_kv_heads * _heads(q, cache, DECODE_ROWS).pieces)
     if tables is not None:
         _decode(q, cache, layer, tables, softmax, masks, out)
-    group = q.shape[1] // cache.num_kv_heads
-    tiles = query_tiles(batch, _query_rows(group, cache.dtype) // group)
+    heads = _heads(q, cache, _query_rows(q, cache))
+    tiles = query_tiles(batch, heads.queries)
     if tiles is not None:
-        _prefill(q, cache, layer, batch, tiles, softmax, masks, out)
+        _prefill(q, cache, layer, batch, tiles, heads, softmax, masks, out)
     return out.to(q.dtype)
 
 
@@ -105,10 +118,11 @@ def _decode(
 ) -> None:
     """Writes the rows of tables.seq_ids into out."""
     rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
+    tile = _heads(q, cache, DECODE_ROWS)
     shape = (rows, heads, splits if splits > 1 else 0)
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     acc = torch.empty((*shape, cache.v_head_dim), dtype=torch.float32, device=q.device)
-    decode_kernel[(rows, cache.num_kv_heads, splits)](
+    decode_kernel[(rows, cache.num_kv_heads * tile.pieces, splits)](
         q,
         out=out,
         part_max=top,
@@ -120,22 +134,23 @@ def _decode(
         seq_lens=tables.seq_lens,
         shifts=tables.shifts,
         table_stride=tables.block_table.stride(0),
-        BLOCK_M=padded(heads // cache.num_kv_heads),
+        PIECES=tile.pieces,
+        BLOCK_M=tile.rows,
         SPLITS=splits,
         **_common(q, cache, layer, softmax, masks),
     )
     if splits > 1:
         reduce_kernel[(rows, heads)](
             out,
+            store_of(cache, layer),
             top,
             total,
             acc,
             tables.seq_ids,
             tables.query_starts,
             q if softmax.sinks is None else softmax.sinks,
+            L=layout_of(cache),
             HEADS=heads,
-            DV=cache.v_head_dim,
-            BLOCK_DV=padded(cache.v_head_dim),
             SPLITS=splits,
             HAS_SINKS=softmax.sinks is not None,
             num_warps=4,
@@ -148,13 +163,14 @@ def _prefill(
     layer: int,
     batch: AttentionBatch,
     tiles: Tensor,
+    heads: HeadTile,
     softmax: Softmax,
     masks: Masks | None,
     out: Tensor,
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
     arrays = batch.arrays
-    tile_kernel[(tiles.shape[0], cache.num_kv_heads)](
+    tile_kernel[(tiles.shape[0], cache.num_kv_heads * heads.pieces)](
         q,
         out=out,
         tiles=tiles,
@@ -163,7 +179,8 @@ def _prefill(
         seq_lens=arrays.seq_lens,
         shifts=arrays.shifts,
         table_stride=arrays.block_table.stride(0),
-        BLOCK_M=_query_rows(q.shape[1] // cache.num_kv_heads, cache.dtype),
+        PIECES=heads.pieces,
+        BLOCK_M=heads.rows,
         **_common(q, cache, layer, softmax, masks),
     )
 
@@ -173,41 +190,50 @@ def _with_rows(q: Tensor) -> Tensor:
     return q if q.stride(-1) == 1 else q.contiguous()
 
 
-def _query_rows(group: int, dtype: torch.dtype) -> int:
+def _heads(q: Tensor, cache: KVCache, wanted: int) -> HeadTile:
+    """A tile of about `wanted` rows. A latent key is so wide that no more fit."""
+    group = q.shape[1] // cache.num_kv_heads
+    rows = max(wanted, padded(group))
+    if cache.shape.latent:
+        rows = min(rows, LATENT_ROWS)
+    return HeadTile(rows, max(1, rows // group), triton.cdiv(group, rows))
+
+
+def _operands(q: Tensor, cache: KVCache) -> torch.dtype:
+    """What tl.dot multiplies: numbers of the queries' dtype, unless a plain cache has more or other bits."""
+    form = cache.format
+    return q.dtype if not form.is_plain or form.dtype == q.dtype else torch.float32
+
+
+def _query_rows(q: Tensor, cache: KVCache) -> int:
     """Half as many in fp32, whose tiles take twice the registers and shared memory."""
-    return max(QUERY_ROWS if dtype.itemsize == 2 else QUERY_ROWS // 2, padded(group))
+    return QUERY_ROWS if _operands(q, cache).itemsize == 2 else QUERY_ROWS // 2
 
 
 def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Masks | None) -> dict[str, Any]:
     """What both attention kernels are launched with, by name."""
-    block_d, block_dv = padded(cache.head_dim), padded(cache.v_head_dim)
+    layout, operands = layout_of(cache), _operands(q, cache)
     has_window = softmax.window is not None
     return {
-        "k_cache": cache.k[layer],
-        "v_cache": cache.v[layer],
+        "store": store_of(cache, layer),
         "masks": q if masks is None else masks.table,
         "sinks": q if softmax.sinks is None else softmax.sinks,
         **softmax.scalars(),
         "layer": layer,
         "q_stride_t": q.stride(0),
         "q_stride_h": q.stride(1),
-        "KV_HEADS": cache.num_kv_heads,
+        "L": layout,
         "GROUP": q.shape[1] // cache.num_kv_heads,
-        "S": cache.block_size,
-        "D": cache.head_dim,
-        "DV": cache.v_head_dim,
-        "BLOCK_N": _tile_tokens((block_d + block_dv) * cache.dtype.itemsize),
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "BLOCK_N": _tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize),
         "HAS_SOFTCAP": softmax.softcap is not None,
         "HAS_WINDOW": has_window,
         "HAS_POSITIONS": has_window and masks is not None and masks.has_positions,
         "HAS_EVICTED": masks is not None and masks.has_evicted,
         "HAS_SINKS": softmax.sinks is not None,
-        "KEEP_16": keeps_16_bits(cache.dtype),
+        "KEEP_16": keeps_16_bits(operands),
         "PRECISION": dot_precision(q.device),
-        "num_warps": 4 if block_dv <= 128 else 8,
-        "num_stages": _stages(cache.dtype.itemsize, max(block_d, block_dv)),
+        "num_warps": 4 if layout.BLOCK_DV <= 128 else 8,
+        "num_stages": _stages(operands.itemsize, max(layout.BLOCK_D, layout.BLOCK_DV)),
     }
 
 

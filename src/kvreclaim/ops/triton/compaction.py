@@ -5,18 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.move_kernels import compact_kernel
 from kvreclaim.ops.triton.support import num_processors, padded
 
 TILE_BYTES = 32768
+MAX_TILE_SLOTS = 1024
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """ops.reference.compact: one launch for the keys of all layers, one for the values.
+    """ops.reference.compact: one launch for all layers of each plane; codes and their parameters move as they
+    are.
 
-    Does not wait for the device: whether targets overlap later sources is found and used there.
+    Does not wait for the device (but of blocks that are not full, see ops/formats/kivi.py): whether targets
+    overlap later sources is found and used there.
     """
+    if cache.open is not None:
+        kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)
+        return
     num_slots = target_ids.shape[0] * cache.block_size
     if num_slots == 0:
         return
@@ -25,13 +32,14 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     overlaps = _overlaps(source_ids, target_ids)
     items = cache.num_layers * cache.num_kv_heads
     programs = min(items, num_processors(cache.device))
-    dims = max(cache.head_dim, cache.v_head_dim)
-    room = torch.empty((programs, num_slots, dims), dtype=cache.dtype, device=cache.device)
-    for x in (cache.k, cache.v):
-        block_d = padded(x.shape[-1])
+    row_bytes = max(plane[0, 0, 0, 0].nbytes for plane in cache.planes)
+    room = torch.empty((programs, num_slots, row_bytes), dtype=torch.uint8, device=cache.device)
+    for plane in cache.planes:
+        dim = plane.shape[-1]
+        block_d = padded(dim)
         compact_kernel[(programs,)](
-            x,
-            room,
+            plane,
+            room.view(plane.dtype),
             kept,
             source_ids,
             target_ids,
@@ -39,13 +47,13 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
             items,
             kept.shape[-1],
             num_slots,
-            x.stride(0),
+            plane.stride(0),
             kept.stride(0),
             kept.stride(1),
             KV_HEADS=cache.num_kv_heads,
             S=cache.block_size,
-            D=x.shape[-1],
-            BLOCK_N=max(16, TILE_BYTES // (block_d * cache.dtype.itemsize)),
+            D=dim,
+            BLOCK_N=min(MAX_TILE_SLOTS, max(16, TILE_BYTES // (block_d * plane.itemsize))),
             BLOCK_D=block_d,
             num_warps=8,
         )

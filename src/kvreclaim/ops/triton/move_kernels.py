@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvreclaim.ops.triton.codes import PLAIN, load_real, load_tile
 from kvreclaim.ops.triton.slots import load_rows, slot_rows
 
 
@@ -49,7 +50,7 @@ def write_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is written nowhere."""
+    """Of a plain format. Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is written nowhere."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -74,26 +75,24 @@ def copy_kernel(cache, pairs, layer_stride, BLOCK_ELEMENTS: tl.constexpr, BLOCK:
 
 @triton.jit
 def gather_kernel(
-    cache,
-    out,
-    block_ids,
-    num_tokens,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    store, out, block_ids, num_tokens, out_stride, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Program (tile, head): BLOCK_N tokens of one head into out [K, T, D]."""
+    """Program (tile, head): BLOCK_N tokens of one head into out [K, T, out_stride], from its first column on:
+    the stored dims of keys (SIDE 0) or values."""
+    D: tl.constexpr = L.DV if SIDE else L.D
+    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    if L.FORMAT == PLAIN:
+        tile = load_tile(store, rows, valid, L, SIDE, True)
+    else:
+        tile = load_real(store, rows, valid, L, SIDE)
     dims = tl.arange(0, BLOCK_D)
     mask = valid[:, None] & (dims < D)[None, :]
-    value = tl.load(cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
     places = head.to(tl.int64) * num_tokens + tokens
-    tl.store(out + places[:, None] * D + dims[None, :], value, mask=mask)
+    tl.store(out + places[:, None] * out_stride + dims[None, :], tile, mask=mask)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.triton.layout import Layout, layout_of, store_of
 from kvreclaim.ops.triton.scoring_kernels import mixture_kernel, norm_kernel, trig_norm_kernel
 from kvreclaim.ops.triton.support import dot_precision, padded
 
@@ -28,24 +29,25 @@ def trig_norm_scores(
     group_rows = 1 << (group - 1).bit_length()
     bands = 0 if weights is None else layout.num_bands
     is_half = layout.style == "half"
-    block_d = padded(cache.head_dim)
-    block_n = _tile_tokens(block_d)
+    where = layout_of(cache)
+    columns = _key_columns(where)
+    block_n = _tile_tokens(columns)
+    start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
+    assert start >= 0 or not bands, "the bands of a latent key are among its rotary dims"
     queries = _as_rows(queries, cache)
     if num_tokens:
         trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
-            cache.k[tokens.layer],
+            store_of(cache, tokens.layer),
             out,
             queries,
             queries if weights is None else _as_rows(weights, cache),
             tokens.block_ids,
             num_tokens,
             num_queries,
-            KV_HEADS=cache.num_kv_heads,
+            L=where,
             GROUP=group,
-            S=cache.block_size,
-            D=cache.head_dim,
             BANDS=bands,
-            BAND_START=layout.start,
+            BAND_START=start,
             BAND_STEP=1 if is_half else 2,
             IMAG_SHIFT=layout.num_bands if is_half else 1,
             HAS_QUERIES=num_queries > 0,
@@ -53,10 +55,9 @@ def trig_norm_scores(
             GROUP_ROWS=group_rows,
             TILE_ROWS=max(ROWS, group_rows),
             BLOCK_N=block_n,
-            BLOCK_D=block_d,
             BLOCK_F=padded(max(1, bands)),
             PRECISION=dot_precision(cache.device),
-            num_warps=4 if block_d <= 128 else 8,
+            num_warps=4 if columns <= 128 else 8,
             num_stages=1,
         )
     return out
@@ -79,9 +80,10 @@ def mixture_scores(
     assert step == 1, f"over has step {step}, 1 expected"
     if start >= stop:
         return out
-    heads, count, offsets, dim = centers.shape
-    block_d = padded(dim)
-    block_n = _tile_tokens(2 * block_d)
+    heads, count, offsets, _ = centers.shape
+    where = layout_of(cache)._replace(SPAN=1)  # tiles begin at any token
+    columns = _key_columns(where)
+    block_n = _tile_tokens(2 * columns)
     tiles = triton.cdiv(stop - start, block_n)
     rows = heads // cache.num_kv_heads * count
     part_max, part_sum = (
@@ -92,7 +94,7 @@ def mixture_scores(
 
     def run(normalisers: Tensor, is_score_pass: bool) -> None:
         mixture_kernel[(tiles, cache.num_kv_heads)](
-            cache.k[tokens.layer],
+            store_of(cache, tokens.layer),
             out,
             part_max,
             part_sum,
@@ -106,15 +108,12 @@ def mixture_scores(
             num_tokens,
             rows,
             offsets,
-            KV_HEADS=cache.num_kv_heads,
-            S=cache.block_size,
-            D=dim,
+            L=where,
             TILE_ROWS=ROWS,
             BLOCK_N=block_n,
-            BLOCK_D=block_d,
             IS_SCORE_PASS=is_score_pass,
             PRECISION=dot_precision(cache.device),
-            num_warps=4 if block_d <= 128 else 8,
+            num_warps=4 if columns <= 128 else 8,
             num_stages=1,
         )
 
@@ -126,33 +125,36 @@ def mixture_scores(
 
 def key_norms(tokens: PagedTokens) -> Tensor:
     """||k|| of a paged sequence: [K, T] fp32."""
-    return _norms(tokens.cache.k, tokens)
+    return _norms(tokens, 0)
 
 
 def value_norms(tokens: PagedTokens) -> Tensor:
     """||v|| of a paged sequence: [K, T] fp32."""
-    return _norms(tokens.cache.v, tokens)
+    return _norms(tokens, 1)
 
 
-def _norms(x: Tensor, tokens: PagedTokens) -> Tensor:
-    _, _, heads, size, dim = x.shape
-    num_tokens = tokens.num_tokens
-    out = torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device)
-    block_n = _tile_tokens(padded(dim))
+def _norms(tokens: PagedTokens, side: int) -> Tensor:
+    cache, num_tokens = tokens.cache, tokens.num_tokens
+    layout = layout_of(cache)
+    out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    block_n = _tile_tokens(layout.BLOCK_DV if side else _key_columns(layout))
     if num_tokens:
-        norm_kernel[(triton.cdiv(num_tokens, block_n), heads)](
-            x[tokens.layer],
+        norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+            store_of(cache, tokens.layer),
             out,
             tokens.block_ids,
             num_tokens,
-            KV_HEADS=heads,
-            S=size,
-            D=dim,
+            L=layout,
+            SIDE=side,
             BLOCK_N=block_n,
-            BLOCK_D=padded(dim),
             num_warps=4,
         )
     return out
+
+
+def _key_columns(layout: Layout) -> int:
+    """Columns of the tiles that hold a key."""
+    return layout.BLOCK_D + (layout.BLOCK_DV if layout.LATENT else 0)
 
 
 def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
@@ -161,4 +163,4 @@ def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
 
 def _tile_tokens(floats_per_token: int) -> int:
     """Tokens of a tile of K, at most 32 KiB in fp32 and 64 tokens; powers of two."""
-    return max(16, min(64, 8192 // floats_per_token))
+    return max(16, min(64, 1 << (8192 // floats_per_token).bit_length() - 1))

@@ -1,4 +1,7 @@
-"""Scores of cached keys, read where they lie. Rows of queries are padded to whole tiles of tl.dot."""
+"""Scores of cached keys, read where they lie. Rows of queries are padded to whole tiles of tl.dot.
+
+A latent cache's keys take two tiles, the values and the stored dims of the keys; queries [.., Dv + D] likewise.
+"""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -6,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvreclaim.ops.triton.slots import load_rows, slot_rows
+from kvreclaim.ops.triton.codes import PLAIN, load_real, load_tile
+from kvreclaim.ops.triton.slots import slot_rows
 from kvreclaim.ops.triton.softmax import NOTHING
 
 
@@ -19,18 +23,34 @@ def _query_rows(x, rows, valid, row_stride, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def _band_norms(keys, store, rows, valid, BANDS: tl.constexpr, START, STEP, SHIFT, BLOCK_F: tl.constexpr, L: tl.constexpr):
+    """[BLOCK_N, BLOCK_F] fp32: norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys: the tile
+    that they are taken from where the format is not plain."""
+    bands = tl.arange(0, BLOCK_F)
+    dims = START + bands * STEP
+    if L.FORMAT == PLAIN:
+        mask = valid[:, None] & (bands < BANDS)[None, :]
+        places = store.k + rows[:, None] * L.D + dims[None, :]
+        real = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        imag = tl.load(places + SHIFT, mask=mask, other=0.0).to(tl.float32)
+    else:
+        dims = tl.broadcast_to(tl.where(bands < BANDS, dims, 0)[None, :], [rows.shape[0], BLOCK_F])
+        real = tl.gather(keys, dims, axis=1)
+        imag = tl.gather(keys, tl.where((bands < BANDS)[None, :], dims + SHIFT, 0), axis=1)
+    return tl.sqrt(real * real + imag * imag)
+
+
+@triton.jit
 def trig_norm_kernel(
-    k_cache,
+    store,
     out,
     queries,
     weights,
     block_ids,
     num_tokens,
     num_queries,
-    KV_HEADS: tl.constexpr,
+    L: tl.constexpr,
     GROUP: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
     BANDS: tl.constexpr,
     BAND_START: tl.constexpr,
     BAND_STEP: tl.constexpr,
@@ -40,45 +60,48 @@ def trig_norm_kernel(
     GROUP_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (tile, head): scores of BLOCK_N tokens for all query heads of a KV head; K is read once.
 
     A tile of rows is TILE_ROWS // GROUP_ROWS queries of each of the group's (padded) heads: row m is
-    query m // GROUP_ROWS of head m % GROUP_ROWS.
+    query m // GROUP_ROWS of head m % GROUP_ROWS. BAND_START is a stored dim.
     """
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
+    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
     member = tl.arange(0, TILE_ROWS) % GROUP_ROWS
     place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
     heads = head * GROUP + member
     SHARE: tl.constexpr = TILE_ROWS // GROUP_ROWS
+    FIRST: tl.constexpr = L.DV if L.LATENT else 0
 
     scores = tl.zeros([GROUP_ROWS, BLOCK_N], tl.float32)
+    tile = store.k
+    if HAS_QUERIES or L.FORMAT != PLAIN:
+        tile = load_real(store, rows, valid, L, 0)
     if HAS_QUERIES:
-        keys = tl.trans(load_rows(k_cache, rows, valid, D, BLOCK_D, False))
+        keys = tl.trans(tile)
+        if L.LATENT:
+            values = tl.trans(load_real(store, rows, valid, L, 1))
         best = tl.full([GROUP_ROWS, BLOCK_N], NOTHING, tl.float32)
         for first in range(0, num_queries, SHARE):
             is_row = (member < GROUP) & (first + place < num_queries)
-            tile = _query_rows(queries, heads * num_queries + first + place, is_row, D, D, BLOCK_D)
-            products = tl.dot(tile, keys, input_precision=PRECISION)
+            row = heads * num_queries + first + place
+            query = _query_rows(queries + FIRST, row, is_row, FIRST + L.D, L.D, L.BLOCK_D)
+            products = tl.dot(query, keys, input_precision=PRECISION)
+            if L.LATENT:
+                query = _query_rows(queries, row, is_row, FIRST + L.D, L.DV, L.BLOCK_DV)
+                products += tl.dot(query, values, input_precision=PRECISION)
             products = tl.where((first + place < num_queries)[:, None], products, NOTHING)
             best = tl.maximum(best, tl.max(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0))
         scores += best
     if HAS_WEIGHTS:
-        bands = tl.arange(0, BLOCK_F)
-        mask = valid[:, None] & (bands < BANDS)[None, :]
-        dims = BAND_START + bands * BAND_STEP
-        real = tl.load(k_cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        dims += IMAG_SHIFT
-        imag = tl.load(k_cache + rows[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        norms = tl.trans(tl.sqrt(real * real + imag * imag))
-        tile = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
-        products = tl.dot(tile, norms, input_precision=PRECISION)
+        norms = _band_norms(tile, store, rows, valid, BANDS, BAND_START, BAND_STEP, IMAG_SHIFT, BLOCK_F, L)
+        query = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
+        products = tl.dot(query, tl.trans(norms), input_precision=PRECISION)
         scores += tl.sum(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0)
     member = tl.arange(0, GROUP_ROWS)
     places = (head * GROUP + member).to(tl.int64)[:, None] * num_tokens + tokens[None, :]
@@ -87,7 +110,7 @@ def trig_norm_kernel(
 
 @triton.jit
 def mixture_kernel(
-    k_cache,
+    store,
     out,
     part_max,
     part_sum,
@@ -101,12 +124,9 @@ def mixture_kernel(
     num_tokens,
     num_centers,
     num_offsets,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
+    L: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     IS_SCORE_PASS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -116,25 +136,35 @@ def mixture_kernel(
     First pass: part_max and part_sum [tiles, K, rows, O] of each row's softmax over this tile.
     Score pass: out [K, T] from normalisers [K, rows, O], the log of each softmax's denominator.
     """
+    FIRST: tl.constexpr = L.DV if L.LATENT else 0
+    DIMS: tl.constexpr = FIRST + L.D
     tile_id = tl.program_id(0)
     head = tl.program_id(1)
     tokens = first_token + tile_id * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < stop_token
-    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
-    keys = tl.trans(load_rows(k_cache, rows, valid, D, BLOCK_D, False))
+    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    keys = tl.trans(load_real(store, rows, valid, L, 0))
     squares = keys * keys
+    if L.LATENT:
+        values = tl.trans(load_real(store, rows, valid, L, 1))
     best = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, num_centers, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
         is_row = row < num_centers
         center = head * num_centers + row
-        tile = _query_rows(variances, center, is_row, D, D, BLOCK_D) * (scale * scale * 0.5)
+        tile = _query_rows(variances + FIRST, center, is_row, DIMS, L.D, L.BLOCK_D) * (scale * scale * 0.5)
         spread = tl.dot(tile, squares, input_precision=PRECISION)
+        if L.LATENT:
+            tile = _query_rows(variances, center, is_row, DIMS, L.DV, L.BLOCK_DV) * (scale * scale * 0.5)
+            spread += tl.dot(tile, values * values, input_precision=PRECISION)
         mean = tl.zeros([TILE_ROWS, BLOCK_N], tl.float32)
         for offset in range(0, num_offsets):
             column = center.to(tl.int64) * num_offsets + offset
-            tile = _query_rows(centers, column, is_row, D, D, BLOCK_D) * scale
+            tile = _query_rows(centers + FIRST, column, is_row, DIMS, L.D, L.BLOCK_D) * scale
             logits = tl.dot(tile, keys, input_precision=PRECISION) + spread
+            if L.LATENT:
+                tile = _query_rows(centers, column, is_row, DIMS, L.DV, L.BLOCK_DV) * scale
+                logits += tl.dot(tile, values, input_precision=PRECISION)
             if IS_SCORE_PASS:
                 denominator = tl.load(normalisers + column, mask=is_row, other=0.0)
                 probs = tl.exp(tl.minimum(logits - denominator[:, None], 0.0))
@@ -143,7 +173,7 @@ def mixture_kernel(
                 logits = tl.where(valid[None, :], logits, NOTHING)
                 top = tl.max(logits, axis=1)
                 total = tl.sum(tl.exp(logits - top[:, None]), axis=1)
-                column += tile_id.to(tl.int64) * KV_HEADS * num_centers * num_offsets
+                column += tile_id.to(tl.int64) * L.KV_HEADS * num_centers * num_offsets
                 tl.store(part_max + column, top, mask=is_row)
                 tl.store(part_sum + column, total, mask=is_row)
         if IS_SCORE_PASS:
@@ -153,22 +183,16 @@ def mixture_kernel(
 
 
 @triton.jit
-def norm_kernel(
-    cache,
-    out,
-    block_ids,
-    num_tokens,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Program (tile, head): Euclidean norms of BLOCK_N rows of one head."""
+def norm_kernel(store, out, block_ids, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Program (tile, head): Euclidean norms of BLOCK_N keys (SIDE 0) or values of one head. A rotation keeps
+    them."""
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, KV_HEADS, S)
-    tile = load_rows(cache, rows, valid, D, BLOCK_D, False)
-    norms = tl.sqrt(tl.sum(tile * tile, axis=1))
-    tl.store(out + head.to(tl.int64) * num_tokens + tokens, norms, mask=valid)
+    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    tile = load_tile(store, rows, valid, L, SIDE, False)
+    squares = tl.sum(tile * tile, axis=1)
+    if L.LATENT and SIDE == 0:
+        tile = load_tile(store, rows, valid, L, 1, False)
+        squares += tl.sum(tile * tile, axis=1)
+    tl.store(out + head.to(tl.int64) * num_tokens + tokens, tl.sqrt(squares), mask=valid)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvreclaim.ops.triton.slots import load_rows, slot_rows
+from kvreclaim.ops.triton.codes import FP8, INT8, TURBO4, load_numbers, load_scales, load_tile
+from kvreclaim.ops.triton.rotation import rotated, unrotated
+from kvreclaim.ops.triton.slots import slot_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
@@ -49,10 +51,16 @@ def attended(
 
 
 @triton.jit
-def scores_of(q, k, scale, cap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores in base 2. The host puts log2(e) into scale and cap: scale * q.k, or cap * tanh(s) where
+def dots(q, k, PRECISION: tl.constexpr):
+    """[queries, keys] fp32."""
+    return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+
+
+@triton.jit
+def softened(scores, scale, cap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in base 2 of q.k. The host puts log2(e) into scale and cap: scale * q.k, or cap * tanh(s) where
     scale * q.k is s in base 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = scores * scale
     if HAS_SOFTCAP:
         shrunk = tl.exp2(tl.abs(scores) * -2.0)
         tanh = (1.0 - shrunk) / (1.0 + shrunk)
@@ -61,13 +69,53 @@ def scores_of(q, k, scale, cap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
+def _query_side(q, tokens, heads, is_row, stride_t, stride_h, FIRST, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    dims = tl.arange(0, BLOCK_D)
+    places = q + (tokens * stride_t + heads * stride_h)[:, None] + (FIRST + dims)[None, :]
+    return tl.load(places, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_queries(
+    q, tokens, heads, is_row, stride_t, stride_h, store, L: tl.constexpr, KEEP_16: tl.constexpr
+):
+    """Rows of q as attend_slots takes them: against the stored dims of keys [rows, BLOCK_D], and of a latent
+    cache against its values [rows, BLOCK_DV]; else the same once more."""
+    FIRST: tl.constexpr = L.DV if L.LATENT else 0
+    query = _query_side(q, tokens, heads, is_row, stride_t, stride_h, FIRST, L.D, L.BLOCK_D)
+    if not KEEP_16:
+        query = query.to(tl.float32)
+    if L.FORMAT == TURBO4:
+        query = rotated(query.to(tl.float32), store.k_signs, L.D, L.BLOCK_D, L.K_LOG).to(query.dtype)
+    latent = query
+    if L.LATENT:
+        latent = _query_side(q, tokens, heads, is_row, stride_t, stride_h, 0, L.DV, L.BLOCK_DV)
+        if not KEEP_16:
+            latent = latent.to(tl.float32)
+        if L.FORMAT == TURBO4:
+            latent = rotated(latent.to(tl.float32), store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG).to(latent.dtype)
+    return query, latent
+
+
+@triton.jit
+def _tile_scores(query, store, rows, valid, L: tl.constexpr, KEEP_16: tl.constexpr, PRECISION: tl.constexpr):
+    """q.k over the stored dims of keys. Scales that a whole key shares are applied to the products: 16-bit
+    queries then meet int8's and fp8's numbers exactly."""
+    if L.FORMAT == INT8 or L.FORMAT == FP8 or L.FORMAT == TURBO4:
+        products = dots(query, load_numbers(store, rows, valid, L, 0).to(query.dtype), PRECISION)
+        return products * load_scales(store, rows, valid, 0)[None, :]
+    else:
+        return dots(query, load_tile(store, rows, valid, L, 0, KEEP_16).to(query.dtype), PRECISION)
+
+
+@triton.jit
 def attend_slots(
     query,
+    latent,
     query_slots,
     start,
     stop,
-    k_cache,
-    v_cache,
+    store,
     table,
     shift,
     masks,
@@ -76,14 +124,9 @@ def attend_slots(
     window,
     layer,
     head,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    L: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -91,16 +134,20 @@ def attend_slots(
     KEEP_16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of queries over the slots [start, stop): maximum and sum [rows] and values [rows, BLOCK_DV]."""
+    """Rows of queries (load_queries) over the slots [start, stop), start a multiple of BLOCK_N: maximum and sum
+    [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, L.BLOCK_DV], tl.float32)
     for tile in range(start, stop, BLOCK_N):
         slots = tile + tl.arange(0, BLOCK_N)
         valid = slots < stop
-        rows = slot_rows(table, slots, valid, head, KV_HEADS, S)
-        k = load_rows(k_cache, rows, valid, D, BLOCK_D, KEEP_16)
-        scores = scores_of(query, k, scale, cap, HAS_SOFTCAP, PRECISION)
+        rows = slot_rows(table, slots, valid, head, L.KV_HEADS, L.S)
+        scores = _tile_scores(query, store, rows, valid, L, KEEP_16, PRECISION)
+        if L.LATENT:
+            v = load_tile(store, rows, valid, L, 1, KEEP_16).to(query.dtype)
+            scores += dots(latent, v, PRECISION)
+        scores = softened(scores, scale, cap, HAS_SOFTCAP)
         seen = attended(
             slots,
             valid,
@@ -119,7 +166,8 @@ def attend_slots(
         base = tl.where(higher == NOTHING, 0.0, higher)
         probs = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
-        v = load_rows(v_cache, rows, valid, DV, BLOCK_DV, KEEP_16)
+        if not L.LATENT:
+            v = load_tile(store, rows, valid, L, 1, KEEP_16).to(query.dtype)
         total = total * fade + tl.sum(probs, axis=1)
         acc = acc * fade[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         top = higher
@@ -136,3 +184,11 @@ def normalised(top, total, acc, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
         total = total * fade + tl.exp2(sink - higher)
         acc = acc * fade[:, None]
     return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit
+def real_values(values, store, L: tl.constexpr):
+    """Sums of values [rows, BLOCK_DV] as the model gave them: turboquant4's rotation is undone."""
+    if L.FORMAT == TURBO4:
+        values = unrotated(values, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
+    return values

@@ -16,6 +16,8 @@ from torch import Tensor
 from kvreclaim.ops.backend import Need
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
+"""Of a latent cache's values, the wider part of its keys."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_PROCESSORS = 8
 """Multiprocessors that Triton's interpreter pretends to have."""
@@ -33,15 +35,15 @@ def unavailable_reason() -> str | None:
 def unsupported_reason(need: Need) -> str | None:
     """Why the kernels cannot serve this model on this device, or None."""
     first = need.layers[0]
+    widest = max(first.key_dims, first.v_head_dim)
+    limit = MAX_LATENT_DIM if first.latent else MAX_HEAD_DIM
     problems = {
         f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
-        f"head dim {max(first.head_dim, first.v_head_dim)} is above {MAX_HEAD_DIM}": max(
-            first.head_dim, first.v_head_dim
-        )
-        > MAX_HEAD_DIM,
+        f"head dim {widest} is above {limit}": widest > limit,
     }
-    return unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
+    reason = unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
+    return reason or need.kv_format.unsupported_reason(need.layers)
 
 
 def describe() -> str:

@@ -1,4 +1,4 @@
-"""Storing and copying K/V: write_kv, copy_blocks, gather_tokens. Bytes move as they are."""
+"""Storing and copying K/V: write_kv, copy_blocks, gather_tokens."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import torch
 import triton
 from torch import Tensor
 
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.triton.encode import encode_kernel
+from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
 from kvreclaim.ops.triton.support import padded, to_device
 
 COPY_ELEMENTS = 2048
 GATHER_TOKENS = 32
-
-
-def allocate(layers: tuple[LayerFacts, ...], num_blocks: int, block_size: int, *, like: Tensor) -> KVCache:
-    """An all-zero row-major cache with the dtype and device of `like`."""
-    return KVCache.allocate(layers, num_blocks, block_size, like=like)
+ENCODED_NUMBERS = 4096
+"""Numbers of one side that a program encodes, at most, of several heads."""
 
 
 def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -26,23 +25,57 @@ def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Ten
     written nowhere."""
     if slot_mapping.shape[0] == 0:
         return
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k.to(cache.dtype), v.to(cache.dtype)))
+    if cache.open is not None:
+        kivi.write(cache, layer, k, v, slot_mapping, kivi.ROWS)
+        return
+    if cache.shape.latent:
+        k = k[..., cache.v_head_dim :]
+    if cache.format.is_plain:
+        k, v = k.to(cache.number), v.to(cache.number)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    if cache.format.is_plain:
+        _write_numbers(cache, layer, k, v, slot_mapping)
+    else:
+        _write_codes(cache, layer, k, v, slot_mapping)
+
+
+def _write_numbers(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    shape = cache.shape
     write_kernel[(slot_mapping.shape[0], 2)](
         k,
         v,
-        cache.k[layer],
-        cache.v[layer],
+        cache.planes[0][layer],
+        cache.planes[1][layer],
         slot_mapping,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        KV_HEADS=cache.num_kv_heads,
-        S=cache.block_size,
-        D=cache.head_dim,
-        DV=cache.v_head_dim,
-        BLOCK=padded(cache.num_kv_heads * cache.head_dim),
-        BLOCK_V=padded(cache.num_kv_heads * cache.v_head_dim),
+        KV_HEADS=shape.num_kv_heads,
+        S=shape.block_size,
+        D=shape.k_dim,
+        DV=shape.v_dim,
+        BLOCK=padded(shape.num_kv_heads * shape.k_dim),
+        BLOCK_V=padded(shape.num_kv_heads * shape.v_dim),
+        num_warps=4,
+    )
+
+
+def _write_codes(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    layout = layout_of(cache)
+    heads = 1 << (layout.KV_HEADS - 1).bit_length()
+    rows = min(heads, max(1, ENCODED_NUMBERS // max(layout.BLOCK_D, layout.BLOCK_DV)))
+    encode_kernel[(slot_mapping.shape[0], triton.cdiv(layout.KV_HEADS, rows))](
+        k,
+        v,
+        store_of(cache, layer),
+        slot_mapping,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        L=layout,
+        ROWS=rows,
         num_warps=4,
     )
 
@@ -50,39 +83,55 @@ def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Ten
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks (source, target) in all layers; no block is both."""
     table = to_device(np.asarray(pairs, dtype=np.int64), cache.device)
-    for x in (cache.k, cache.v):
-        elements = x[0, 0].numel()
+    for plane in cache.planes:
+        elements = plane[0, 0].numel()
         grid = (len(pairs), cache.num_layers, triton.cdiv(elements, COPY_ELEMENTS))
-        copy_kernel[grid](x, table, x.stride(0), elements, COPY_ELEMENTS, num_warps=4)
+        copy_kernel[grid](plane, table, plane.stride(0), elements, COPY_ELEMENTS, num_warps=4)
+    if cache.open is not None:
+        kivi.copy_rows(cache, pairs, kivi.ROWS)
 
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
-    """Nothing to do: no kernel here loads a slot that is not attended or kept."""
+    """Nothing to do but for rows of blocks that are not full: no kernel here loads a slot that is not attended
+    or kept."""
+    if cache.open is not None:
+        cache.open.drop(block_ids)
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
-    """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies)."""
-    return (
-        _gather(tokens.cache.k[tokens.layer], tokens.block_ids, tokens.num_tokens),
-        _gather(tokens.cache.v[tokens.layer], tokens.block_ids, tokens.num_tokens),
-    )
+    """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies): of a plain
+    format in its dtype, of codes in fp32. Latent values are a part of their keys."""
+    cache = tokens.cache
+    keys = _new(tokens, cache.head_dim)
+    if not cache.shape.latent:
+        values = _new(tokens, cache.v_head_dim)
+        _gather(tokens, keys, 0)
+        _gather(tokens, values, 1)
+        return keys, values
+    values, rotary = keys[..., : cache.v_head_dim], keys[..., cache.v_head_dim :]
+    _gather(tokens, values, 1)
+    _gather(tokens, rotary, 0)
+    return keys, values
 
 
-def _gather(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
-    """[B, K, S, D] -> [K, T, D]."""
-    _, heads, size, dim = x.shape
-    out = torch.empty((heads, num_tokens, dim), dtype=x.dtype, device=x.device)
-    if num_tokens:
-        gather_kernel[(triton.cdiv(num_tokens, GATHER_TOKENS), heads)](
-            x,
+def _new(tokens: PagedTokens, dim: int) -> Tensor:
+    cache = tokens.cache
+    shape = (cache.num_kv_heads, tokens.num_tokens, dim)
+    return torch.empty(shape, dtype=cache.number, device=cache.device)
+
+
+def _gather(tokens: PagedTokens, out: Tensor, side: int) -> None:
+    """out: [K, T, dims] of this side, a part of the columns of a contiguous tensor."""
+    cache = tokens.cache
+    if tokens.num_tokens:
+        gather_kernel[(triton.cdiv(tokens.num_tokens, GATHER_TOKENS), cache.num_kv_heads)](
+            store_of(cache, tokens.layer),
             out,
-            block_ids,
-            num_tokens,
-            KV_HEADS=heads,
-            S=size,
-            D=dim,
+            tokens.block_ids,
+            tokens.num_tokens,
+            out.stride(1),
+            L=layout_of(cache),
+            SIDE=side,
             BLOCK_N=GATHER_TOKENS,
-            BLOCK_D=padded(dim),
             num_warps=4,
         )
-    return out

@@ -48,7 +48,7 @@ class MetricsCollector(Collector):
         self._labels = (model_name, "0")
         config = asdict(engine.config) | {
             "num_gpu_blocks": engine.config.num_blocks,
-            "cache_dtype": str(engine.loaded.facts.dtype).removeprefix("torch."),
+            "cache_dtype": engine.kv_format.name,
             "engine": "0",
         }
         self._config = {name: str(value) for name, value in config.items()}

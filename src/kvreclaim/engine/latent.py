@@ -1,0 +1,85 @@
+"""Who in a step attends latents with expanded keys, and who with absorbed queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.model.attention import LatentCall
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.latent import expanded_attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandedPart:
+    """One sequence. rows: its tokens in the step; block_ids: [blocks] int64."""
+
+    rows: slice
+    block_ids: Tensor
+    num_tokens: int
+
+    def attend(self, call: LatentCall, ops: Backend, cache: KVCache, out: Tensor) -> None:
+        """Write its rows of out [T, H, dv]; its latents are in the cache."""
+        tokens = PagedTokens(cache, call.call.layer, self.block_ids, self.num_tokens)
+        query = call.call.q[self.rows]
+        out[self.rows] = expanded_attention(ops, tokens, query, call.weights, scale=call.call.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AbsorbedPart:
+    """All other sequences. rows: [t] int64, their tokens in the step."""
+
+    rows: Tensor
+    batch: AttentionBatch
+
+    def attend(self, call: LatentCall, ops: Backend, cache: KVCache, out: Tensor) -> None:
+        """Write their rows of out [T, H, dv]; their latents are in the cache."""
+        own = call.absorbed(self.rows)
+        found = ops.paged_attention(own.q, cache, own.layer, self.batch, scale=own.scale)
+        out[self.rows] = call.finish(found)
+
+
+LatentParts = tuple[ExpandedPart | AbsorbedPart, ...]
+
+
+def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
+    """Who attends in which way, worked out once per step; () if all absorb.
+
+    Expanded are those whom it saves multiplications (UpProjection.expands): long prompts and chunks of them.
+    Slots that are masked one by one stay absorbed, and so do layers with a window, soft-capping or sinks.
+    """
+    plain = call.call
+    if plain.window is not None or plain.softcap is not None or plain.sinks is not None:
+        return ()
+    rotary = plain.k.shape[-1] - plain.v.shape[-1]
+
+    def expands(seq: SequenceSlots) -> bool:
+        masked = seq.evicted is not None or seq.slot_positions is not None
+        return not masked and call.weights.expands(seq.query_len, seq.seq_len, rotary)
+
+    return batch.cached("latent parts", lambda batch: _parts(batch, [expands(s) for s in batch.sequences]))
+
+
+def _parts(batch: AttentionBatch, expands: list[bool]) -> LatentParts:
+    if not any(expands):
+        return ()
+    device = batch.slot_mapping.device
+    starts = np.cumsum([0, *batch.query_lens])
+    parts: list[ExpandedPart | AbsorbedPart] = []
+    others: list[int] = []
+    for i, seq in enumerate(batch.sequences):
+        if expands[i]:
+            ids = torch.from_numpy(seq.block_ids).to(device, torch.int64)
+            parts.append(ExpandedPart(slice(int(starts[i]), int(starts[i + 1])), ids, seq.seq_len))
+        else:
+            others.append(i)
+    if others:
+        rows = torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in others]))
+        rest = AttentionBatch.build(tuple(batch.sequences[i] for i in others), batch.block_size, device)
+        parts.append(AbsorbedPart(rows.to(device), rest))
+    return tuple(parts)

@@ -1,0 +1,13 @@
+"""Which blocks are being filled, for formats that keep such blocks beside the pool (kivi4)."""
+
+from __future__ import annotations
+
+from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.memory.manager import MemoryManager
+
+
+def open_blocks(step: list[Scheduled], memory: MemoryManager) -> set[int]:
+    """Those of all sequences, of those that sit out this step and of those that were computed alone in it, too,
+    and the blocks that the step copies: whose sequence may have been preempted since."""
+    sources = (source for item in step for source, _ in item.growth.copies)
+    return {*memory.unfilled(), *sources}

@@ -1,0 +1,164 @@
+"""How a key or a value becomes codes and parameters, in PyTorch: the oracle of every kernel.
+
+One token of one head at a time (kivi4's sealed blocks are in kivi.py, with the grids of affine.py). In all
+formats the scale is rounded down to a code first and numbers are divided by the scale of that code.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.formats import scales
+from kvreclaim.ops.formats.affine import KEY_GRID, bounded
+from kvreclaim.ops.formats.format import GROUP, KVFormat, groups
+from kvreclaim.ops.formats.hadamard import rotate, unrotate
+
+FP8_MAX = 448.0
+LEVELS = (0.1284, 0.388, 0.6568, 0.9423, 1.2562, 1.618, 2.069, 2.7326)
+"""Positive half of Lloyd's and Max's 16 levels for a normal number (arXiv 2504.19874)."""
+
+
+def encode(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of the same slots.
+
+    Args:
+        fmt:  a format with codes per token: fp8_e4m3, int8, int4 or turboquant4
+        k, v: [..., D], [..., Dv] any float dtype; NaN is stored as 0, what is too large is cut
+
+    Returns: codes of k [..., D * bits / 8], codes of v [..., Dv * bits / 8], parameters [..., P], all uint8.
+    4-bit codes: byte i holds dim 2i in its low half and dim 2i + 1 in its high half.
+    Parameters: int4 (s, z) of each group of the key, then of the value; else bits 0 ... 7 of the key's scale,
+    of the value's, and bits 8 ... 11 of the key's (low half) and of the value's (high half).
+    """
+    if fmt.name == "int4":
+        key, key_params = _encode_groups(k)
+        value, value_params = _encode_groups(v)
+        return key, value, torch.cat((key_params, value_params), -1)
+    key, key_scale = _encode_vector(fmt, k)
+    value, value_scale = _encode_vector(fmt, v)
+    return key, value, join_scales(key_scale, value_scale)
+
+
+def decode_keys(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
+    """The keys that `encode` stored: codes [..., D * bits / 8] and parameters [..., P] -> [..., D] fp32."""
+    if fmt.name == "int4":
+        return _decode_groups(codes, params[..., : 2 * groups(k_dim)])
+    return _decode_vector(fmt, codes, split_scales(params)[0])
+
+
+def decode_values(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
+    """The values that `encode` stored: [..., Dv] fp32."""
+    if fmt.name == "int4":
+        return _decode_groups(codes, params[..., 2 * groups(k_dim) :])
+    return _decode_vector(fmt, codes, split_scales(params)[1])
+
+
+def round_trip(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What comes back of keys and values after a write: [..., D], [..., Dv] in fmt.number."""
+    if fmt.dtype is not None:
+        return k.to(fmt.dtype), v.to(fmt.dtype)
+    keys, values, params = encode(fmt, k, v)
+    dims = k.shape[-1], v.shape[-1]
+    return decode_keys(fmt, keys, params, *dims), decode_values(fmt, values, params, *dims)
+
+
+def symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """q = x / s rounded, s = amax / levels exactly: q [..., D] int32 and s [..., 1] fp32; s = 1 for zeros."""
+    scale = x.float().abs().amax(-1, keepdim=True) / levels
+    scale = scale.masked_fill(scale == 0, 1.0)
+    return torch.round(x / scale).to(torch.int32), scale
+
+
+def affine(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q = (x - min) / s rounded, s = (max - min) / (2^bits - 1) exactly (arXiv 2402.02750 section 3).
+
+    Returns: q [..., D] int32, s and min [..., 1] fp32, s = 1 for a constant vector; x is near q s + min.
+    """
+    least, most = x.float().aminmax(dim=-1, keepdim=True)
+    scale = (most - least) / (2**bits - 1)
+    scale = scale.masked_fill(scale == 0, 1.0)
+    return torch.round((x - least) / scale).to(torch.int32), scale, least
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """[..., D] integers of 0 ... 15 -> [..., D / 2] uint8, the even dim in the low half."""
+    pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(codes: Tensor) -> Tensor:
+    """pack undone: [..., D / 2] uint8 -> [..., D] uint8."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def join_scales(keys: Tensor, values: Tensor) -> Tensor:
+    """Scale codes of 12 bits, [...] int32 each -> [..., 3] uint8."""
+    high = keys >> 8 | values >> 8 << 4
+    return torch.stack((keys & 255, values & 255, high), -1).to(torch.uint8)
+
+
+def split_scales(params: Tensor) -> tuple[Tensor, Tensor]:
+    """join_scales undone: [..., 3] uint8 -> the keys' and the values' codes, [...] int32."""
+    low_keys, low_values, high = params.int().unbind(-1)
+    return low_keys | (high & 15) << 8, low_values | high >> 4 << 8
+
+
+@cache
+def level_table(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The 16 levels ascending and the 15 boundaries halfway between them, fp32."""
+    half = torch.tensor(LEVELS, device=device)
+    levels = torch.cat((-half.flip(0), half))
+    return levels, (levels[1:] + levels[:-1]) / 2
+
+
+def _encode_vector(fmt: KVFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., D] -> codes and the scale's code [...]."""
+    x = bounded(x)
+    if fmt.name == "int8":
+        code = scales.INT8.encode(x.abs().amax(-1) / 127)
+        steps = torch.round(x / scales.INT8.decode(code)[..., None]).clamp(-127, 127)
+        return (steps + 128).to(torch.uint8), code
+    if fmt.name == "fp8_e4m3":
+        code = scales.FP8.encode(x.abs().amax(-1) / FP8_MAX)
+        numbers = (x / scales.FP8.decode(code)[..., None]).clamp(-FP8_MAX, FP8_MAX)
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8), code
+    assert fmt.name == "turboquant4", fmt.name
+    norm = torch.linalg.vector_norm(x, dim=-1)
+    code = scales.TURBO.encode(norm / x.shape[-1] ** 0.5).clamp_min(1).masked_fill(norm == 0, 0)
+    numbers = rotate(x) / scales.TURBO.decode(code)[..., None]
+    return pack(torch.bucketize(numbers, level_table(x.device)[1])), code
+
+
+def _decode_vector(fmt: KVFormat, codes: Tensor, scale: Tensor) -> Tensor:
+    """What _encode_vector returned: [..., D] fp32."""
+    if fmt.name == "int8":
+        return (codes.float() - 128) * scales.INT8.decode(scale)[..., None]
+    if fmt.name == "fp8_e4m3":
+        return codes.view(torch.float8_e4m3fn).float() * scales.FP8.decode(scale)[..., None]
+    assert fmt.name == "turboquant4", fmt.name
+    return unrotate(decode_rotated(codes, scale))
+
+
+def decode_rotated(codes: Tensor, scale: Tensor) -> Tensor:
+    """turboquant4 with the rotation left in, for attention that turns queries instead: [..., D] fp32."""
+    step = scales.TURBO.decode(scale).masked_fill(scale == 0, 0.0)
+    return level_table(codes.device)[0][unpack(codes).long()] * step[..., None]
+
+
+def _encode_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int4: [..., D] -> codes [..., D / 2] and (s, z) of each group of 32 dims [..., 2 groups(D)], uint8."""
+    parts = [KEY_GRID.encode(part) for part in x.split(GROUP, -1)]
+    params = torch.stack([number for _, s, z in parts for number in (s, z)], -1)
+    return pack(torch.cat([n for n, _, _ in parts], -1)), params.to(torch.uint8)
+
+
+def _decode_groups(codes: Tensor, params: Tensor) -> Tensor:
+    """What _encode_groups returned: [..., D] fp32."""
+    numbers = unpack(codes).split(GROUP, -1)
+    pairs = params.int().unflatten(-1, (-1, 2)).unbind(-2)
+    return torch.cat(
+        [KEY_GRID.decode(n, *pair.unbind(-1)) for n, pair in zip(numbers, pairs, strict=True)], -1
+    )

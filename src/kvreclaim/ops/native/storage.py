@@ -1,0 +1,111 @@
+"""Allocation, writes and copies of the native back-end; ops/reference/ says what each function does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops import reference
+from kvreclaim.ops.backend import Need
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import KVFormat, plain_format
+from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
+from kvreclaim.ops.native.extension import cache_view, native, unavailable_reason
+
+DTYPES = (torch.float32, torch.bfloat16)
+STORED = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
+ATTENDED = ("fp32", "bf16")
+CHUNK = 16
+"""Tokens that the kernels take at once; a block has to be a multiple."""
+SPARE_BYTES = 64
+"""Behind the units of a coded format: the last vector of a row may reach past them."""
+
+
+def unsupported_reason(need: Need) -> str | None:
+    """Why the native kernels cannot serve this model; None if they can."""
+    if need.dtype not in DTYPES:
+        return f"dtype {need.dtype} is neither float32 nor bfloat16"
+    if need.kv_format.name not in ATTENDED or need.layers[0].latent:
+        return f"the native kernels do not have the KV format {need.kv_format.name} yet"
+    return _unstorable_reason(need)
+
+
+def _unstorable_reason(need: Need) -> str | None:
+    first = need.layers[0]
+    dims = (first.key_dims, first.v_head_dim)
+    if need.device.type != "cpu":
+        return f"the native kernels run on CPUs, not on {need.device.type}"
+    if need.kv_format.name not in STORED:
+        return f"the native kernels do not have the KV format {need.kv_format.name} yet"
+    if need.block_size % CHUNK:
+        return f"block size {need.block_size} is no multiple of {CHUNK}"
+    if any(dim % 8 for dim in dims):
+        return f"head dims {dims} are no multiples of 8"
+    return unavailable_reason()
+
+
+def allocate(
+    layers: tuple[LayerFacts, ...],
+    num_blocks: int,
+    block_size: int,
+    *,
+    like: Tensor,
+    kv_format: KVFormat | None = None,
+    open_rows: int = 0,
+) -> KVCache:
+    """An all-zero cache; see csrc/include/kvreclaim/layout.h for the layout.
+
+    Raises: InvalidArgumentError where unsupported_reason says so.
+    """
+    form = kv_format or plain_format(like.dtype)
+    problem = _unstorable_reason(Need(layers, block_size, like.dtype, like.device, form))
+    if problem is not None:
+        raise InvalidArgumentError(f"kernels is 'native', which cannot run here: {problem}.")
+    shape = CacheShape.of(layers, num_blocks, block_size)
+    if form.is_plain:
+        keys = (shape.k_dim, block_size) if form.bits == 32 else (shape.k_dim // 2, block_size, 2)
+        inner = (keys, (block_size, shape.v_dim))
+        planes = tuple(_zeros(like, (*shape.units, *dims), form.number) for dims in inner)
+    else:
+        planes = (_units(like, shape, form),)
+    return KVCache(shape, form, planes)
+
+
+def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:
+    """[L, B, K, unit_bytes] uint8; all zero is a cache of zeros."""
+    size = form.unit_bytes(shape.k_dim, shape.v_dim, shape.block_size)
+    count = shape.num_layers * shape.num_blocks * shape.num_kv_heads * size
+    flat = _zeros(like, (count + SPARE_BYTES,), torch.uint8)
+    return flat[:count].view(*shape.units, size)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in huge pages where the system gives them: blocks lie at random places."""
+    tensor = like.new_empty(shape, dtype=dtype)
+    native().advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor.zero_()
+
+
+def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
+    native().write_kv(cache_view(cache), layer, k, v, slot_mapping)
+
+
+def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
+    """reference.gather_tokens: keys [K, T, D] and values [K, T, Dv], copies in the format's number."""
+    cache, heads = tokens.cache, tokens.cache.num_kv_heads
+    k = torch.empty((heads, tokens.num_tokens, cache.head_dim), dtype=cache.number)
+    v = torch.empty((heads, tokens.num_tokens, cache.v_head_dim), dtype=cache.number)
+    native().gather_tokens(cache_view(cache), tokens.layer, tokens.block_ids, k, v)
+    return k, v
+
+
+def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
+    """Nothing to do: the kernels never let a slot past a sequence's length into a sum."""
+
+
+keep_open = reference.keep_open
+
+copy_blocks = reference.copy_blocks
+"""Whole blocks, whatever lies in them: the reference's index copy serves every layout."""

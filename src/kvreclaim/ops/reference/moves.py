@@ -1,0 +1,90 @@
+"""Writes, compaction and copies of the reference back-end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvreclaim.ops.formats import kivi
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.reference.rows import store_rows
+
+
+def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Store new tokens' keys and values in their slots.
+
+    Args:
+        k, v:         [T, K, D], keys already rotated
+        slot_mapping: [T] int64, block * S + offset, no slot twice
+
+    Mutates the cache at these slots only.
+    """
+    if cache.open is not None:
+        return kivi.write(cache, layer, k, v, slot_mapping, kivi.ROWS)
+    block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
+    for plane, rows in zip(cache.planes, store_rows(cache, k, v), strict=True):
+        plane[layer][block, :, offset] = rows
+
+
+def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Slide the kept tokens of one sequence together: the i-th kept slot goes to slot i.
+
+    Args:
+        kept:       [L | 1, K | 1, M] int64 ascending slots of the old table
+        source_ids: [blocks] int64, the table before; target_ids: the table after, ceil(M / S) blocks
+
+    Every layer is read whole before it is written, so sources and targets may overlap.
+    Mutates the target blocks only; what lies past slot M in the last one is zeroed.
+    """
+    if cache.open is not None:
+        return kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)
+    for layer in range(cache.num_layers):
+        row = kept[layer if kept.shape[0] > 1 else 0]
+        for plane in cache.planes:
+            compact_layer(plane[layer], row, source_ids, target_ids)
+
+
+def compact_layer(x: Tensor, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """compact for one plane of one layer.
+
+    Args:
+        x:    [B, K, S, D] in any strides and any dtype that can be indexed; mutated
+        kept: [K | 1, M] int64 ascending
+    """
+    heads, size, dim = x.shape[1:]
+    slots = kept.expand(heads, -1)
+    head = torch.arange(heads, device=kept.device)[:, None]
+    survivors = x[source_ids[slots // size], head, slots % size]
+    padded = F.pad(survivors, (0, 0, 0, target_ids.numel() * size - kept.shape[-1]))
+    x[target_ids] = padded.view(heads, -1, size, dim).transpose(0, 1)
+
+
+def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks (source, target) in all layers; no block is both."""
+    source, target = torch.tensor(pairs, device=cache.device).unbind(1)
+    for plane in cache.planes:
+        plane[:, target] = plane[:, source]
+    if cache.open is not None:
+        kivi.copy_rows(cache, pairs, kivi.ROWS)
+
+
+def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
+    """Make freshly allocated blocks safe to attend over: zero them, so that what another request left
+    there (a NaN, say) is never multiplied by a zero probability."""
+    index = torch.tensor(block_ids, device=cache.device)
+    for plane in cache.planes:
+        plane.index_fill_(1, index, 0)
+    if cache.open is not None:
+        cache.open.drop(block_ids)
+
+
+def keep_open(cache: KVCache, blocks: Collection[int]) -> None:
+    """Say which blocks are being filled by sequences that run; rows of all others are free again.
+
+    To be called before each forward pass, of a cache with open blocks; of others it does nothing.
+    """
+    if cache.open is not None:
+        cache.open.keep(blocks)

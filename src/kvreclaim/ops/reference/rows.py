@@ -1,0 +1,139 @@
+"""How the reference stores a layer: one row per slot in every plane, and what the rows stand for.
+
+    plain   k [L, B, K, S, D] and v [L, B, K, S, Dv] of the format's dtype
+    coded   k [.., S, D bits / 8], v [.., S, Dv bits / 8], parameters [.., S, P]; bytes (formats/codecs.py)
+    kivi4   codes alike, parameters [L, B, K, U] of whole units, rows for open blocks (formats/kivi_codec.py)
+
+A latent cache stores the last D - Dv dims of a key. Triton's kernels read the same planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.batch import AttentionGroup
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import KVFormat, kivi, plain_format
+from kvreclaim.ops.formats.codecs import decode_keys, decode_values, encode
+from kvreclaim.ops.formats.open_blocks import OpenBlocks
+from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
+
+
+def allocate(
+    layers: tuple[LayerFacts, ...],
+    num_blocks: int,
+    block_size: int,
+    *,
+    like: Tensor,
+    kv_format: KVFormat | None = None,
+    open_rows: int = 0,
+) -> KVCache:
+    """An all-zero cache on the device of `like`.
+
+    Args:
+        kv_format: None: the plain format of like's dtype
+        open_rows: room for that many blocks that are not full, for a format with open blocks
+
+    Raises: InvalidArgumentError where the format cannot hold these layers.
+    """
+    form = kv_format or plain_format(like.dtype)
+    problem = form.unsupported_reason(layers)
+    if form.has_open_blocks and open_rows < 1:
+        problem = problem or f"open_rows is {open_rows}, and a block that is not full needs one"
+    if problem is not None:
+        raise InvalidArgumentError(
+            f"kv_cache_dtype is {form.name!r}, which cannot be stored here: {problem}."
+        )
+    shape = CacheShape.of(layers, num_blocks, block_size)
+    rows = (*shape.units, block_size)
+    dims = shape.k_dim, shape.v_dim
+    if form.is_plain:
+        return KVCache(shape, form, tuple(like.new_zeros((*rows, dim), dtype=form.dtype) for dim in dims))
+    codes = ((*rows, form.code_bytes(dim)) for dim in dims)
+    if form.has_open_blocks:
+        params: tuple[int, ...] = (*shape.units, form.unit_params(*dims, block_size))
+    else:
+        params = (*rows, form.slot_params(*dims))
+    planes = tuple(like.new_zeros(plane, dtype=torch.uint8) for plane in (*codes, params))
+    beside = OpenBlocks(shape, open_rows, like.device) if form.has_open_blocks else None
+    return KVCache(shape, form, planes, beside)
+
+
+def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """What each plane keeps of keys [..., D] and values [..., Dv]."""
+    if cache.shape.latent:
+        k = k[..., cache.shape.v_dim :]
+    if not cache.format.is_plain:
+        return encode(cache.format, k, v)
+    return k.to(cache.number), v.to(cache.number)
+
+
+def load_rows(cache: KVCache, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The keys [..., D] and values [..., Dv] that rows of the planes stand for."""
+    if cache.format.is_plain:
+        k, v = rows
+    else:
+        k_codes, v_codes, params = rows
+        dims = cache.shape.k_dim, cache.shape.v_dim
+        k = decode_keys(cache.format, k_codes, params, *dims)
+        v = decode_values(cache.format, v_codes, params, *dims)
+    return (torch.cat((v, k), -1) if cache.shape.latent else k), v
+
+
+def group_rows(cache: KVCache, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    """Keys [n, K, C, D] and values [n, K, C, Dv] of a group's blocks in fp32."""
+    index = group.gather_index(cache.num_kv_heads)
+    if cache.open is not None:
+        table = index.view(len(group.sequences), cache.num_kv_heads, -1)[:, 0] // cache.num_kv_heads
+        k, v = decode_blocks(cache, layer, table.flatten())
+        return _by_sequence(k, table.shape), _by_sequence(v, table.shape)
+    rows = (_group_plane(plane[layer], index, len(group.sequences)) for plane in cache.planes)
+    k, v = load_rows(cache, tuple(rows))
+    return k.float(), v.float()
+
+
+def _group_plane(plane: Tensor, index: Tensor, num_sequences: int) -> Tensor:
+    """[B, K, S, X] -> [n, K, C, X]; a block of one head is one contiguous copy."""
+    num_blocks, heads, size, dim = plane.shape
+    flat = plane.view(num_blocks * heads, size * dim).index_select(0, index)
+    return flat.view(num_sequences, heads, -1, dim)
+
+
+def decode_blocks(cache: KVCache, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """kivi4: keys [n, K, S, D] and values [n, K, S, Dv] of blocks [n] in fp32, open ones from their rows."""
+    k, v = kivi.decode(cache, layer, blocks, kivi.ROWS.load(cache, layer, blocks))
+    return (torch.cat((v, k), -1) if cache.shape.latent else k), v
+
+
+def _by_sequence(x: Tensor, table: Sequence[int]) -> Tensor:
+    """[n * blocks, K, S, D] -> [n, K, C, D], for a table of shape (n, blocks)."""
+    return x.unflatten(0, table).transpose(1, 2).flatten(2, 3)
+
+
+def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
+    """One sequence's keys [K, T, D] and values [K, T, Dv] of one layer in token order (copies): of a plain
+    format in its dtype, of codes in fp32."""
+    cache = tokens.cache
+    if cache.open is not None:
+        blocks = tokens.block_ids[: -(-tokens.num_tokens // cache.block_size)]
+        k, v = decode_blocks(cache, tokens.layer, blocks)
+        k, v = (_by_sequence(x, (1, len(blocks)))[0, :, : tokens.num_tokens] for x in (k, v))
+        return k, v
+    planes = (plane[tokens.layer] for plane in cache.planes)
+    rows = (gather_slots(plane, tokens.block_ids, tokens.num_tokens) for plane in planes)
+    return load_rows(cache, tuple(rows))
+
+
+def gather_slots(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """One sequence's keys or values of one layer in token order: a copy [K, T, D].
+
+    Args:
+        x:         [B, K, S, D] in any strides and any dtype that can be indexed
+        block_ids: [blocks] int64, at least ceil(T / S)
+    """
+    blocks = x.index_select(0, block_ids)
+    return blocks.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :num_tokens]

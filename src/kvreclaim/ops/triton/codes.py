@@ -1,0 +1,226 @@
+"""Device functions: rows of any format as tiles of numbers.
+
+What a code stands for is said in ops/formats: codecs.py, affine.py (groups of 4-bit codes) and kivi_codec.py.
+Everything is integer arithmetic, table look-ups and fp32, in the order of the codecs, so that the numbers are
+the codecs' bit for bit; no type of 8 bits is needed. SIDE 0 is the keys (their stored dims), 1 the values.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvreclaim.ops.triton.layout import FORMAT_IDS, VALUE_SCALES
+from kvreclaim.ops.triton.layout import LEVELS as FIRST_LEVEL
+from kvreclaim.ops.triton.rotation import unrotated
+from kvreclaim.ops.triton.slots import load_rows
+
+PLAIN = tl.constexpr(0)
+FP8 = tl.constexpr(FORMAT_IDS["fp8_e4m3"])
+INT8 = tl.constexpr(FORMAT_IDS["int8"])
+INT4 = tl.constexpr(FORMAT_IDS["int4"])
+TURBO4 = tl.constexpr(FORMAT_IDS["turboquant4"])
+KIVI4 = tl.constexpr(FORMAT_IDS["kivi4"])
+LEVELS = tl.constexpr(FIRST_LEVEL)
+KIVI_VALUES = tl.constexpr(VALUE_SCALES)
+BY_TOKEN = tl.constexpr(255)
+OPEN = tl.constexpr(254)
+"""The last byte of a kivi4 unit's key parameters: below these it is a scale of keys by channel."""
+
+
+@triton.jit
+def _integers(n):
+    """int32 of 0 ... 2^23 - 1 as fp32, without the slow conversion."""
+    return (n | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _fp8(code):
+    """Bits of OCP E4M3 as fp32: the exponent moved by 120, subnormals included."""
+    size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(code >= 128, -size, size)
+
+
+@triton.jit
+def _bytes(x, rows, valid, SIZE: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr):
+    """[rows, BLOCK] int32 of rows of SIZE bytes, FILL where not valid and past SIZE."""
+    at = tl.arange(0, BLOCK)
+    mask = valid[:, None] & (at < SIZE)[None, :]
+    return tl.load(x + rows[:, None] * SIZE + at[None, :], mask=mask, other=FILL).to(tl.int32)
+
+
+@triton.jit
+def _joined(low, high, BLOCK_D: tl.constexpr):
+    """Even and odd dims [rows, BLOCK_D / 2] -> [rows, BLOCK_D]."""
+    return tl.reshape(tl.join(low, high), [low.shape[0], BLOCK_D])
+
+
+@triton.jit
+def _spread(x, BLOCK_D: tl.constexpr):
+    """A number per group [rows, G] -> per dim [rows, BLOCK_D]."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], BLOCK_D // x.shape[1]])
+    return tl.reshape(wide, [x.shape[0], BLOCK_D])
+
+
+@triton.jit
+def load_scales(store, rows, valid, SIDE: tl.constexpr):
+    """[rows] fp32: the scales of formats that have one per key and one per value; 0 where not valid."""
+    low = tl.load(store.params + rows * 3 + SIDE, mask=valid, other=0).to(tl.int32)
+    high = tl.load(store.params + rows * 3 + 2, mask=valid, other=0).to(tl.int32)
+    code = low | ((high >> (4 * SIDE)) & 15) << 8
+    return tl.load(store.table + code, mask=valid, other=0.0)
+
+
+@triton.jit
+def load_numbers(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
+    """[rows, BLOCK] fp32 of those formats before they are scaled. Finite, and zero past D, except that
+    turboquant4 has a level there."""
+    D: tl.constexpr = L.DV if SIDE else L.D
+    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
+    codes = store.v if SIDE else store.k
+    if L.FORMAT == INT8:
+        return (_bytes(codes, rows, valid, D, BLOCK_D, 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    elif L.FORMAT == FP8:
+        return _fp8(_bytes(codes, rows, valid, D, BLOCK_D, 0))
+    else:
+        pairs = _bytes(codes, rows, valid, D // 2, BLOCK_D // 2, 0)
+        low = tl.load(store.table + LEVELS + (pairs & 15))
+        high = tl.load(store.table + LEVELS + (pairs >> 4))
+        return _joined(low, high, BLOCK_D)
+
+
+@triton.jit
+def _grid(pairs, step, first, BLOCK_D: tl.constexpr):
+    """step * (n + first) of 4-bit codes [rows, BLOCK_D / 2]; step and first [rows, BLOCK_D]."""
+    return step * (_joined(_integers(pairs & 15), _integers(pairs >> 4), BLOCK_D) + first)
+
+
+@triton.jit
+def _step(table, s, z):
+    """The scale of a group of int4 or of kivi4's keys; z = 0 says that all of it is zero."""
+    return tl.where(z == 0, 0.0, tl.load(table + s))
+
+
+@triton.jit
+def _first(z):
+    """What code 0 of such a group stands for, in steps: its centre in thirds, less half the codes."""
+    return tl.div_rn(_integers(z) - 128.0, 3.0) - 7.5
+
+
+@triton.jit
+def _load_int4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
+    D: tl.constexpr = L.DV if SIDE else L.D
+    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
+    FIRST: tl.constexpr = (L.D + 31) // 32 if SIDE else 0
+    GROUPS: tl.constexpr = (BLOCK_D + 31) // 32
+    group = tl.arange(0, GROUPS)
+    mask = valid[:, None] & (group < (D + 31) // 32)[None, :]
+    places = store.params + rows[:, None] * L.PARAMS + 2 * (FIRST + group)[None, :]
+    s = tl.load(places, mask=mask, other=0).to(tl.int32)
+    z = tl.load(places + 1, mask=mask, other=0).to(tl.int32)
+    pairs = _bytes(store.v if SIDE else store.k, rows, valid, D // 2, BLOCK_D // 2, 0)
+    step = _spread(_step(store.table, s, z), BLOCK_D)
+    return _grid(pairs, step, _spread(_first(z), BLOCK_D), BLOCK_D)
+
+
+@triton.jit
+def _key_params(store, rows, valid, state, L: tl.constexpr):
+    """Step and first number [rows, BLOCK_D] of kivi4's keys: by channel, one for all slots of a unit; by token, as
+    int4's, in planes of S bytes."""
+    N: tl.constexpr = rows.shape[0]
+    SPAN: tl.constexpr = min(L.SPAN, N)
+    UNITS: tl.constexpr = N // SPAN
+    dims = tl.arange(0, L.BLOCK_D)
+    group = tl.arange(0, (L.BLOCK_D + 31) // 32)
+    unit = tl.max(tl.reshape(tl.where(valid, rows // L.S, 0), [UNITS, SPAN]), axis=1)
+    places = store.params + unit[:, None] * L.PARAMS + dims[None, :]
+    mask = tl.broadcast_to((dims < L.D)[None, :], [UNITS, L.BLOCK_D])
+    z = tl.load(places, mask=mask, other=0).to(tl.int32)
+    s = tl.load(places + L.D, mask=mask, other=0).to(tl.int32)
+    by_channel = _step(store.table, s, z), _first(z)
+    places = store.params + (rows // L.S * L.PARAMS + rows % L.S)[:, None] + (2 * L.S) * group[None, :]
+    mask = (valid & (state == BY_TOKEN))[:, None] & (group < (L.D + 31) // 32)[None, :]
+    s = tl.load(places, mask=mask, other=0).to(tl.int32)
+    z = tl.load(places + L.S, mask=mask, other=0).to(tl.int32)
+    by_token = _step(store.table, s, z), _first(z)
+    is_token = (state == BY_TOKEN)[:, None]
+    shape: tl.constexpr = [UNITS, SPAN, L.BLOCK_D]
+    step = tl.reshape(tl.broadcast_to(by_channel[0][:, None, :], shape), [N, L.BLOCK_D])
+    first = tl.reshape(tl.broadcast_to(by_channel[1][:, None, :], shape), [N, L.BLOCK_D])
+    step = tl.where(is_token, _spread(by_token[0], L.BLOCK_D), step)
+    return step, tl.where(is_token, _spread(by_token[1], L.BLOCK_D), first)
+
+
+@triton.jit
+def _value_params(store, rows, valid, L: tl.constexpr):
+    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5 bits each,
+    the low 4 in halves of bytes and the highest in bits."""
+    GROUPS: tl.constexpr = (L.DV + 31) // 32
+    group = tl.arange(0, (L.BLOCK_DV + 31) // 32)
+    unit = store.params + (rows // L.S)[:, None] * L.PARAMS + L.KEY_PARAMS
+    place = group[None, :] * L.S + (rows % L.S)[:, None]
+    mask = valid[:, None] & (group < GROUPS)[None, :]
+    s = tl.load(unit + place, mask=mask, other=0).to(tl.int32)
+    low = tl.load(unit + GROUPS * L.S + place // 2, mask=mask, other=0).to(tl.int32)
+    high = tl.load(unit + GROUPS * L.S + (GROUPS * L.S + 1) // 2 + place // 8, mask=mask, other=0).to(tl.int32)
+    z = (low >> ((place % 2).to(tl.int32) * 4)) & 15 | ((high >> (place % 8).to(tl.int32)) & 1) << 4
+    step = tl.load(store.table + KIVI_VALUES + s, mask=mask, other=0.0)
+    return _spread(step, L.BLOCK_DV), _spread((_integers(z) - 16.0) * 0.5 - 7.5, L.BLOCK_DV)
+
+
+@triton.jit
+def _load_kivi4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
+    """A sealed unit's codes, or the bf16 row of a block that is not full."""
+    D: tl.constexpr = L.DV if SIDE else L.D
+    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
+    state = tl.load(store.params + rows // L.S * L.PARAMS + (L.KEY_PARAMS - 1), mask=valid, other=0).to(tl.int32)
+    pairs = _bytes(store.v if SIDE else store.k, rows, valid, D // 2, BLOCK_D // 2, 0)
+    if SIDE:
+        step, first = _value_params(store, rows, valid, L)
+    else:
+        step, first = _key_params(store, rows, valid, state, L)
+    tile = _grid(pairs, step, first, BLOCK_D)
+
+    unit = store.first_unit + rows // L.S
+    head = unit % L.UNIT_HEADS
+    block = unit // L.UNIT_HEADS % store.num_blocks
+    layer = unit // L.UNIT_HEADS // store.num_blocks
+    is_open = valid & (state == OPEN)
+    row = tl.load(store.open_rows + block, mask=is_open, other=-1)
+    is_open = is_open & (row >= 0)
+    place = ((row.to(tl.int64) * L.LAYERS + layer) * L.UNIT_HEADS + head) * L.S + rows % L.S
+    numbers = load_rows(store.open_v if SIDE else store.open_k, place, is_open, D, BLOCK_D, False)
+    return tl.where(is_open[:, None], numbers, tl.where(valid[:, None], tile, 0.0))
+
+
+@triton.jit
+def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED: tl.constexpr):
+    """Rows of one side: [rows, BLOCK], zero where not valid and past D. fp32, but a plain format's own type if
+    AS_STORED; turboquant4's are rotated."""
+    D: tl.constexpr = L.DV if SIDE else L.D
+    BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
+    if L.FORMAT == PLAIN:
+        tile = load_rows(store.v if SIDE else store.k, rows, valid, D, BLOCK_D, AS_STORED)
+    else:
+        if L.FORMAT == INT4:
+            tile = _load_int4(store, rows, valid, L, SIDE)
+        elif L.FORMAT == KIVI4:
+            tile = _load_kivi4(store, rows, valid, L, SIDE)
+        else:
+            tile = load_numbers(store, rows, valid, L, SIDE) * load_scales(store, rows, valid, SIDE)[:, None]
+        if D != BLOCK_D:
+            tile = tl.where((tl.arange(0, BLOCK_D) < D)[None, :], tile, 0.0)
+    return tile
+
+
+@triton.jit
+def load_real(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
+    """load_tile in fp32, as the model gave it: turboquant4's rotation is undone."""
+    tile = load_tile(store, rows, valid, L, SIDE, False)
+    if L.FORMAT == TURBO4:
+        if SIDE:
+            tile = unrotated(tile, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
+        else:
+            tile = unrotated(tile, store.k_signs, L.D, L.BLOCK_D, L.K_LOG)
+    return tile

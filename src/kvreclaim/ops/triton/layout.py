@@ -1,0 +1,150 @@
+"""A cache as kernels take it: what they are compiled for, and where the bytes of a layer lie."""
+
+from __future__ import annotations
+
+from functools import cache as once
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.formats import KVFormat, groups, scales
+from kvreclaim.ops.formats.codecs import level_table
+from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.triton.support import padded
+
+FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4, "kivi4": 5}
+"""By which codes.py tells formats apart; 0 is plain."""
+VALUE_SCALES = 256
+"""Where the scales of kivi4's values begin in its table."""
+LEVELS = 4096
+"""Where turboquant4's 16 levels begin in its table; its 15 boundaries follow."""
+BOUNDARIES = LEVELS + 16
+
+
+class Layout(NamedTuple):
+    """A compile-time argument.
+
+    FORMAT:       FORMAT_IDS, 0 for plain formats
+    D, DV:        stored dims; a latent key has D behind the DV of its value
+    BLOCK_D, BLOCK_DV: columns of a tile of them
+    PARAMS:       bytes of parameters per slot; of kivi4 per unit, the first KEY_PARAMS its keys'
+    SPAN:         of every so many consecutive slots of a tile, all are of one unit; 1 where nothing is known
+    K_LOG, V_LOG: turboquant4 mixes 2^K_LOG dims of a key at a time
+    """
+
+    FORMAT: int
+    KV_HEADS: int
+    S: int
+    D: int
+    DV: int
+    LATENT: bool
+    BLOCK_D: int
+    BLOCK_DV: int
+    PARAMS: int = 0
+    KEY_PARAMS: int = 0
+    SPAN: int = 1
+    K_LOG: int = 0
+    V_LOG: int = 0
+    LAYERS: int = 1
+    UNIT_HEADS: int = 1
+
+
+class Store(NamedTuple):
+    """One layer's planes and, of coded formats, the tables that turn codes into numbers; what a format has not
+    is k.
+
+    k, v:       rows of Layout.D and DV numbers or codes, [B * K * S, ...]
+    params:     uint8
+    table:      fp32; see `table`
+    k_signs, v_signs: [D], [DV] fp32 of turboquant4
+    open_rows:  [B] int32; open_k, open_v: bf16 rows of kivi4's blocks that are not full
+    first_unit, num_blocks: the layer's first unit in the cache, and the cache's blocks (of kivi4)
+    """
+
+    k: Tensor
+    v: Tensor
+    params: Tensor
+    table: Tensor
+    k_signs: Tensor
+    v_signs: Tensor
+    open_rows: Tensor
+    open_k: Tensor
+    open_v: Tensor
+    first_unit: int = 0
+    num_blocks: int = 0
+
+
+def layout_of(cache: KVCache) -> Layout:
+    """Made once per cache."""
+    return cache.cached("triton.layout", _layout)
+
+
+def store_of(cache: KVCache, layer: int) -> Store:
+    """Made once per cache and layer."""
+    return cache.cached(f"triton.store.{layer}", lambda cache: _store(cache, layer))
+
+
+def _layout(cache: KVCache) -> Layout:
+    shape, form = cache.shape, cache.format
+    size, origin = shape.block_size, cache.origin or shape
+    coded = not form.is_plain
+    by_unit = form.has_open_blocks
+    params = form.unit_params(shape.k_dim, shape.v_dim, size if by_unit else 1)
+    return Layout(
+        FORMAT=FORMAT_IDS[form.name] if coded else 0,
+        KV_HEADS=shape.num_kv_heads,
+        S=size,
+        D=shape.k_dim,
+        DV=shape.v_dim,
+        LATENT=shape.latent,
+        BLOCK_D=padded(shape.k_dim),
+        BLOCK_DV=padded(shape.v_dim),
+        PARAMS=params if coded else 0,
+        KEY_PARAMS=max(2 * shape.k_dim, 2 * size * groups(shape.k_dim) + 1) if by_unit else 0,
+        SPAN=size if by_unit and size & size - 1 == 0 else 1,
+        K_LOG=_log2(block_of(shape.k_dim)) if form.is_rotated else 0,
+        V_LOG=_log2(block_of(shape.v_dim)) if form.is_rotated else 0,
+        LAYERS=origin.num_layers if by_unit else 1,
+        UNIT_HEADS=origin.num_kv_heads if by_unit else 1,
+    )
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _store(cache: KVCache, layer: int) -> Store:
+    shape, form, device = cache.shape, cache.format, cache.device
+    k, v = (plane[layer] for plane in cache.planes[:2])
+    store = Store(k, v, k, k, k, k, k, k, k)
+    if form.is_plain:
+        return store
+    store = store._replace(params=cache.planes[2][layer], table=table(form, device))
+    if form.is_rotated:
+        signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
+        return store._replace(**dict(zip(("k_signs", "v_signs"), signs, strict=True)))
+    if cache.open is not None:
+        return store._replace(
+            open_rows=cache.open.row_of,
+            open_k=cache.open.k,
+            open_v=cache.open.v,
+            first_unit=layer * shape.num_blocks * shape.num_kv_heads,
+            num_blocks=(cache.origin or shape).num_blocks,
+        )
+    return store
+
+
+@once
+def table(form: KVFormat, device: torch.device) -> Tensor:
+    """The scale of every code, fp32; then what else the format looks up: the scales of kivi4's values, the
+    levels of turboquant4 and the boundaries between them."""
+    if form.name == "kivi4":
+        return torch.cat([code.table(device) for code in (scales.INT4, scales.KIVI_VALUES)])
+    if form.is_rotated:
+        steps = scales.TURBO.table(device).clone()
+        steps[0] = 0.0
+        return torch.cat((steps, *level_table(device)))
+    codes = {"int8": scales.INT8, "fp8_e4m3": scales.FP8, "int4": scales.INT4}
+    return codes[form.name].table(device)

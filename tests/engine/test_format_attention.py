@@ -1,0 +1,109 @@
+"""The engine over every format of the cache: attention is plain attention over what the format makes of the
+kept tokens, and how a text came into the cache does not change what follows it."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from settings import assert_idle, small
+from shadow import Shadow
+
+from kvreclaim import SamplingParams
+from kvreclaim.ops.formats import FORMATS
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+STORED = tuple(name for name, fmt in FORMATS.items() if not fmt.has_open_blocks)
+CODED = tuple(name for name in STORED if not FORMATS[name].is_plain)
+KERNELS = pytest.mark.parametrize("kernels", ["reference", "auto"])
+TOLERANCE = 1e-4
+"""Of keys and values of size 5 or so; sums are in fp32."""
+
+
+@pytest.fixture
+def make(make_llm):
+    def make(name: str, kernels: str = "auto", family: str = "llama", **arguments):
+        arguments = {"block_size": 16, "max_num_batched_tokens": 32, **arguments}
+        return make_llm(family, kernels=kernels, kv_cache_dtype=name, **arguments)
+
+    return make
+
+
+def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):
+    shadow = Shadow(llm, monkeypatch)
+    outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
+    assert [out.error for out in outputs] == [None] * len(lengths)
+    assert shadow.worst <= TOLERANCE, f"attention is off by {shadow.worst:.2e} in {shadow.num_calls} calls"
+    assert_idle(llm)
+    return outputs
+
+
+def tokens(outputs):
+    return [output.token_ids for out in outputs for output in out.outputs]
+
+
+@KERNELS
+@pytest.mark.parametrize("name", STORED)
+def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeypatch):
+    check_shadow(make(name, kernels, enable_prefix_caching=False), None, monkeypatch)
+
+
+@KERNELS
+@pytest.mark.parametrize("policy", ["query_mixture", "evict-only(knorm)", "ada_kv(snapkv(window=2),alpha=0)"])
+@pytest.mark.parametrize("name", CODED)
+def test_compacted_tokens_keep_their_numbers(name, policy, kernels, make, monkeypatch):
+    llm = make(name, kernels, enable_prefix_caching=False)
+    outputs = check_shadow(llm, small(policy, budget=32, interval=16), monkeypatch)
+    assert outputs[0].metrics.compactions >= 3
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_forked_outputs_and_preemption(name, make, monkeypatch):
+    llm = make(name, enable_prefix_caching=False, num_blocks=14)
+    params = SamplingParams(temperature=1.0, n=3, max_tokens=40, seed=1, ignore_eos=True)
+    outputs = check_shadow(llm, small("evict-only(knorm)"), monkeypatch, params, lengths=(30, 40))
+    assert all(len(output.token_ids) == 40 for out in outputs for output in out.outputs)
+    assert sum(out.metrics.preemptions for out in outputs) > 0
+
+
+@pytest.mark.parametrize("policy", [None, "query_mixture"])
+@pytest.mark.parametrize("name", CODED)
+def test_latent_caches(name, policy, make, monkeypatch):
+    llm = make(name, family="deepseek-v3", enable_prefix_caching=False)
+    config = None if policy is None else small(policy)
+    check_shadow(llm, config, monkeypatch)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_chunks_neighbours_preemption_and_prefixes_change_no_token(name, make):
+    prompts = tiny.prompts((40, 33, 50), seed=1)
+    want = [tokens(make(name).generate([prompt], GREEDY)) for prompt in prompts]
+    want = [ids for (ids,) in want]
+    assert tokens(make(name, max_num_batched_tokens=512).generate(prompts, GREEDY)) == want
+    tight = make(name, num_blocks=11)
+    outputs = tight.generate(prompts, GREEDY)
+    assert tokens(outputs) == want
+    assert sum(out.metrics.preemptions for out in outputs) > 0
+    again = make(name)
+    assert tokens(again.generate(prompts, GREEDY)) == want
+    outputs = again.generate(prompts, GREEDY)
+    assert tokens(outputs) == want
+    assert all(out.metrics.num_cached_tokens > 0 for out in outputs)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_budget_that_is_never_reached_changes_no_token(name, make):
+    prompts = tiny.prompts((40, 7, 21), seed=1)
+    llm = make(name, enable_prefix_caching=False)
+    assert tokens(llm.generate(prompts, GREEDY, small(budget=200))) == tokens(llm.generate(prompts, GREEDY))
+
+
+def test_blocks_of_two_formats_have_different_keys(make):
+    """The first block of the same text, in every format."""
+    prompts = tiny.prompts((40,), seed=1)
+    keys = []
+    for name in FORMATS:
+        llm = make(name)
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
+        keys.append(frozenset(entry.digest for entry in llm.engine.memory.pool.index))
+    assert all(len(own) == 2 for own in keys)
+    assert len(frozenset().union(*keys)) == 2 * len(FORMATS)

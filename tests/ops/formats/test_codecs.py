@@ -1,0 +1,230 @@
+"""What a written key or value comes back as: error bounds, published examples, and the formats of torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvreclaim.ops.formats import FORMATS, KVFormat, scales
+from kvreclaim.ops.formats.affine import VALUE_GRID
+from kvreclaim.ops.formats.codecs import (
+    LEVELS,
+    affine,
+    decode_keys,
+    decode_rotated,
+    encode,
+    join_scales,
+    level_table,
+    pack,
+    round_trip,
+    split_scales,
+    symmetric,
+    unpack,
+)
+from kvreclaim.ops.formats.hadamard import rotate
+
+INT8, FP8, INT4, TURBO = (FORMATS[name] for name in ("int8", "fp8_e4m3", "int4", "turboquant4"))
+CODED = pytest.mark.parametrize("fmt", [INT8, FP8, INT4, TURBO], ids=lambda fmt: fmt.name)
+DIMS = (2, 8, 24, 32, 40, 64, 80, 128)
+
+
+def noise(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def keys_back(fmt: KVFormat, x: Tensor) -> Tensor:
+    """x written as keys and read again; as values it must be the same."""
+    keys, values = round_trip(fmt, x, x)
+    assert torch.equal(keys, values)
+    return keys
+
+
+def in_groups(x: Tensor) -> list[Tensor]:
+    return list(x.split(32, -1))
+
+
+@st.composite
+def vectors(draw) -> Tensor:
+    """[n, D] numbers of any size between .1 and 30, some with zeros, all equal, or one dim that is huge."""
+    dim = draw(st.sampled_from(DIMS))
+    x = noise(draw(st.integers(1, 5)), dim, seed=draw(st.integers(0, 999)))
+    kind = draw(st.sampled_from(["plain", "zeros", "equal", "huge"]))
+    if kind == "zeros":
+        x = x * (noise(*x.shape, seed=1) > draw(st.sampled_from([0.0, 1.0, 9.0])))
+    elif kind == "equal":
+        x = x[:, :1].expand(-1, dim).clone()
+    elif kind == "huge":
+        x[:, draw(st.integers(0, dim - 1))] *= 8
+    return x * 10.0 ** draw(st.floats(-1, 1.5))
+
+
+@settings(max_examples=150, deadline=None)
+@given(vectors())
+def test_int8_is_within_half_a_step(x: Tensor) -> None:
+    """s = amax / 127, never less than the smallest scale."""
+    step = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(2**-13)
+    assert ((keys_back(INT8, x) - x).abs() <= step / 2 * 1.0001).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(vectors())
+def test_int4_is_within_half_a_step(x: Tensor) -> None:
+    """s = (max - min) / 15 in each group of 32 dims, or abs(centre) / 40.5 where that is more."""
+    for part, back in zip(in_groups(x), in_groups(keys_back(INT4, x)), strict=True):
+        least, most = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
+        step = torch.maximum((most - least) / 15, (least + most).abs() / 2 / 40.5).clamp_min(2**-10)
+        assert ((back - part).abs() <= step / 2 * 1.0001).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(vectors())
+def test_kivi_values_are_within_half_a_step(x: Tensor) -> None:
+    """s = (max - min) / 15 in each group, or abs(centre) / 7.5 where that is more: the values do not straddle
+    zero then."""
+    for part in in_groups(x / 10):
+        least, most = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
+        step = torch.maximum((most - least) / 15, (least + most).abs() / 2 / 7.5).clamp_min(2**-8)
+        back = VALUE_GRID.decode(*VALUE_GRID.encode(part))
+        assert ((back - part).abs() <= step / 2 * 1.0001).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(vectors())
+def test_fp8_is_what_torch_stores(x: Tensor) -> None:
+    """Numbers over the scale of their vector, as torch.float8_e4m3fn; the largest of 448 is 2^-4 coarse."""
+    codes, _, params = encode(FP8, x, x)
+    scale = scales.FP8.decode(split_scales(params)[0])[..., None]
+    want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes, want.view(torch.uint8))
+    half = torch.maximum(x.abs() * 2**-4, scale * 2**-10)
+    assert ((keys_back(FP8, x) - x).abs() <= half * 1.0001).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(vectors())
+def test_turboquant_takes_the_nearest_level_of_each_rotated_number(x: Tensor) -> None:
+    levels = level_table(x.device)[0]
+    codes, _, params = encode(TURBO, x, x)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = scales.TURBO.decode(split_scales(params)[0])[..., None]
+    exact = norm / x.shape[-1] ** 0.5
+    assert ((scale <= exact * 1.0001) | (scale <= 2**-9 * 1.01)).all()
+    assert ((scale >= exact * 2 ** (-1 / 256) * 0.9999) | (norm == 0)).all()
+    got = decode_rotated(codes, split_scales(params)[0])
+    nearest = (rotate(x)[..., None] / scale[..., None] - levels).abs().amin(-1) * scale
+    assert ((got - rotate(x)).abs() <= nearest * 1.0001 + 1e-6 * norm).all()
+    error = (keys_back(TURBO, x) - x).square().sum(-1)
+    torch.testing.assert_close(error, (got - rotate(x)).square().sum(-1), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_turboquant_loses_what_its_levels_lose(dim: int) -> None:
+    """A normal number loses .0095 of its variance to 16 levels; any vector about as much after the rotation,
+    a bit less in few dims, where the norm that is stored leaves the last number little choice."""
+    for x in (noise(4000, dim), noise(4000, dim).pow(3), noise(4000, dim) + 5 * noise(dim, seed=1)):
+        share = (keys_back(TURBO, x) - x).square().sum(-1) / x.square().sum(-1)
+        assert share.mean().item() == pytest.approx(0.0088, abs=0.0008)
+
+
+@CODED
+@pytest.mark.parametrize("dim", DIMS)
+def test_zeros_and_cleared_memory_are_zeros(fmt: KVFormat, dim: int) -> None:
+    x = torch.zeros(3, dim)
+    assert not keys_back(fmt, x).any()
+    codes = torch.zeros(3, fmt.code_bytes(dim), dtype=torch.uint8)
+    params = torch.zeros(3, fmt.slot_params(dim, dim), dtype=torch.uint8)
+    if fmt is not INT8:
+        assert not decode_keys(fmt, codes, params, dim, dim).any()
+
+
+@CODED
+def test_equal_numbers_come_back_as_nearly_equal_numbers(fmt: KVFormat) -> None:
+    for number in (3.7, -3.7, 0.11, -250.0):
+        x = torch.full((1, 64), number)
+        within = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "int4": 1 / 6 / 40.5, "turboquant4": 0.6}[fmt.name]
+        assert (keys_back(fmt, x) - x).abs().max() <= abs(number) * within * 1.001
+
+
+@pytest.mark.parametrize("fmt", [INT8, FP8, INT4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("size", [0.05, 1.0, 30.0])
+def test_writing_what_was_read_changes_nothing(fmt: KVFormat, size: float) -> None:
+    back = keys_back(fmt, noise(2000, 64) * size)
+    assert torch.equal(keys_back(fmt, back), back)
+
+
+@CODED
+def test_no_input_makes_a_number_that_is_none(fmt: KVFormat) -> None:
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0, -1e38, 1e38, 1e-42, 0.0])
+    for x in (odd, odd.bfloat16(), odd[:2].expand(4, 2)):
+        assert keys_back(fmt, x).isfinite().all()
+    alone = torch.tensor([math.nan, 1.0, -2.0, 0.5] * 8)
+    assert torch.equal(keys_back(fmt, alone), keys_back(fmt, alone.nan_to_num(0.0)))
+
+
+@CODED
+def test_keys_and_values_have_scales_of_their_own(fmt: KVFormat) -> None:
+    """Different widths, sizes 1,000 apart: each comes back as it does alone."""
+    k, v = noise(7, 2, 40) * 50, noise(7, 2, 64) * 0.05
+    keys, values = round_trip(fmt, k, v)
+    assert torch.equal(keys, keys_back(fmt, k))
+    assert torch.equal(values, keys_back(fmt, v))
+
+
+@CODED
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(8, 8), (32, 32), (80, 40), (64, 512)])
+def test_codes_and_parameters_take_the_bytes_of_the_format(fmt: KVFormat, k_dim: int, v_dim: int) -> None:
+    parts = encode(fmt, noise(5, 3, k_dim), noise(5, 3, v_dim))
+    assert [part.dtype for part in parts] == [torch.uint8] * 3
+    widths = (fmt.code_bytes(k_dim), fmt.code_bytes(v_dim), fmt.slot_params(k_dim, v_dim))
+    assert tuple(part.shape for part in parts) == tuple((5, 3, width) for width in widths)
+
+
+def test_int8_of_the_published_example() -> None:
+    x = torch.tensor([0.1, -2.54, 1.2])
+    codes, scale = symmetric(x, 127)
+    assert codes.tolist() == [5, -127, 60]
+    assert scale.item() == pytest.approx(0.02)
+    stored, _, params = encode(INT8, x, x)
+    assert (stored.int() - 128).tolist() == [5, -127, 60]
+    assert scales.INT8.decode(split_scales(params)[0]).item() == pytest.approx(0.02, rel=1 / 256)
+
+
+def test_two_bits_of_the_published_example() -> None:
+    """KIVI: [-1 .2 .5 2] -> s = 1, q = [0 1 2 3] -> [-1 0 1 2]."""
+    codes, scale, least = affine(torch.tensor([-1.0, 0.2, 0.5, 2.0]), 2)
+    assert codes.tolist() == [0, 1, 2, 3]
+    assert (scale.item(), (codes * scale + least).tolist()) == (1.0, [-1.0, 0.0, 1.0, 2.0])
+
+
+def test_a_constant_vector_has_a_scale() -> None:
+    codes, scale, least = affine(torch.full((4,), 2.5), 4)
+    assert (codes * scale + least).tolist() == [2.5] * 4
+    codes, scale = symmetric(torch.zeros(4), 127)
+    assert (codes * scale).tolist() == [0.0] * 4
+
+
+def test_levels_are_lloyds_and_maxs() -> None:
+    """Each is the mean of the normal numbers that are nearer to it than to any other."""
+    x = noise(2_000_000)
+    levels, bounds = level_table(x.device)
+    assert levels[8:].tolist() == pytest.approx(LEVELS)
+    place = torch.bucketize(x, bounds)
+    means = torch.zeros(16).index_add(0, place, x) / torch.bincount(place, minlength=16)
+    torch.testing.assert_close(means, levels, atol=0.02, rtol=0)
+
+
+def test_nibbles_and_scale_bytes() -> None:
+    numbers = torch.randint(0, 16, (5, 3, 8), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(unpack(pack(numbers)), numbers.to(torch.uint8))
+    assert pack(torch.tensor([3, 12])).tolist() == [3 | 12 << 4]
+    keys, values = torch.tensor([0x123, 4095, 0]), torch.tensor([0xABC, 0, 4095])
+    assert join_scales(keys, values)[0].tolist() == [0x23, 0xBC, 0xA1]
+    assert [part.tolist() for part in split_scales(join_scales(keys, values))] == [
+        keys.tolist(),
+        values.tolist(),
+    ]

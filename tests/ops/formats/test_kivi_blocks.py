@@ -1,0 +1,189 @@
+"""kivi4 over blocks: tokens stay exact until their block is full, and a full block never changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kivi_walk import KIVI, Dims, Walk, half_step, key_steps, value_steps
+
+from kvreclaim.engine.cells import assign_cells
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops import reference
+from kvreclaim.ops.cells import cell_view, natural_cells
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.kv_cache import PagedTokens
+
+SMALL = Dims()
+
+
+def slots_of(data, walk: Walk, length: int) -> torch.Tensor:
+    """Any kept slots, the same for all layers or heads or not: [L | 1, K | 1, M] ascending."""
+    layers = data.draw(st.sampled_from([1, walk.dims.layers]))
+    heads = data.draw(st.sampled_from([1, walk.dims.heads]))
+    count = data.draw(st.integers(1, length))
+    noise = torch.rand(layers, heads, length, generator=torch.Generator().manual_seed(count))
+    return noise.argsort(-1)[..., :count].sort(-1).values
+
+
+def random_step(data, walk: Walk) -> None:
+    live = list(walk.rows)
+    long = [name for name in live if walk.rows[name].length > 1]
+    room = walk.max_seqs - len(live)
+    kinds = ["write"] * 4 * bool(live) + ["begin"] * (room > 0) + ["fork", "fork"] * (room > 0 and bool(long))
+    kinds += ["end"] * (len(live) > 1) + ["compact"] * 2 * bool(long)
+    kind = data.draw(st.sampled_from(kinds))
+    if kind == "begin":
+        walk.write({walk.begin(): data.draw(st.integers(1, 11))})
+    elif kind == "fork":
+        walk.fork(data.draw(st.sampled_from(long)))
+    elif kind == "end":
+        walk.end(data.draw(st.sampled_from(live)))
+    elif kind == "compact":
+        name = data.draw(st.sampled_from(long))
+        walk.compact(name, slots_of(data, walk, walk.rows[name].length))
+    else:
+        names = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True))
+        failures = data.draw(st.sampled_from([(), (), (0,), (1,), (2, 1)]))
+        lengths = {name: min(data.draw(st.sampled_from([1, 1, 1, 3, 6])), 20) for name in names}
+        walk.write(lengths, failures=failures)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_random_walk_reads_what_its_shadow_holds(data) -> None:
+    walk = Walk(reference, SMALL, num_blocks=64)
+    for _ in range(data.draw(st.integers(3, 14))):
+        random_step(data, walk)
+        walk.check()
+        assert walk.cache.open is not None
+        assert len(walk.cache.open.blocks) <= 2 * walk.max_seqs
+    walk.keep_open([])
+    tails = {row.blocks[-1] for row in walk.rows.values() if row.length % SMALL.size}
+    assert walk.cache.open.blocks == tails
+
+
+def test_forks_that_both_go_on_after_a_pass_that_failed() -> None:
+    """The second sequence seals the shared block in one layer; the first one's copy is still open there."""
+    walk = Walk(reference, SMALL)
+    first = walk.begin()
+    walk.write({first: 6})
+    second = walk.fork(first)
+    walk.write({first: 1, second: 3}, failures=(1, 2))
+    walk.check()
+    walk.write({first: 4, second: 1})
+    walk.check()
+
+
+def test_a_copied_tail_outlives_the_sequence_it_was_copied_from() -> None:
+    """The fork is preempted in the very step that copies its block; then the pass fails after copying, and
+    each sequence is tried alone."""
+    walk = Walk(reference, SMALL)
+    first, other = walk.begin(), walk.begin()
+    walk.write({first: 6, other: 3})
+    fork = walk.fork(first)
+    walk.write({first: 1, other: 2}, ended=(fork,), failures=(0, 1), alone=True)
+    walk.check()
+
+
+def test_a_write_that_begins_in_the_middle_of_a_sealed_block_is_refused() -> None:
+    walk = Walk(reference, SMALL)
+    name = walk.begin()
+    walk.write({name: 8})
+    walk.keep_open([])
+    k, v = torch.randn(1, 2, 6), torch.randn(1, 2, 10)
+    with pytest.raises(AssertionError, match="has no open row"):
+        reference.write_kv(walk.cache, 0, k, v, torch.tensor([walk.rows[name].blocks[0] * 4 + 2]))
+
+
+def test_more_open_blocks_than_rows_is_said_with_numbers() -> None:
+    walk = Walk(reference, SMALL, max_seqs=1)
+    names = [walk.begin() for _ in range(3)]
+    with pytest.raises(AssertionError, match=r"0 of 2 rows hold open blocks, and 3 more are needed"):
+        walk.write(dict.fromkeys(names, 1))
+
+
+def test_a_cache_without_rows_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="open_rows is 0"):
+        reference.allocate(SMALL.facts, 4, 4, like=torch.empty(0), kv_format=KIVI)
+
+
+def test_full_blocks_keep_every_byte_until_they_are_freed() -> None:
+    """Whatever happens to sequences that share them."""
+    walk = Walk(reference, SMALL)
+    first = walk.begin()
+    walk.write({first: 9})
+    fork = walk.fork(first)
+    full = walk.rows[first].blocks[:2]
+    before = [plane[:, full].clone() for plane in walk.cache.planes]
+    walk.write({first: 7, fork: 2})
+    walk.compact(fork, torch.tensor([[[0, 1, 2, 5, 9]]]))
+    walk.write({fork: 3, first: 1})
+    walk.end(fork)
+    walk.check()
+    for plane, was in zip(walk.cache.planes, before, strict=True):
+        assert torch.equal(plane[:, full], was)
+
+
+def test_repeated_compaction_adds_no_error_to_what_has_moved_once() -> None:
+    walk = Walk(reference, Dims(k_dim=32, v_dim=40))
+    name = walk.begin()
+    walk.write({name: 24})
+    walk.compact(name, torch.arange(1, 21)[None, None])
+    k, v = walk.rows[name].k.clone(), walk.rows[name].v.clone()
+    for lost in range(4):
+        walk.write({name: 4})
+        walk.compact(name, torch.cat((torch.arange(0, 16 - 4 * lost), torch.arange(20, 24)))[None, None])
+        count = 16 - 4 * lost
+        assert torch.equal(walk.rows[name].k[:, :, :count], k[:, :, :count])
+        assert torch.equal(walk.rows[name].v[:, :, :count], v[:, :, :count])
+        walk.write({name: 20 - walk.rows[name].length})
+
+
+def test_heads_that_keep_unequal_numbers_take_cells_of_the_open_block() -> None:
+    """As the engine moves heads one by one: a cell of the block that is being filled is read from its row until
+    its own head has moved, whatever other cells of that block hold by then."""
+    walk = Walk(reference, SMALL)
+    name = walk.begin()
+    walk.write({name: 15})
+    row, view = walk.rows[name], cell_view(walk.cache)
+    present = natural_cells(walk.cache, np.array(row.blocks))
+    wanted, held = np.array([[3, 1], [1, 3]]), np.full((2, 2), 4)
+    targets = np.array([row.blocks[0], row.blocks[3]])
+    cells, order = assign_cells(present, held, wanted, targets, walk.cache)
+    kept = {at: torch.arange(15)[-4 * int(wanted[at]) :] for at in order}
+    for at in order:
+        source, target = ids(present[at]), ids(cells[at][: wanted[at]])
+        k, v = reference.gather_tokens(PagedTokens(view, 0, source, 15))
+        assert torch.equal(k[0], row.k[at])
+        assert torch.equal(v[0], row.v[at])
+        reference.compact(view, kept[at][None, None], source, target)
+    for at in order:
+        slots = kept[at]
+        target = ids(cells[at][: wanted[at]])
+        k, v = reference.gather_tokens(PagedTokens(view, 0, target, len(slots)))
+        old_k, old_v, full = row.k[at][slots], row.v[at][slots], slots < 12
+        assert ((k[0] - old_k).abs() <= key_steps(old_k)).all()
+        assert torch.equal(v[0][full], old_v[full])
+        assert ((v[0] - old_v).abs() <= value_steps(old_v)).all()
+
+
+def ids(cells: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(cells.astype(np.int64))
+
+
+def test_a_latent_cache_keeps_the_rotary_key_by_channel() -> None:
+    """A key is its value followed by the stored dims; both come back as one."""
+    facts = LayerFacts(4, 1, head_dim=10 + 6, v_head_dim=10, scale=1.0, latent=True)
+    like = torch.empty(0)
+    cache = reference.allocate((facts,), 8, 4, like=like, kv_format=KIVI, open_rows=2)
+    v = torch.randn(6, 1, 10)
+    k = torch.cat((v, torch.randn(6, 1, 6) + 3), -1)
+    reference.write_kv(cache, 0, k, v, torch.arange(8, 14))
+    got_k, got_v = reference.gather_tokens(PagedTokens(cache, 0, torch.tensor([2, 3]), 6))
+    assert torch.equal(got_k[..., :10], got_v)
+    assert torch.equal(got_k[0, 4:], k[4:, 0].bfloat16().float())
+    step = half_step(k[:4, 0, 10:].bfloat16().float(), 0, 40.5, 2.0**-10)
+    assert ((got_k[0, :4, 10:] - k[:4, 0, 10:].bfloat16().float()).abs() <= step).all()
