@@ -54,8 +54,6 @@ AttentionArgs softmax_args(const Tensor& queries, const Cache& cache, int64_t la
                            float softcap, int64_t window, nb::handle sinks) {
   const CacheView& view = cache.view;
   const int64_t rows = queries.size(0), heads = queries.size(1);
-  queries.type();  // fp16 queries have no loops yet
-  if (!is_plain(view.format) || view.latent) throw nb::value_error("attention over coded caches is not available");
   queries.require_shape({-1, -1, head_dim(view)});
   queries.require(batch.num_rows <= rows, "has fewer rows than the batch");
   queries.require(heads % view.heads == 0, "has a number of heads that is no multiple of the KV heads");

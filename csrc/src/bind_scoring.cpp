@@ -10,7 +10,6 @@ TokensView tokens_view(const Cache& cache, int64_t layer, const Tensor& block_id
   const CacheView& view = cache.view;
   if (layer < 0 || layer >= view.layers) throw nb::index_error("layer is outside the cache");
   if (num_tokens < 1) throw nb::value_error("num_tokens is below 1");
-  if (view.format > Format::kBF16 || view.latent) throw nb::value_error("scoring of coded caches is not available");
   block_ids.require(num_tokens <= block_ids.size(0) * view.block_size, "has too few blocks for these tokens");
   const int64_t* ids = block_ids.data<int64_t>(Element::kI64);
   for (int64_t i = 0; i < block_ids.size(0); ++i)

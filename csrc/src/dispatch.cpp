@@ -16,13 +16,16 @@ extern const KernelTable kTable;
 namespace avx512 {
 extern const KernelTable kTable;
 }
+namespace avx512vnni {
+extern const KernelTable kTable;
+}
 #endif
 
 namespace {
 
 struct Tables {
-  const KernelTable* tables[4] = {};
-  const char* names[4] = {};
+  const KernelTable* tables[5] = {};
+  const char* names[5] = {};
   int count = 0;
 
   void add(const KernelTable& table) {
@@ -34,9 +37,10 @@ struct Tables {
 #ifdef KVR_X86
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-      add(avx512::kTable);
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) add(avx512vnni::kTable);
+    if (has_avx512) add(avx512::kTable);
     if (has_avx2) add(avx2::kTable);
 #endif
     add(baseline::kTable);

@@ -1,8 +1,11 @@
-// All kernels for one instruction set. Compiled once per set with KVR_NS = baseline, avx2 or avx512 and
-// the matching compiler flags.
+// All kernels for one instruction set but attention (attention.cpp), and their table. Compiled once per set with
+// KVR_NS = baseline, avx2, avx512 or avx512vnni and the matching compiler flags.
 #include "kvreclaim/table.h"
 
 namespace kvreclaim::KVR_NS {
+
+void paged_attention(const AttentionArgs&);
+void column_sums(const ColumnSumsArgs&);
 
 #define KVR_STRING_(x) #x
 #define KVR_STRING(x) KVR_STRING_(x)

@@ -68,7 +68,26 @@ inline float widen(uint16_t x) {
   return value;
 }
 
-// Numbers stored as fp32 or bf16, read and written as float.
+inline float widen_f16(uint16_t x) {
+  const int exponent = x >> 10 & 31, mantissa = x & 1023;
+  const double size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                     : std::ldexp(exponent ? 1024 + mantissa : mantissa, (exponent ? exponent : 1) - 25);
+  return (float)(x & 0x8000 ? -size : size);
+}
+
+// Of those next to x the nearest, the even one of two; |x| < 65520.
+inline uint16_t round_f16(float x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  uint16_t low = 0, high = 0x7c00;
+  while (high - low > 1) {
+    const uint16_t middle = (uint16_t)((low + high) / 2);
+    (widen_f16(middle) <= std::fabs(x) ? low : high) = middle;
+  }
+  const double below = std::fabs((double)x) - widen_f16(low), above = widen_f16(high) - std::fabs((double)x);
+  return sign | (below < above || (below == above && low % 2 == 0) ? low : high);
+}
+
+// Numbers stored as fp32, bf16 or fp16, read and written as float.
 class Numbers {
  public:
   Numbers(Type type, int64_t count, float fill = std::numeric_limits<float>::quiet_NaN())
@@ -79,21 +98,23 @@ class Numbers {
   char* data() { return bytes_.data(); }
   int64_t count() const { return (int64_t)bytes_.size() / size_of(type_); }
   float get(int64_t i) const {
-    if (type_ == Type::kBF16) {
+    if (type_ != Type::kF32) {
       uint16_t x;
       std::memcpy(&x, bytes_.data() + 2 * i, 2);
-      return widen(x);
+      return type_ == Type::kBF16 ? widen(x) : widen_f16(x);
     }
     float x;
     std::memcpy(&x, bytes_.data() + 4 * i, 4);
     return x;
   }
   void set(int64_t i, float value) {
-    const uint16_t narrow = value != value ? 0x7fc0 : round_bf16(value);
-    if (type_ == Type::kBF16)
-      std::memcpy(bytes_.data() + 2 * i, &narrow, 2);
-    else
+    if (type_ == Type::kF32) {
       std::memcpy(bytes_.data() + 4 * i, &value, 4);
+      return;
+    }
+    const bool nan = value != value;
+    const uint16_t narrow = type_ == Type::kBF16 ? (nan ? 0x7fc0 : round_bf16(value)) : (nan ? 0x7e00 : round_f16(value));
+    std::memcpy(bytes_.data() + 2 * i, &narrow, 2);
   }
   void randomise(Random& random) {
     for (int64_t i = 0; i < count(); ++i) set(i, random.uniform());
@@ -102,24 +123,6 @@ class Numbers {
  private:
   Type type_;
   std::vector<char> bytes_;
-};
-
-// A cache full of NaN with its own bytes; element access by the definition in layout.h.
-struct TestCache {
-  Numbers k, v;
-  CacheView view;
-  TestCache(Type type, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim)
-      : k(type, layers * blocks * heads * size * k_dim),
-        v(type, layers * blocks * heads * size * v_dim),
-        view{nullptr, k.data(), v.data(), layers, blocks, heads, size, k_dim, v_dim, (Format)type, false, nullptr,
-             nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0} {}
-  int64_t k_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
-    const int64_t size = view.block_size, first = ((layer * view.blocks + block) * view.heads + head) * size * view.k_dim;
-    return first + (view.format == Format::kBF16 ? ((d / 2) * size + s) * 2 + d % 2 : d * size + s);
-  }
-  int64_t v_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
-    return (((layer * view.blocks + block) * view.heads + head) * view.block_size + s) * view.v_dim + d;
-  }
 };
 
 inline RowsView rows_of(Numbers& x, int64_t heads, int64_t dims) {

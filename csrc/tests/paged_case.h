@@ -1,7 +1,9 @@
 // A cache with a few sequences in it, for tests of what reads them through attention's arguments.
 #pragma once
 
-#include "harness.h"
+#include <optional>
+
+#include "test_cache.h"
 
 namespace kvreclaim::tests {
 
@@ -12,6 +14,8 @@ struct Case {
   float softcap = 0;
   int64_t window = 0;
   bool sinks = false, masks = false;
+  std::optional<Format> format = {};  // of the cache; none: the type's
+  bool latent = false;
 };
 
 struct Sequence {
@@ -34,28 +38,37 @@ inline bool sees(const AttentionArgs& a, const Sequence& seq, int64_t head, int6
   return a.window == 0 || query + view.shift - position < a.window;
 }
 
+inline void check_number(double got, double want, const char* what, int64_t token) {
+  KVR_CHECK(std::fabs(got - want) <= 2e-6 * (1 + std::fabs(want)), "%s %ld: %g, not %g", what, (long)token, got, want);
+}
+
+// Writes random tokens (kivi4's units hold random codes already) and reads all back.
 inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& random) {
   const CacheView& c = cache.view;
-  const int64_t tokens = seq.view.seq_len;
-  Numbers k(cache.k.type(), tokens * c.heads * c.k_dim), v(cache.k.type(), tokens * c.heads * c.v_dim);
+  const int64_t tokens = seq.view.seq_len, dims = head_dim(c);
+  Numbers k(cache.k.type(), tokens * c.heads * c.k_dim), v(cache.v.type(), tokens * c.heads * c.v_dim);
   k.randomise(random), v.randomise(random);
   std::vector<int64_t> slots(tokens), ids(seq.blocks.begin(), seq.blocks.end());
   for (int64_t t = 0; t < tokens; ++t)
     slots[t] = seq.blocks[t / c.block_size] * c.block_size + t % c.block_size;
-  kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
-  Numbers k_back(k.type(), k.count()), v_back(v.type(), v.count());
+  if (c.format != Format::kKivi4)
+    kernels().write_kv({c, layer, rows_of(k, c.heads, c.k_dim), rows_of(v, c.heads, c.v_dim), slots.data(), tokens});
+  Numbers k_back(k.type(), tokens * c.heads * dims), v_back(v.type(), v.count());
   kernels().gather_tokens({c, layer, ids.data(), tokens, k_back.data(), v_back.data()});
   for (int64_t h = 0; h < c.heads; ++h)
     for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t d = 0; d < c.k_dim; ++d) {
-        const float want = k.get((t * c.heads + h) * c.k_dim + d);
-        KVR_CHECK(k_back.get((h * tokens + t) * c.k_dim + d) == want, "key %ld", (long)t);
-        const int64_t block = seq.blocks[t / c.block_size];
-        KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, t % c.block_size, d)) == want, "key %ld", (long)t);
-      }
+      const int64_t block = seq.blocks[t / c.block_size], s = t % c.block_size;
+      for (int64_t d = 0; d < dims; ++d)
+        check_number(k_back.get((h * tokens + t) * dims + d), cache.key(layer, block, h, s, d), "key", t);
       for (int64_t d = 0; d < c.v_dim; ++d)
-        KVR_CHECK(v_back.get((h * tokens + t) * c.v_dim + d) == v.get((t * c.heads + h) * c.v_dim + d), "value %ld",
+        check_number(v_back.get((h * tokens + t) * c.v_dim + d), cache.value(layer, block, h, s, d), "value", t);
+      if (!is_plain(c.format)) continue;
+      for (int64_t d = 0; d < c.k_dim; ++d)
+        KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, s, d)) == k.get((t * c.heads + h) * c.k_dim + d), "key %ld",
                   (long)t);
+      for (int64_t d = 0; d < c.v_dim; ++d)
+        KVR_CHECK(cache.v.get(cache.v_index(layer, block, h, s, d)) == v.get((t * c.heads + h) * c.v_dim + d),
+                  "value %ld", (long)t);
     }
 }
 
@@ -81,9 +94,8 @@ inline std::vector<double> weights_of(const AttentionArgs& a, const TestCache& c
     if (!sees(a, seq, kv_head, query, slot)) continue;
     const int64_t block = seq.blocks[slot / c.block_size], s = slot % c.block_size;
     double score = 0;
-    for (int64_t d = 0; d < c.k_dim; ++d)
-      score += (double)q.get((row * a.num_heads + head) * c.k_dim + d) *
-               cache.k.get(cache.k_index(a.layer, block, kv_head, s, d));
+    for (int64_t d = 0; d < head_dim(c); ++d)
+      score += (double)q.get((row * a.num_heads + head) * head_dim(c) + d) * cache.key(a.layer, block, kv_head, s, d);
     score *= a.scale;
     if (a.softcap != 0) score = a.softcap * std::tanh(score / a.softcap);
     weights[slot] = std::exp(score);
@@ -118,9 +130,10 @@ struct Layout {
   }
 
   Layout(const Case& test, Random random)
-      : cache(test.type, 2, count_blocks(test), test.heads, test.block_size, test.k_dim, test.v_dim),
+      : cache(test.format.value_or((Format)test.type), 2, count_blocks(test), test.heads, test.block_size, test.k_dim,
+              test.v_dim, test.latent),
         sequences(test.lengths.size()),
-        q(test.type, count_rows(test) * test.heads * test.group * test.k_dim),
+        q(test.type, count_rows(test) * test.heads * test.group * head_dim(cache.view)),
         out(test.type, count_rows(test) * test.heads * test.group * test.v_dim),
         sinks(test.heads * test.group, 0.5f) {
     int32_t next = (int32_t)cache.view.blocks;  // from the last block down
@@ -136,7 +149,7 @@ struct Layout {
     }
     const int64_t heads = test.heads * test.group;
     q.randomise(random);
-    args = {cache.view, kLayer, rows_of(q, heads, test.k_dim), rows_of(out, heads, test.v_dim), rows, heads,
+    args = {cache.view, kLayer, rows_of(q, heads, head_dim(cache.view)), rows_of(out, heads, test.v_dim), rows, heads,
             views.data(), (int64_t)views.size(), 0.3f, test.softcap, test.window,
             test.sinks ? sinks.data() : nullptr};
   }

@@ -1,7 +1,7 @@
 // Scoring, mixtures, norms, selection and compaction against plain loops in double.
 #include <algorithm>
 
-#include "harness.h"
+#include "test_cache.h"
 
 namespace kvreclaim::tests {
 namespace {
@@ -13,29 +13,31 @@ struct World {
   int64_t tokens;
   Random random{7};
 
-  World(Type type, int64_t layers, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, int64_t tokens)
-      : cache(type, layers, (tokens + size - 1) / size + 2, heads, size, k_dim, v_dim), tokens(tokens) {
+  World(Format format, int64_t layers, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim, int64_t tokens,
+        bool latent = false)
+      : cache(format, layers, (tokens + size - 1) / size + 2, heads, size, k_dim, v_dim, latent), tokens(tokens) {
     const int64_t used = (tokens + size - 1) / size;
     for (int64_t b = 0; b < used + 2; ++b) ids.push_back(b);
     for (int64_t b = used + 1; b > 0; --b) std::swap(ids[b], ids[random.below(b + 1)]);
     ids.resize(used);
     ids.shrink_to_fit();
-    for (int64_t l = 0; l < layers; ++l)
-      for (int64_t h = 0; h < heads; ++h)
-        for (int64_t t = 0; t < tokens; ++t) {
-          const int64_t block = ids[t / size], s = t % size;
-          for (int64_t d = 0; d < k_dim; ++d) cache.k.set(cache.k_index(l, block, h, s, d), random.uniform());
-          for (int64_t d = 0; d < v_dim; ++d) cache.v.set(cache.v_index(l, block, h, s, d), random.uniform());
-        }
+    if (format == Format::kKivi4) return;  // random codes are in it
+    std::vector<int64_t> slots(tokens);
+    for (int64_t t = 0; t < tokens; ++t) slots[t] = ids[t / size] * size + t % size;
+    for (int64_t l = 0; l < layers; ++l) {
+      Numbers k(Type::kF32, tokens * heads * k_dim), v(Type::kF32, tokens * heads * v_dim);
+      k.randomise(random), v.randomise(random);
+      kernels().write_kv({cache.view, l, rows_of(k, heads, k_dim), rows_of(v, heads, v_dim), slots.data(), tokens});
+    }
   }
 
   double key(int64_t layer, int64_t head, int64_t t, int64_t d) const {
     const int64_t size = cache.view.block_size;
-    return cache.k.get(cache.k_index(layer, ids[t / size], head, t % size, d));
+    return cache.key(layer, ids[t / size], head, t % size, d);
   }
   double value(int64_t layer, int64_t head, int64_t t, int64_t d) const {
     const int64_t size = cache.view.block_size;
-    return cache.v.get(cache.v_index(layer, ids[t / size], head, t % size, d));
+    return cache.value(layer, ids[t / size], head, t % size, d);
   }
   std::vector<float> numbers(int64_t count) {
     std::vector<float> x(count);
@@ -47,38 +49,41 @@ struct World {
 
 void check_trig(World& world, int64_t group, int64_t rows, int64_t start, int64_t bands, bool interleaved) {
   const CacheView& c = world.cache.view;
-  const int64_t heads = c.heads * group, layer = c.layers - 1;
-  const std::vector<float> q = world.numbers(heads * rows * c.k_dim), w = world.numbers(heads * bands);
+  const int64_t heads = c.heads * group, layer = c.layers - 1, dims = head_dim(c);
+  const std::vector<float> q = world.numbers(heads * rows * dims), w = world.numbers(heads * bands);
   std::vector<float> out(heads * world.tokens, std::numeric_limits<float>::quiet_NaN());
   kernels().trig_norm_scores({world.tokens_view(layer), q.data(), w.data(), heads, rows, start, bands, interleaved,
                               out.data()});
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t t = 0; t < world.tokens; ++t) {
       const auto dim = [&](int64_t d) { return world.key(layer, h / group, t, d); };
-      double best = rows == 0 ? 0 : -1e300, norms = 0;
+      double best = rows == 0 ? 0 : -1e300, norms = 0, size = 0;
       for (int64_t r = 0; r < rows; ++r) {
-        double sum = 0;
-        for (int64_t d = 0; d < c.k_dim; ++d) sum += q[(h * rows + r) * c.k_dim + d] * dim(d);
-        best = std::max(best, sum);
+        double sum = 0, sizes = 0;
+        for (int64_t d = 0; d < dims; ++d) {
+          const double term = q[(h * rows + r) * dims + d] * dim(d);
+          sum += term, sizes += std::abs(term);
+        }
+        best = std::max(best, sum), size = std::max(size, sizes);
       }
       for (int64_t f = 0; f < bands; ++f) {
         const int64_t d = start + (interleaved ? 2 * f : f), e = interleaved ? d + 1 : d + bands;
         norms += w[h * bands + f] * std::hypot(dim(d), dim(e));
       }
       const double got = out[h * world.tokens + t];
-      KVR_CHECK(std::abs(got - (best + norms)) < 2e-5, "%g, not %g + %g", got, best, norms);
+      KVR_CHECK(std::abs(got - (best + norms)) < std::max(2e-5, 1e-6 * (size + std::abs(norms))), "%g, not %g + %g", got, best, norms);
     }
 }
 
 void check_mixture(World& world, int64_t group, int64_t count, int64_t offsets, int64_t begin, int64_t end) {
   const CacheView& c = world.cache.view;
-  const int64_t heads = c.heads * group;
-  const std::vector<float> mu = world.numbers(heads * count * offsets * c.k_dim);
-  std::vector<float> var = world.numbers(heads * count * c.k_dim);
+  const int64_t heads = c.heads * group, dims = head_dim(c);
+  const std::vector<float> mu = world.numbers(heads * count * offsets * dims);
+  std::vector<float> var = world.numbers(heads * count * dims);
   for (float& x : var) x = std::abs(x);
   for (int64_t i = 0; i < (int64_t)var.size(); i += 2) var[i + 1] = var[i];
   std::vector<float> out(c.heads * world.tokens, std::numeric_limits<float>::quiet_NaN());
-  const float scale = 1.0f / std::sqrt((float)c.k_dim);
+  const float scale = 1.0f / std::sqrt((float)dims);
   kernels().mixture_scores({world.tokens_view(0), mu.data(), var.data(), heads, count, offsets, scale, begin, end,
                             out.data()});
   for (int64_t k = 0; k < c.heads; ++k) {
@@ -90,10 +95,10 @@ void check_mixture(World& world, int64_t group, int64_t count, int64_t offsets, 
         double sum = 0;
         for (int64_t t = begin; t < end; ++t) {
           double logit = 0;
-          for (int64_t d = 0; d < c.k_dim; ++d) {
+          for (int64_t d = 0; d < dims; ++d) {
             const double x = world.key(0, k, t, d);
-            logit += scale * mu[(i * offsets + o) * c.k_dim + d] * x +
-                     0.5 * scale * scale * var[i * c.k_dim + d] * x * x;
+            logit += scale * mu[(i * offsets + o) * dims + d] * x +
+                     0.5 * scale * scale * var[i * dims + d] * x * x;
           }
           sum += weight[t] = std::exp(logit);
         }
@@ -116,7 +121,7 @@ void check_norms(World& world) {
     for (int64_t k = 0; k < c.heads; ++k)
       for (int64_t t = 0; t < world.tokens; ++t) {
         double sum = 0;
-        for (int64_t d = 0; d < (values ? c.v_dim : c.k_dim); ++d) {
+        for (int64_t d = 0; d < (values ? c.v_dim : head_dim(c)); ++d) {
           const double x = values ? world.value(0, k, t, d) : world.key(0, k, t, d);
           sum += x * x;
         }
@@ -153,8 +158,8 @@ void check_compact(World& world, int64_t kept_layers, int64_t kept_heads, int64_
         for (int64_t m = 0; m < count; ++m) {
           const int64_t row = (kept_layers > 1 ? l : 0) * kept_heads + (kept_heads > 1 ? h : 0);
           const int64_t t = write ? kept[row * count + m] : m;
-          for (int64_t d = 0; d < c.k_dim + c.v_dim; ++d) {
-            const double x = d < c.k_dim ? world.key(l, h, t, d) : world.value(l, h, t, d - c.k_dim);
+          for (int64_t d = 0; d < head_dim(c) + c.v_dim; ++d) {
+            const double x = d < head_dim(c) ? world.key(l, h, t, d) : world.value(l, h, t, d - head_dim(c));
             if (write)
               want.push_back(x);
             else
@@ -194,9 +199,10 @@ void check_select() {
 constexpr int64_t kLengths[] = {1, 15, 16, 17, 33, 100};
 
 KVR_TEST(scores_of_keys) {
-  for (const Type type : {Type::kF32, Type::kBF16})
+  for (const Format format : kFormats)
     for (const int64_t tokens : kLengths) {
-      World small(type, 1, 2, 16, 32, 40, tokens), large(type, 2, 3, 48, 80, 8, tokens);
+      if (!is_plain(format) && tokens == 15) continue;
+      World small(format, 1, 2, 16, 32, 40, tokens), large(format, 2, 3, 48, 80, 8, tokens);
       for (const bool interleaved : {false, true}) {
         for (const int64_t rows : {0, 1, 5}) {
           check_trig(small, 4, rows, 0, 16, interleaved);
@@ -211,12 +217,22 @@ KVR_TEST(scores_of_keys) {
     }
 }
 
+KVR_TEST(scores_of_latent_keys) {
+  for (const Format format : kFormats) {
+    World latent(format, 2, 1, 16, 8, 72, 33, true);
+    check_trig(latent, 3, 1, 72, 4, true);
+    check_mixture(latent, 2, 2, 2, 3, 30);
+    check_norms(latent);
+  }
+}
+
 KVR_TEST(compaction) {
-  for (const Type type : {Type::kF32, Type::kBF16})
+  for (const Format format : kFormats)
     for (const int64_t tokens : kLengths)
       for (const int order : {0, 1, 2})
         for (const int64_t count : {tokens, (tokens + 1) / 2, (int64_t)1}) {
-          World each(type, 2, 2, 16, 32, 40, tokens), shared(type, 2, 3, 32, 8, 24, tokens);
+          if (format == Format::kKivi4) continue;  // its units are moved in Python
+          World each(format, 2, 2, 16, 32, 40, tokens), shared(format, 2, 3, 32, 8, 24, tokens);
           check_compact(each, 2, 2, count, order);
           check_compact(shared, 1, order == 0 ? 1 : 3, count, order);
         }

@@ -126,7 +126,8 @@ def test_formats_of_the_standard_cases():
         half = len(found) // 2
         assert half > 0
         assert sorted(shape.kv_format for shape in found) == ["bf16"] * half + ["int8"] * half
-    assert {c.shape.kv_format for c in cases if c.shape.dtype == torch.float32} == {"auto"}
+    assert {case.shape.dtype for case in cases} == {torch.bfloat16}
+    assert {case.shape.dtype for case in standard()} == {torch.bfloat16, torch.float32}
 
 
 def test_caches_of_a_shape_hold_equal_tokens():

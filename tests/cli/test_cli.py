@@ -51,6 +51,15 @@ def test_generate_with_compression_reports_blocks_freed(example):
     assert metrics["reclaim_efficiency"] == "1.00"
 
 
+@pytest.mark.parametrize("form", ["int8", "bfloat16"])
+def test_generate_from_another_format(example, form):
+    prompt, trace = example
+    result = run("generate", "--prompt", prompt, "--max-tokens", 150, "--kv-cache-dtype", form)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split("\n")[0].split() == trace.split()
+    assert f"KV {'bf16' if form == 'bfloat16' else form}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,6 +71,14 @@ def test_generate_with_compression_reports_blocks_freed(example):
         (("--temperature", -1), "temperature"),
         (("--max-model-len", 2**20), "max_model_len"),
         (("--num-blocks", 1), "num_blocks"),
+        (("--kv-cache-dtype", "int3"), "kv_cache_dtype is 'int3'"),
+        (
+            (
+                *("--kv-cache-dtype", "fp8", "--kv-budget", 200),
+                *("--kv-compression", "streaming_llm(positions=cache)"),
+            ),
+            "in fp8_e4m3 each turn would round them anew",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, message):

@@ -61,6 +61,18 @@ def test_the_demo_model_speaks_its_own_tasks(tmp_path):
     assert ours["blocks_freed"] > 0
 
 
+def test_formats_are_compared_and_the_best_mix_is_told(model, tmp_path):
+    arguments = ("--policies", "full,knorm", "--budgets", "0.3", "--kv-cache-dtype", "fp32,fp8")
+    result = run(model, *arguments, "--tasks", "agreement", "--json", tmp_path / "x.json")
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert [(row["policy"], row["kv_cache_dtype"]) for row in content["rows"]] == [
+        *(("full", "fp32"), ("knorm", "fp32"), ("full", "fp8_e4m3"), ("knorm", "fp8_e4m3")),
+    ]
+    assert [each["name"] for each in content["header"]["kv_formats"]] == ["fp32", "fp8_e4m3"]
+    assert "agreement: best mix for a byte budget" in result.stdout
+
+
 def test_an_untrusted_cell_fails_the_command(model):
     result = run(model, "--policies", "full,knorm", "--budgets", "1", "--tasks", "agreement")
     assert result.exit_code == 1

@@ -71,6 +71,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
         "max-num-seqs": 9,
         "max-model-len": 512,
         "block-size": 8,
+        "kv-cache-dtype": "fp8",
         "gpu-memory-utilization": 0.25,
         "kv-compression": "knorm",
         "kv-budget": 200,
@@ -98,6 +99,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     assert (found.max_pinned_fraction, found.kv_cache_metrics_sample) == (0.25, 0.5)
     assert (found.num_blocks, found.max_num_seqs, found.max_model_len, found.block_size) == (99, 9, 512, 8)
     assert (found.kv_memory_fraction, found.enforce_eager) == (0.25, True)
+    assert found.kv_cache_dtype == llm.engine.kv_format.name == "fp8_e4m3"
     assert (llm.compression.policy, llm.compression.budget) == ("knorm", 200)
 
 
@@ -124,6 +126,7 @@ def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None
         (["--max-pinned-fraction", "2"], "max_pinned_fraction is 2.0"),
         (["--kv-compression", "nonesuch"], "nonesuch"),
         (["--kv-budget", "200"], "--kv-compression"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype is 'int3'"),
         (["--model", "/nonesuch"], "/nonesuch"),
     ],
 )

@@ -1,5 +1,5 @@
-"""A shadow of kivi4: every attention of the engine is plain attention over what the cache holds at that moment,
-and what it holds is the tokens that should be there, within the error of their codes."""
+"""A shadow of kivi4: every attention of the engine is plain attention over what the cache holds at that
+moment, and what it holds is the tokens that should be there, within the error of their codes."""
 
 from __future__ import annotations
 

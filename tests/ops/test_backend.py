@@ -57,7 +57,7 @@ def test_the_reference_is_taken_by_name_without_an_excuse() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [need(block_size=8), need(dtype=torch.float16), need(dim=7)], ids=["blocks", "dtype", "dim"]
+    "asked", [need(block_size=8), need(dtype=torch.float64), need(dim=7)], ids=["blocks", "dtype", "dim"]
 )
 def test_what_the_kernels_cannot_serve_falls_to_the_reference_and_says_why(asked: Need) -> None:
     choice = choose_backend("auto", asked)

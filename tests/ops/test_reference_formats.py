@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from format_cases import (
@@ -28,6 +30,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.formats import FORMATS
 
 LATENT = SHAPES["latent"]
+DEEPSEEK = replace(LATENT, group=16, dim=576, v_dim=512)
 
 
 @pytest.fixture(params=NAMES)
@@ -51,10 +54,10 @@ def test_every_kind_of_batch(rig: Rig, kind: str) -> None:
     check_attention(rig, w)
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
-def test_every_kind_of_softmax(rig: Rig, how: dict) -> None:
-    for asks in (masked(SMALL), relocated(SMALL)):
-        w = fill(rig, SMALL, asks)
+@pytest.mark.parametrize("asks", [masked(SMALL), relocated(SMALL)], ids=["masked", "relocated"])
+def test_every_kind_of_softmax(rig: Rig, asks: list[Ask]) -> None:
+    w = fill(rig, SMALL, asks)
+    for how in HOW.values():
         check_attention(rig, w, **how)
         check_column_sums(rig, w, **how)
 
@@ -80,6 +83,14 @@ def test_queries_of_16_bits(rig: Rig, dtype: torch.dtype) -> None:
     w = fill(Rig(reference, rig.fmt, dtype), SMALL, KINDS["mixed"])
     check_written(rig, w)
     check_attention(Rig(reference, rig.fmt, dtype), w)
+
+
+def test_latent_caches_as_wide_as_deepseeks() -> None:
+    for name in ("bf16", "int8", "int4", "kivi4"):
+        rig = Rig(reference, FORMATS[name])
+        w = fill(rig, DEEPSEEK, [Ask(1, 20), Ask(3, 3)])
+        check_written(rig, w)
+        check_attention(rig, w)
 
 
 def test_any_block_size(rig: Rig) -> None:

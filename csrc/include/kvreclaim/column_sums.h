@@ -7,19 +7,11 @@
 // probabilities are added. A second pass over the keys: paged_attention leaves no scores behind.
 #pragma once
 
-#include "kvreclaim/attention.h"
-
-namespace kvreclaim {
-
-struct ColumnSumsArgs {
-  AttentionArgs attention;  // its `out` is not used
-  float* sums;              // [N, K, columns], overwritten; zero beyond a sequence's slots
-  int64_t columns;          // >= every seq_len
-};
-
-}  // namespace kvreclaim
+#include "kvreclaim/attention_args.h"
 
 #ifdef KVR_NS
+#include "kvreclaim/attend_item.h"
+#include "kvreclaim/threads.h"
 
 namespace kvreclaim::KVR_NS {
 
@@ -28,30 +20,47 @@ struct ColumnRows {
   int64_t first;  // multiple of kTile
   float* scores;  // [tiles][R][kTile]
   float* sums;    // of the item's sequence and head
+  float* panels;  // a tile's keys, where they are not read as they lie
 };
 
-// Scores of R rows over all tiles, masked, in log2 units; top[r] is the greatest of each lane.
-template <int R, bool BF16>
-inline void all_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, const ColumnRows& to,
-                       vf* top) {
-  Tile tile, next;
+// Masked scores of R rows over the tile at slot `at`; top[r] is the greatest of each lane so far.
+template <int R>
+inline void finish_tile(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at, float* s,
+                        vf* top) {
   TileMask mask;
+  open_mask(a, item, at, mask);
+  finish_scores<R>(a, item, group, at, mask, s);
+  for (int r = 0; r < R; ++r, s += kTile)
+    for (int t = 0; t < kTile; t += kLanes) top[r] = vmax(top[r], load<vf>(s + t));
+}
+
+// Scores of R rows over all tiles, masked, in log2 units.
+template <int R, bool BF16>
+inline void direct_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, const ColumnRows& to,
+                          vf* top) {
+  Tile tile, next;
   float* s = to.scores;
   open_tile(a, item, to.first, tile);
-  for (int64_t at = to.first; at < item.high; at += kTile, tile = next) {
-    open_mask(a, item, at, mask);
+  for (int64_t at = to.first; at < item.high; at += kTile, tile = next, s += R * kTile) {
     open_tile(a, item, smaller(at + kTile, item.high - 1), next);
     for (int c = 0; c < kChunks; ++c) tile.v[c] = next.k[c];  // tile_scores fetches these meanwhile
     tile_scores<R, BF16>(group.q, tile, k_words(a.cache), k_word_stride(a.cache), s);
-    for (int r = 0; r < R; ++r, s += kTile) {
-      if (a.softcap != 0) softcap_row(s, a.softcap * kLog2e);
-      const int64_t low = group.low[r] - at, end = group.end[r] - at;
-      if (end < kTile || low > 0 || mask.has_evicted || mask.has_positions) {
-        const int64_t first_position = group.end[r] + item.seq.shift - a.window;
-        mask_row(s, {(int32_t)larger(low, 0), (int32_t)larger(end, 0), (int32_t)first_position}, mask);
-      }
-      for (int t = 0; t < kTile; t += kLanes) top[r] = vmax(top[r], load<vf>(s + t));
-    }
+    finish_tile<R>(a, item, group, at, s, top);
+  }
+}
+
+template <int R>
+inline void all_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, const ColumnRows& to,
+                       vf* top) {
+  if (reads_direct(a.cache))
+    return a.cache.format == Format::kBF16 ? direct_scores<R, true>(a, item, group, to, top)
+                                           : direct_scores<R, false>(a, item, group, to, top);
+  float* s = to.scores;
+  const Panels panels = panels_in(a.cache, to.panels);
+  for (int64_t at = to.first; at < item.high; at += kTile, s += R * kTile) {
+    fill_panels(a, item, at, false, panels);
+    panel_scores<R>(a, panels, group.q, s);
+    finish_tile<R>(a, item, group, at, s, top);
   }
 }
 
@@ -94,11 +103,11 @@ inline void add_columns(const ColumnRows& to, const float* factors, int64_t high
   }
 }
 
-template <int R, bool BF16>
+template <int R>
 inline void sum_group(const AttentionArgs& a, const Item& item, RowGroup& group, const ColumnRows& to) {
   vf top[R];
   for (int r = 0; r < R; ++r) top[r] = splat(kNegInf);
-  all_scores<R, BF16>(a, item, group, to, top);
+  all_scores<R>(a, item, group, to, top);
   float factors[R];
   const int64_t tiles = div_up(item.high - to.first, kTile), members = group_size(a);
   for (int r = 0; r < R; ++r) {
@@ -108,43 +117,37 @@ inline void sum_group(const AttentionArgs& a, const Item& item, RowGroup& group,
   add_columns<R>(to, factors, item.high);
 }
 
-template <bool BF16>
 inline void sum_rows(const AttentionArgs& a, const Item& item, RowGroup& group, const ColumnRows& to) {
   switch (group.count) {
-    case 1: return sum_group<1, BF16>(a, item, group, to);
-    case 2: return sum_group<2, BF16>(a, item, group, to);
-    case 3: return sum_group<3, BF16>(a, item, group, to);
-    case 4: return sum_group<4, BF16>(a, item, group, to);
-    default: return sum_group<kMaxR, BF16>(a, item, group, to);
+    case 1: return sum_group<1>(a, item, group, to);
+    case 2: return sum_group<2>(a, item, group, to);
+    case 3: return sum_group<3>(a, item, group, to);
+    case 4: return sum_group<4>(a, item, group, to);
+    default: return sum_group<kMaxR>(a, item, group, to);
   }
 }
 
 // All queries of one KV head of a sequence.
 inline void sum_head(const AttentionArgs& a, const SequenceView& seq, int64_t head, float* sums) {
-  const int64_t members = group_size(a), rows = seq.query_len * members, dims = a.cache.k_dim;
-  const float scale = a.softcap != 0 ? a.scale / a.softcap : a.scale * kLog2e;
-  float* scores = thread_scratch(kMaxR * (div_up(seq.seq_len, kTile) * kTile + dims));
+  const int64_t members = group_size(a), rows = seq.query_len * members, dims = head_dim(a.cache);
+  const int64_t slots = div_up(seq.seq_len, kTile) * kTile;
+  float* scores = thread_scratch(kMaxR * (slots + dims) + (kTile + 1) * dims);
+  float* q = scores + kMaxR * slots;
   for (int64_t row = 0; row < rows;) {
     RowGroup group;
     group.count = group_rows(rows - row);
-    group.q = scores + kMaxR * div_up(seq.seq_len, kTile) * kTile;
-    load_queries(a.q, dims, row_map(seq, head, members), row, scale, group);
-    for (int64_t j = 0; j < group.count; ++j) {
-      const int64_t i = (row + j) / members;
-      group.low[j] = first_slot(a, seq, i);
-      group.end[j] = end_slot(seq, i);
-    }
-    const Item item{seq, head, row, group.count, 0, group.end[group.count - 1]};
-    const ColumnRows to{group.low[0] / kTile * kTile, scores, sums};
-    if (a.cache.format == Format::kBF16)
-      sum_rows<true>(a, item, group, to);
-    else
-      sum_rows<false>(a, item, group, to);
+    group.q = q;
+    float* spare = q + kMaxR * dims;
+    load_queries(a.q, a.cache, row_map(seq, head, members), row, query_scale(a), group, spare);
+    const Item item{seq, head, row, group.count, 0, end_slot(seq, (row + group.count - 1) / members)};
+    open_bounds(a, item, row, group);
+    sum_rows(a, item, group, {group.low[0] / kTile * kTile, scores, sums, spare + dims});
     row += group.count;
   }
 }
 
-inline void column_sums(const ColumnSumsArgs& args) {
+// Defined once per instruction set, by src/attention.cpp.
+void column_sums(const ColumnSumsArgs& args) {
   const AttentionArgs& a = args.attention;
   parallel_for(a.num_sequences * a.cache.heads, [&](int64_t i) {
     float* sums = args.sums + i * args.columns;

@@ -34,7 +34,7 @@ KVR_INLINE vu load_bytes(const void* p) {
 
 KVR_INLINE vf to_float(vu x) { return __builtin_convertvector((vi)x, vf); }
 
-// Number j of each word, before its scale; of 4 bits without a table: its code, before its centre.
+// Number j of each word, before its scale; of 4 bits without a table: its code.
 template <Format F>
 KVR_INLINE vf number(vu words, int j) {
   if constexpr (F == Format::kInt8) return to_float(words >> (8 * j) & 255u) - 128.0f;
@@ -44,7 +44,7 @@ KVR_INLINE vf number(vu words, int j) {
     return (vf)((vu)size | (byte & 128u) << 24);
   }
   if constexpr (F == Format::kTurbo4) return lookup16(kLevels, words >> (4 * j) & 15u);
-  return to_float(words >> (4 * j) & 15u) - 7.5f;
+  return to_float(words >> (4 * j) & 15u);
 }
 
 // Scales of the vector of tokens at `slot`: of keys (side 0) or values (side 1).
@@ -57,16 +57,16 @@ KVR_INLINE vf fine_scales(const CacheView& c, const char* own, int64_t slot, int
   return is_rotated(c.format) ? select((vi)code == 0, vf{}, scale) : scale;
 }
 
-// A group's scale and centre: x = scale (n - 7.5 + centre).
+// A group's scale and what joins its codes, centre - 7.5: x = scale (n + first).
 struct Affine {
-  vf scale, centre;
+  vf scale, first;
 };
 
 // From the two planes of a group; a centre of 0 (-128) says that all numbers are zero.
 KVR_INLINE Affine group_params(const char* planes, int64_t size) {
   const vu centre = load_bytes(planes + size);
   const vf scale = select((vi)centre == 0, vf{}, coarse(load_bytes(planes)));
-  return {scale, (to_float(centre) - 128.0f) / 3.0f};
+  return {scale, (to_float(centre) - 128.0f) / 3.0f - 7.5f};
 }
 
 // to[d * stride + i] = the key of token i, for 8 bits and turboquant4.
@@ -98,7 +98,7 @@ inline void grouped_keys(const CacheView& c, const char* own, int64_t slot, floa
       const vu x = load<vu>(words);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j, out += stride)
-        store(out, (number<Format::kInt4>(x, j) + group.centre) * group.scale);
+        store(out, (number<Format::kInt4>(x, j) + group.first) * group.scale);
     }
   }
 }
@@ -109,11 +109,11 @@ inline void channel_keys(const CacheView& c, const char* own, int64_t slot, floa
   const uint8_t* scales = centres + c.k_dim;
   for (int64_t d = 0; d < c.k_dim; ++d) {
     const float scale = centres[d] == 0 ? 0.0f : coarse((uint32_t)scales[d]);
-    const float centre = ((float)centres[d] - 128.0f) / 3.0f;
+    const float first = ((float)centres[d] - 128.0f) / 3.0f - 7.5f;
     const char* words = own + d / 8 * k_word_stride(c) + 4 * slot;
     for (int v = 0; v < kChunkVectors; ++v)
       store(to + d * stride + v * kLanes,
-            (number<Format::kInt4>(load<vu>(words + 4 * v * kLanes), (int)(d % 8)) + centre) * scale);
+            (number<Format::kInt4>(load<vu>(words + 4 * v * kLanes), (int)(d % 8)) + first) * scale);
   }
 }
 
@@ -211,10 +211,10 @@ inline void scaled_values(const CacheView& c, const char* own, int64_t slot, con
   }
 }
 
-// 4 bits by groups: scales and centres of the group's tokens.
+// A group of 4-bit values: what Affine holds, for each token.
 struct GroupOfTokens {
   alignas(64) float scale[kChunkTokens];
-  alignas(64) float centre[kChunkTokens];
+  alignas(64) float first[kChunkTokens];
 };
 
 template <int N>
@@ -227,7 +227,7 @@ KVR_INLINE void grouped_value_vector(const CacheView& c, const char* words, cons
     for (int j = 0; j < 8; ++j) {
       const int64_t token = i * 8 + j;
       if (token >= part.count) break;
-      const vf y = (number<Format::kInt4>(x, j) + group.centre[token]) * group.scale[token];
+      const vf y = (number<Format::kInt4>(x, j) + group.first[token]) * group.scale[token];
       __builtin_memcpy(part.to + token * part.stride + d - part.begin, &y, 4 * N);
     }
   }
@@ -240,7 +240,7 @@ inline void open_value_group(const CacheView& c, const char* own, int64_t slot, 
     for (int v = 0; v < kChunkVectors; ++v) {
       const Affine group = group_params(planes + v * kLanes, c.block_size);
       store(to.scale + v * kLanes, group.scale);
-      store(to.centre + v * kLanes, group.centre);
+      store(to.first + v * kLanes, group.first);
     }
     return;
   }
@@ -251,7 +251,7 @@ inline void open_value_group(const CacheView& c, const char* own, int64_t slot, 
     const uint32_t low = byte(at.v_low + index / 2) >> 4 * (index % 2) & 15u;
     const uint32_t high = byte(at.v_high + index / 8) >> index % 8 & 1u;
     to.scale[i] = value_scale(byte(at.v_scales + index));
-    to.centre[i] = ((float)(low | high << 4) - 16.0f) / 2.0f;
+    to.first[i] = ((float)(low | high << 4) - 16.0f) / 2.0f - 7.5f;
   }
 }
 

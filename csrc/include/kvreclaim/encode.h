@@ -1,4 +1,4 @@
-// One token's key or value as codes and a scale. A NaN is written as 0, numbers beyond 2^20 are cut.
+// One token's key or value as codes and a scale. A NaN is written as 0, numbers beyond 1e30 are cut.
 // Oracle: ops/formats/codecs.py; equal codes, but for ties that a sum's order decides (turboquant4).
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace kvreclaim::KVR_NS {
 
-constexpr float kLargest = 0x1p20f;
+constexpr float kLargest = 1e30f;
 using Eight = Vec<8>;  // dims come in eights
 
 KVR_INLINE Eight::F load_finite(const float* x) {
@@ -148,11 +148,11 @@ inline void encode_group(const Place& at, const float* x, int64_t begin, int64_t
   const float beside = r.low != r.high ? 0.0f : r.low < 0 ? -0.5f : 0.5f;
   const Eight::F wanted = splat<Eight::F>(3.0f * (centre / scale - beside));
   const float z = nothing ? -128.0f : round_even(clamp(wanted, -127.0f, 127.0f))[0];
-  const float offset = z / 3.0f;
+  const float first = z / 3.0f - 7.5f;
   planes[0] = (char)code;
   planes[c.block_size] = (char)(int)(z + 128.0f);
   for (int64_t d = 0; d < count; d += 8) {
-    const Eight::F y = load_finite(x + d) / scale - offset + 7.5f;
+    const Eight::F y = load_finite(x + d) / scale - first;
     put_codes(at, begin + d, nothing ? Eight::U{} : to_codes(round_even(clamp(y, 0.0f, 15.0f))));
   }
 }

@@ -156,10 +156,11 @@ struct MixBuffers {
   float *panel, *squares;  // [D][kPanel], [groups][kPanel]
   float *spread, *maxima;  // [batch][kPanel], [batch * O][kLanes]
   float* logits;           // [batch * O][tokens]
+  float* chunk;            // [D][16], where keys are decoded and a panel is shorter
 };
 
 inline void find_groups(const MixtureArgs& a, const float* variances, int64_t centers, SquareGroups& groups) {
-  const int64_t dim = a.tokens.cache.k_dim;
+  const int64_t dim = head_dim(a.tokens.cache);
   const auto same = [&](int64_t d, int64_t e) {
     for (int64_t c = 0; c < centers; ++c)
       if (variances[c * dim + d] != variances[c * dim + e]) return false;
@@ -183,12 +184,10 @@ inline void find_groups(const MixtureArgs& a, const float* variances, int64_t ce
     std::memmove(groups.weights + c * groups.count, groups.weights + c * dim, 4 * (size_t)groups.count);
 }
 
-// Keys of tokens t ... t + kPanel - 1 in fp32 and their squares by group; masked tokens read as zero.
-template <Type kType>
-void fill_panel(const MixtureArgs& a, int64_t head, int64_t t, const int32_t* masked, const SquareGroups& groups,
-                const MixBuffers& to) {
-  const TokensView& view = a.tokens;
-  const int64_t dim = view.cache.k_dim, stride = k_word_stride(view.cache);
+// Keys of tokens t ... t + kPanel - 1 in fp32; masked tokens read as zero.
+template <KeyRead kRead>
+void load_panel(const TokensView& view, int64_t head, int64_t t, const int32_t* masked, const MixBuffers& to) {
+  const int64_t stride = k_word_stride(view.cache);
   for (int v = 0; v < kPanelVectors; ++v) {
     const char* keys = tile_vector(view, head, t, v);
     const char* next = tile_vector(view, head, t + kPanel, v);
@@ -197,7 +196,7 @@ void fill_panel(const MixtureArgs& a, int64_t head, int64_t t, const int32_t* ma
     for (int64_t w = 0; w < k_words(view.cache); ++w) {
       prefetch(next + w * stride);
       const vu words = (vu)((vi)load<vu>(keys + w * stride) & live);
-      if constexpr (kType == Type::kF32) {
+      if constexpr (kRead == KeyRead::kF32) {
         store(panel + w * kPanel, words);
       } else {
         store(panel + 2 * w * kPanel, even(words));
@@ -205,6 +204,36 @@ void fill_panel(const MixtureArgs& a, int64_t head, int64_t t, const int32_t* ma
       }
     }
   }
+}
+
+inline void decode_panel(const TokensView& view, int64_t head, int64_t t, const int32_t* masked,
+                         const MixBuffers& to) {
+  constexpr int64_t kStep = kPanel < kChunkTokens ? kPanel : kChunkTokens;
+  const int64_t dim = head_dim(view.cache);
+  for (int64_t i = 0; i < kPanel; i += kStep) {
+    if constexpr (kPanel < kChunkTokens) {  // a panel is a part of a chunk
+      plain_keys_chunk(view.cache, chunk_of(view, head, t), to.chunk, kChunkTokens);
+      for (int64_t d = 0; d < dim; ++d)
+        std::memcpy(to.panel + d * kPanel, to.chunk + d * kChunkTokens + t % kChunkTokens, 4 * kPanel);
+    } else {
+      plain_keys_chunk(view.cache, chunk_of(view, head, t + i), to.panel + i, kPanel);
+    }
+  }
+  for (int64_t at = 0; masked != nullptr && at < dim * kPanel; at += kLanes) {
+    const vi live = ~load<vi>(masked + at % kPanel);
+    store(to.panel + at, (vi)load<vu>(to.panel + at) & live);
+  }
+}
+
+// The panel and the squares of its keys by group.
+template <KeyRead kRead>
+void fill_panel(const MixtureArgs& a, int64_t head, int64_t t, const int32_t* masked, const SquareGroups& groups,
+                const MixBuffers& to) {
+  if constexpr (kRead == KeyRead::kChunks)
+    decode_panel(a.tokens, head, t, masked, to);
+  else
+    load_panel<kRead>(a.tokens, head, t, masked, to);
+  const int64_t dim = head_dim(a.tokens.cache);
   std::memset(to.squares, 0, 4 * (size_t)(groups.count * kPanel));
   for (int64_t d = 0; d < dim; ++d) {
     float* sum = to.squares + groups.of[d] * kPanel;
@@ -263,12 +292,13 @@ inline MixPlan mix_plan(const MixtureArgs& a) {
 }
 
 // Centres [from, to) of a KV head into best [plan.tokens], from zero.
-template <Type kType>
+template <KeyRead kRead>
 void mixture_item(const MixtureArgs& a, const MixPlan& plan, int64_t head, int64_t from, int64_t to, float* best) {
-  const int64_t dim = a.tokens.cache.k_dim, offsets = a.offsets;
+  constexpr bool kParts = kRead == KeyRead::kChunks && kPanel < kChunkTokens;
+  const int64_t dim = head_dim(a.tokens.cache), offsets = a.offsets;
   const int64_t rows = plan.batch * offsets, all = to - from;
   float* scratch = thread_scratch(2 * dim * kPanel + plan.batch * kPanel + rows * kLanes + rows * plan.tokens +
-                                  plan.centers * dim + dim + rows);
+                                  plan.centers * dim + dim + rows + (kParts ? dim * kChunkTokens : 0));
   MixBuffers buffers;
   buffers.panel = scratch;
   buffers.squares = buffers.panel + dim * kPanel;
@@ -279,6 +309,7 @@ void mixture_item(const MixtureArgs& a, const MixPlan& plan, int64_t head, int64
   groups.weights = buffers.logits + rows * plan.tokens;
   groups.of = reinterpret_cast<int32_t*>(groups.weights + plan.centers * dim);
   float* factors = groups.weights + plan.centers * dim + dim;
+  buffers.chunk = factors + rows;
   const int64_t first = head * plan.centers + from;
   find_groups(a, a.variances + head * plan.centers * dim, plan.centers, groups);
   std::memset(best, 0, 4 * (size_t)plan.tokens);
@@ -293,7 +324,7 @@ void mixture_item(const MixtureArgs& a, const MixPlan& plan, int64_t head, int64
       const bool edge = token < a.begin || token + kPanel > a.end;
       for (int i = 0; edge && i < kPanel; ++i) mask[i] = token + i < a.begin || token + i >= a.end ? -1 : 0;
       const int32_t* masked = edge ? mask : nullptr;
-      fill_panel<kType>(a, head, token, masked, groups, buffers);
+      fill_panel<kRead>(a, head, token, masked, groups, buffers);
       in_row_blocks(centers, [&](int count, int64_t row) {
         mix_spread_rows(count, groups.weights + (from + done + row) * groups.count, groups.count, buffers.squares,
                         buffers.spread + row * kPanel);
@@ -327,8 +358,11 @@ inline void mixture_scores(const MixtureArgs& a) {
     const int64_t head = item / plan.parts, part = item % plan.parts;
     const int64_t from = part * plan.centers / plan.parts, to = (part + 1) * plan.centers / plan.parts;
     float* best = partial + item * plan.tokens;
-    if (cache.format == Format::kF32) return mixture_item<Type::kF32>(a, plan, head, from, to, best);
-    return mixture_item<Type::kBF16>(a, plan, head, from, to, best);
+    switch (key_read(cache)) {
+      case KeyRead::kF32: return mixture_item<KeyRead::kF32>(a, plan, head, from, to, best);
+      case KeyRead::kBF16: return mixture_item<KeyRead::kBF16>(a, plan, head, from, to, best);
+      case KeyRead::kChunks: return mixture_item<KeyRead::kChunks>(a, plan, head, from, to, best);
+    }
   });
   for (int64_t head = 0; head < cache.heads; ++head)
     for (int64_t part = 0; part < plan.parts; ++part) {

@@ -3,7 +3,9 @@
 
 #include <cstring>
 
-#include "kvreclaim/layout.h"
+#include "kvreclaim/attention_args.h"
+#include "kvreclaim/half.h"
+#include "kvreclaim/rotate.h"
 #include "kvreclaim/simd.h"
 #include "kvreclaim/tile.h"
 
@@ -23,14 +25,15 @@ KVR_INLINE char* row_address(const RowsView& x, const RowMap& map, int64_t r) {
   return x.data + (t * x.stride_t + h * x.stride_h) * size_of(x.type);
 }
 
+KVR_INLINE float from_16(Type type, uint16_t bits) { return type == Type::kBF16 ? from_bf16(bits) : from_f16(bits); }
+
 // One row of x as fp32 times scale, `step` floats apart.
 inline void unpack_row(const RowsView& x, const char* from, int64_t dims, float scale, float* to, int64_t step) {
-  if (x.stride_d != 1) {
-    for (int64_t d = 0; d < dims; ++d)
-      to[d * step] = scale * (x.type == Type::kF32 ? reinterpret_cast<const float*>(from)[d * x.stride_d]
-                                                   : from_bf16(reinterpret_cast<const uint16_t*>(from)[d * x.stride_d]));
-  } else if (x.type == Type::kF32) {
-    for (int64_t d = 0; d < dims; ++d) to[d * step] = reinterpret_cast<const float*>(from)[d] * scale;
+  if (x.type == Type::kF32) {
+    for (int64_t d = 0; d < dims; ++d) to[d * step] = reinterpret_cast<const float*>(from)[d * x.stride_d] * scale;
+  } else if (x.stride_d != 1 || x.type == Type::kF16) {
+    const uint16_t* row = reinterpret_cast<const uint16_t*>(from);
+    for (int64_t d = 0; d < dims; ++d) to[d * step] = scale * from_16(x.type, row[d * x.stride_d]);
   } else {
     for (int64_t d = 0; d < dims; d += 2) {
       const uint32_t word = load<uint32_t>(from + 2 * d);
@@ -40,10 +43,26 @@ inline void unpack_row(const RowsView& x, const char* from, int64_t dims, float 
   }
 }
 
-inline void load_queries(const RowsView& q, int64_t dims, const RowMap& map, int64_t row, float scale,
-                         RowGroup& group) {
-  for (int64_t r = 0; r < group.count; ++r)
-    unpack_row(q, row_address(q, map, row + r), dims, scale, group.q + r, group.count);
+// Turns a query as the keys of a rotated cache were turned when they were written.
+inline void rotate_query(const CacheView& c, float* row) {
+  if (c.latent) rotate_row(c.v_signs, c.v_dim, row);
+  rotate_row(c.k_signs, c.k_dim, c.latent ? row + c.v_dim : row);
+}
+
+// `spare` holds a row.
+inline void load_queries(const RowsView& q, const CacheView& c, const RowMap& map, int64_t row, float scale,
+                         RowGroup& group, float* spare) {
+  const int64_t dims = head_dim(c);
+  for (int64_t r = 0; r < group.count; ++r) {
+    const char* from = row_address(q, map, row + r);
+    if (!is_rotated(c.format)) {
+      unpack_row(q, from, dims, scale, group.q + r, group.count);
+      continue;
+    }
+    unpack_row(q, from, dims, scale, spare, 1);
+    rotate_query(c, spare);
+    for (int64_t d = 0; d < dims; ++d) group.q[d * group.count + r] = spare[d];
+  }
 }
 
 inline void reset(RowGroup& group, int64_t v_dims) {
@@ -95,7 +114,7 @@ inline void write_dims(const float* acc, float factor, int64_t dims, bool pairs,
   }
 }
 
-// The row's attention output; a sink joins the denominator.
+// The row's attention output; a sink joins the denominator. May change sums.acc.
 template <class Args>
 inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& sums) {
   float weight = sums.weight, factor = 1.0f;
@@ -106,8 +125,16 @@ inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& s
     weight = weight * factor + exp2_scalar(sink - m);
   }
   factor = weight == 0.0f ? 0.0f : factor / weight;
-  write_dims<kLanes>(sums.acc, factor, a.cache.v_dim, a.cache.format == Format::kBF16, a.out.type == Type::kBF16,
-                     row_address(a.out, map, r));
+  const CacheView& c = a.cache;
+  char* to = row_address(a.out, map, r);
+  if (is_rotated(c.format)) unrotate_row(c.v_signs, c.v_dim, sums.acc);
+  const bool pairs = c.format == Format::kBF16 && !c.latent;
+  if (a.out.type == Type::kF16) {
+    write_dims<kLanes>(sums.acc, factor, c.v_dim, pairs, false, reinterpret_cast<char*>(sums.acc));
+    for (int64_t d = 0; d < c.v_dim; ++d) store(to + 2 * d, to_f16(sums.acc[d]));
+    return;
+  }
+  write_dims<kLanes>(sums.acc, factor, c.v_dim, pairs, a.out.type == Type::kBF16, to);
 }
 
 inline void zero_row(const RowsView& out, int64_t t, int64_t heads, int64_t dims) {

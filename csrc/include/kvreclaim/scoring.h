@@ -36,6 +36,8 @@ namespace kvreclaim::KVR_NS {
 enum class BandLoad { kPairsHalf, kPairsInterleaved, kDimsF32, kDimsBF16 };
 
 constexpr int kTrigVectors = 2;      // token vectors of a tile, which share the broadcasts
+constexpr int64_t kTrigTile = (int64_t)kTrigVectors * kLanes;
+constexpr int64_t kTrigPanel = kTrigTile < 16 ? 16 : kTrigTile;  // decoded tokens
 constexpr int kTrigRows = 4;         // query rows at once; more read the tile again, from the first cache
 constexpr int64_t kTrigChunk = 256;  // tokens of a work item, at least
 
@@ -281,31 +283,62 @@ inline float* trig_pack_head(const TrigArgs& a, const TrigTile& tile, int64_t kv
   return to;
 }
 
+// The heads of one KV head over one tile; `tile.bands` is 0 where bands only belong to the norm term.
+template <BandLoad kLoad>
+KVR_INLINE void trig_one(const TrigArgs& a, const TrigTile& tile, const float* packed, int64_t kv_head, int64_t t) {
+  constexpr BandLoad kPlain = kLoad == BandLoad::kDimsF32 ? BandLoad::kDimsF32 : BandLoad::kPairsHalf;
+  const int64_t heads = a.query_heads / a.tokens.cache.heads, norms = a.weights == nullptr ? 0 : a.bands;
+  if (a.rows == 1 && norms > 0) {
+    trig_heads<kLoad, true, true>(a, tile, packed, kv_head, t);
+  } else if (a.rows == 1) {
+    trig_heads<kLoad, true, false>(a, tile, packed, kv_head, t);
+  } else {  // without weights there are no bands, and the norm term stores zeros
+    trig_heads<kLoad, false, true>(a, tile, packed, kv_head, t);
+    TrigTile plain = tile;
+    plain.start = plain.bands = 0;
+    if (a.rows > 0) trig_maxima<kPlain>(a, plain, packed + heads * norms, kv_head, t, true);
+  }
+}
+
+// A tile of that head without its tokens, and what trig_one reads beside it.
+inline TrigTile trig_open(const TrigArgs& a, int64_t kv_head, int64_t stride, float* packed) {
+  TrigTile tile{{}, {}, stride, head_dim(a.tokens.cache), a.start, a.bands, a.interleaved};
+  trig_pack_head(a, tile, kv_head, packed);
+  if (a.rows != 1 && a.weights == nullptr) tile.bands = 0;
+  return tile;
+}
+
+inline int64_t trig_packed(const TrigArgs& a) {
+  const int64_t norms = a.weights == nullptr ? 0 : a.bands;
+  return a.query_heads / a.tokens.cache.heads * (a.rows * head_dim(a.tokens.cache) + norms);
+}
+
 template <BandLoad kLoad>
 void trig_chunk(const TrigArgs& a, int64_t kv_head, int64_t begin, int64_t end) {
-  constexpr int64_t kTile = (int64_t)kTrigVectors * kLanes;
-  constexpr BandLoad kPlain = kLoad == BandLoad::kDimsF32 ? BandLoad::kDimsF32 : BandLoad::kPairsHalf;
-  const CacheView& cache = a.tokens.cache;
-  const int64_t heads = a.query_heads / cache.heads;
-  TrigTile tile{{}, {}, k_word_stride(cache), cache.k_dim, a.start, a.bands, a.interleaved};
-  const int64_t norms = a.weights == nullptr ? 0 : a.bands;
-  float* packed = thread_scratch(heads * (a.rows * cache.k_dim + norms));
-  trig_pack_head(a, tile, kv_head, packed);
-  if (a.rows != 1) tile.bands = norms;
-  for (int64_t t = begin; t < end; t += kTile) {
+  float* packed = thread_scratch(trig_packed(a));
+  TrigTile tile = trig_open(a, kv_head, k_word_stride(a.tokens.cache), packed);
+  for (int64_t t = begin; t < end; t += kTrigTile) {
     for (int v = 0; v < kTrigVectors; ++v) {
       tile.keys[v] = tile_vector(a.tokens, kv_head, t, v);
-      tile.next[v] = tile_vector(a.tokens, kv_head, t + kTile, v);
+      tile.next[v] = tile_vector(a.tokens, kv_head, t + kTrigTile, v);
     }
-    if (a.rows == 1 && norms > 0) {
-      trig_heads<kLoad, true, true>(a, tile, packed, kv_head, t);
-    } else if (a.rows == 1) {
-      trig_heads<kLoad, true, false>(a, tile, packed, kv_head, t);
-    } else {  // without weights there are no bands, and the norm term stores zeros
-      trig_heads<kLoad, false, true>(a, tile, packed, kv_head, t);
-      TrigTile plain = tile;
-      plain.start = plain.bands = 0;
-      if (a.rows > 0) trig_maxima<kPlain>(a, plain, packed + heads * norms, kv_head, t, true);
+    trig_one<kLoad>(a, tile, packed, kv_head, t);
+  }
+}
+
+// The same over decoded keys, in panels [dims][kTrigPanel] that stay in the first cache.
+inline void trig_decoded(const TrigArgs& a, int64_t kv_head, int64_t begin, int64_t end) {
+  const int64_t panel_floats = head_dim(a.tokens.cache) * kTrigPanel;
+  float* panel = thread_scratch(panel_floats + trig_packed(a));
+  float* packed = panel + panel_floats;
+  TrigTile tile = trig_open(a, kv_head, 4 * kTrigPanel, packed);
+  for (int64_t t = begin; t < end; t += kTrigPanel) {
+    for (int64_t i = 0; i < kTrigPanel; i += kChunkTokens)
+      plain_keys_chunk(a.tokens.cache, chunk_of(a.tokens, kv_head, t + i), panel + i, kTrigPanel);
+    for (int64_t i = 0; i < kTrigPanel && t + i < end; i += kTrigTile) {
+      for (int v = 0; v < kTrigVectors; ++v)
+        tile.keys[v] = tile.next[v] = reinterpret_cast<const char*>(panel + i + v * kLanes);
+      trig_one<BandLoad::kDimsF32>(a, tile, packed, kv_head, t + i);
     }
   }
 }
@@ -316,11 +349,13 @@ inline void trig_norm_scores(const TrigArgs& a) {
   const int64_t wanted = ceil_div(num_tokens * cache.heads, 4 * (int64_t)max_threads());
   const int64_t chunk = ceil_div(wanted < kTrigChunk ? kTrigChunk : wanted, 64) * 64;
   const int64_t chunks = ceil_div(num_tokens, chunk);
+  const KeyRead read = key_read(cache);
   const bool aligned = a.start % 2 == 0 && (a.interleaved || a.bands % 2 == 0);
   parallel_for(cache.heads * chunks, [&](int64_t item) {
     const int64_t head = item / chunks, begin = item % chunks * chunk;
     const int64_t end = begin + chunk < num_tokens ? begin + chunk : num_tokens;
-    if (cache.format == Format::kF32) return trig_chunk<BandLoad::kDimsF32>(a, head, begin, end);
+    if (read == KeyRead::kChunks) return trig_decoded(a, head, begin, end);
+    if (read == KeyRead::kF32) return trig_chunk<BandLoad::kDimsF32>(a, head, begin, end);
     if (!aligned) return trig_chunk<BandLoad::kDimsBF16>(a, head, begin, end);
     if (a.interleaved) return trig_chunk<BandLoad::kPairsInterleaved>(a, head, begin, end);
     return trig_chunk<BandLoad::kPairsHalf>(a, head, begin, end);

@@ -7,8 +7,7 @@
 //   3. src/bind_*.cpp checks the arguments, fills XxxArgs and calls kernels().xxx(args).
 #pragma once
 
-#include "kvreclaim/attention.h"
-#include "kvreclaim/column_sums.h"
+#include "kvreclaim/attention_args.h"
 #include "kvreclaim/compact.h"
 #include "kvreclaim/linear.h"
 #include "kvreclaim/norm.h"

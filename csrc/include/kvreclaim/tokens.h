@@ -18,11 +18,26 @@ struct TokensView {
 }  // namespace kvreclaim
 
 #ifdef KVR_NS
+#include "kvreclaim/decode.h"
 #include "kvreclaim/simd.h"
 
 namespace kvreclaim::KVR_NS {
 
 KVR_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How keys are read: as words where those are fp32 or bf16 as they lie, else decoded, 16 tokens at a time.
+enum class KeyRead { kF32, kBF16, kChunks };
+
+KVR_INLINE KeyRead key_read(const CacheView& c) {
+  if (c.latent || c.format > Format::kBF16) return KeyRead::kChunks;
+  return c.format == Format::kF32 ? KeyRead::kF32 : KeyRead::kBF16;
+}
+
+// The chunk that holds token t; past the end the last one again.
+KVR_INLINE ChunkAt chunk_of(const TokensView& view, int64_t head, int64_t t) {
+  const int64_t size = view.cache.block_size, known = t < view.num_tokens ? t : view.num_tokens - 1;
+  return {view.layer, view.block_ids[known / size], head, known % size / kChunkTokens * kChunkTokens};
+}
 
 // First word row of the vector of tokens t ... t + kLanes - 1 (t a multiple of kLanes) of a head.
 KVR_INLINE const char* key_vector(const TokensView& view, int64_t head, int64_t t) {

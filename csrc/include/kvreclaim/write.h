@@ -89,7 +89,7 @@ inline float* as_floats(const RowsView& x, int64_t token, int64_t head, int64_t 
   return to;
 }
 
-// A token of a coded format. Tokens of a block share bytes, so one thread writes all of a head.
+// A token of a coded format. Tokens of a unit share bytes, so one thread writes all of them.
 inline void encode_token(const WriteArgs& a, int64_t token, int64_t head, float* row) {
   const CacheView& c = a.cache;
   const int64_t slot = a.slots[token] % c.block_size;
@@ -103,9 +103,11 @@ inline void write_kv(const WriteArgs& a) {
   const CacheView& c = a.cache;
   if (!is_plain(c.format)) {
     const int64_t widest = c.k_dim > c.v_dim ? c.k_dim : c.v_dim;
-    return parallel_for(c.heads, [&](int64_t head) {
+    const int64_t parts = a.num_tokens < kWriteChunk ? 1 : (2 * max_threads() + c.heads - 1) / c.heads;
+    return parallel_for(c.heads * parts, [&](int64_t item) {
       float* row = thread_scratch(widest);
-      for (int64_t token = 0; token < a.num_tokens; ++token) encode_token(a, token, head, row);
+      for (int64_t token = 0; token < a.num_tokens; ++token)
+        if (a.slots[token] / c.block_size % parts == item / c.heads) encode_token(a, token, item % c.heads, row);
     });
   }
   const int64_t heads = c.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;

@@ -167,13 +167,14 @@ def _noise(size: tuple[int, ...], shape: Shape) -> Tensor:
 
 
 def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterator[Case]:
-    """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; under fp32 their own."""
-    for dtype in (torch.bfloat16, torch.float32):
+    """The cases of `kvreclaim bench kernels`. formats: of K/V under bf16 queries; of fp32 ones
+    there are cases only where none is named."""
+    for dtype in (torch.bfloat16, torch.float32) if tuple(formats) == ("auto",) else (torch.bfloat16,):
         for head_dim in (64, 128):
             for context, batch in ((1024, 1), (16_384, 8), (65_536, 1)):
                 layers = max(2, min(8, MAX_LAYER_BYTES // (2 * context * batch * 2 * head_dim * 2)))
                 step = Shape(context, batch, head_dim, 2, dtype, layers=layers, device=device)
-                for shape in _stored(step, formats if dtype == torch.bfloat16 else ("auto",)):
+                for shape in _stored(step, formats):
                     yield attention(shape)
                     if dtype == torch.bfloat16 and batch > 1:
                         yield column_sums(shape)

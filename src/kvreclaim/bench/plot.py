@@ -72,7 +72,10 @@ def _panel(axis: Axes, report: dict[str, Any], batch: int) -> None:
     forms = list(dict.fromkeys(name.partition(":")[2] for name in names))
     for name in sorted(names, key=lambda name: list(COLORS).index(name.partition(":")[0])):
         system, _, form = name.partition(":")
-        style: dict[str, Any] = {"color": COLORS[system], "linestyle": DASHES[forms.index(form) % len(DASHES)]}
+        style: dict[str, Any] = {
+            "color": COLORS[system],
+            "linestyle": DASHES[forms.index(form) % len(DASHES)],
+        }
         line = [(c, s[name]) for (c, _), s in sorted(points.items()) if s.get(name) is not None]
         if line:
             contexts, values = zip(*line, strict=True)

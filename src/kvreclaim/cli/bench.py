@@ -24,12 +24,14 @@ from kvreclaim.cli.bench_options import (
     numbers,
     ready,
 )
+from kvreclaim.cli.bench_latent import latent
 from kvreclaim.cli.bench_prefix import prefix
 from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.bench_vllm import vllm
 from kvreclaim.cli.options import usage_errors
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
+bench_app.command("latent")(latent)
 bench_app.command("prefix")(prefix)
 bench_app.command("serve")(serve)
 bench_app.command("vllm")(vllm)

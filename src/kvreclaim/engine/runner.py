@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvreclaim.engine.compression import block_row, slots_are_positions
 from kvreclaim.engine.graphs import DecodeGraphs
-from kvreclaim.engine.open_blocks import open_blocks
 from kvreclaim.engine.latent import latent_parts
+from kvreclaim.engine.open_blocks import open_blocks
 from kvreclaim.engine.parts import Part, has_head_tables, split
 from kvreclaim.engine.scheduler import Scheduled
 from kvreclaim.engine.signals import Observer, Signals

@@ -19,7 +19,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 
 PIECE = 512
 """Keys that are expanded at once."""
-MAX_SCORES = 1 << 21
+MAX_SCORES = 1 << 20
 """Scores held at once (elements); heads are taken in groups of as many as that allows."""
 MIN_QUERIES = 16
 """Fewer stay with the others of their step, who are answered by one call for all sequences."""

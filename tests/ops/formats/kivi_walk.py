@@ -33,8 +33,8 @@ class Dims:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence: its table, and what its slots hold: k, v [L, K, T, *]; moved [L, K, T] bool: the key lies by
-    token in a full block."""
+    """One sequence: its table, and what its slots hold: k, v [L, K, T, *]; moved [L, K, T] bool: the key lies
+    by token in a full block."""
 
     blocks: list[int]
     k: Tensor
@@ -73,7 +73,7 @@ def value_steps(x: Tensor) -> Tensor:
 
 
 class Walk:
-    """Drives the ops of one back-end as the engine does: keep_open, copies, fresh blocks, then every layer."""
+    """Drives the ops of one back-end as the engine does: keep_open, copies, fresh blocks, every layer."""
 
     def __init__(self, ops: ModuleType, dims: Dims, num_blocks: int = 24, max_seqs: int = 4) -> None:
         self.ops, self.dims, self.max_seqs = ops, dims, max_seqs
@@ -182,10 +182,10 @@ class Walk:
             assert torch.equal(v, row.v), f"values of sequence {name}"
 
     def keep_open(self, copies: list[tuple[int, int]]) -> None:
-        """As the runner does: the blocks that are being filled, and those that are copied from."""
+        """As the runner does: the blocks that next tokens go to, and those that are copied from."""
         size = self.dims.size
-        tails = {row.blocks[row.length // size] for row in self.rows.values() if row.length % size}
-        self.ops.keep_open(self.cache, tails | {source for source, _ in copies})
+        unfilled = {block for row in self.rows.values() for block in row.blocks[row.length // size :]}
+        self.ops.keep_open(self.cache, unfilled | {source for source, _ in copies})
 
     def _pass(self, step: list[Written], num_layers: int) -> None:
         copies = [pair for item in step for pair in item.copies]
@@ -201,7 +201,9 @@ class Walk:
 
     def _slots(self, item: Written) -> Tensor:
         places = torch.arange(item.row.length, item.row.length + item.k.shape[2])
-        return torch.tensor(item.row.blocks)[places // self.dims.size] * self.dims.size + places % self.dims.size
+        return (
+            torch.tensor(item.row.blocks)[places // self.dims.size] * self.dims.size + places % self.dims.size
+        )
 
     def _append(self, item: Written) -> None:
         """What the row holds now: what is sealed comes back within half a step of each channel and token."""
@@ -209,7 +211,7 @@ class Walk:
         first, count = row.length // size, item.k.shape[2]
         row.k = torch.cat((row.k, item.k.bfloat16().float()), 2)
         row.v = torch.cat((row.v, item.v.bfloat16().float()), 2)
-        row.moved = torch.cat((row.moved, torch.zeros(row.moved.shape[:2] + (count,), dtype=torch.bool)), 2)
+        row.moved = torch.cat((row.moved, torch.zeros((*row.moved.shape[:2], count), dtype=torch.bool)), 2)
         k, v = self._gathered(row.blocks, row.length)
         for start in range(first * size, row.length // size * size, size):
             at = slice(start, start + size)

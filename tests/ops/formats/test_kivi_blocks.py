@@ -11,12 +11,18 @@ from kivi_walk import KIVI, Dims, Walk, half_step, key_steps, value_steps
 
 from kvreclaim.engine.cells import assign_cells
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops import reference
+from kvreclaim.ops import native, reference
 from kvreclaim.ops.cells import cell_view, natural_cells
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.kv_cache import PagedTokens
 
 SMALL = Dims()
+NO_NATIVE = pytest.mark.skipif(native.unavailable_reason() is not None, reason="the extension is not there")
+BACKENDS = pytest.mark.parametrize(
+    ("ops", "dims"),
+    [(reference, SMALL), pytest.param(native, Dims(k_dim=8, v_dim=40, size=16), marks=NO_NATIVE)],
+    ids=["reference", "native"],
+)
 
 
 def slots_of(data, walk: Walk, length: int) -> torch.Tensor:
@@ -36,7 +42,7 @@ def random_step(data, walk: Walk) -> None:
     kinds += ["end"] * (len(live) > 1) + ["compact"] * 2 * bool(long)
     kind = data.draw(st.sampled_from(kinds))
     if kind == "begin":
-        walk.write({walk.begin(): data.draw(st.integers(1, 11))})
+        walk.write({walk.begin(): data.draw(st.integers(1, 3 * walk.dims.size))})
     elif kind == "fork":
         walk.fork(data.draw(st.sampled_from(long)))
     elif kind == "end":
@@ -47,44 +53,49 @@ def random_step(data, walk: Walk) -> None:
     else:
         names = data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True))
         failures = data.draw(st.sampled_from([(), (), (0,), (1,), (2, 1)]))
-        lengths = {name: min(data.draw(st.sampled_from([1, 1, 1, 3, 6])), 20) for name in names}
-        walk.write(lengths, failures=failures)
+        counts = st.sampled_from([1, 1, walk.dims.size - 1, walk.dims.size + 2])
+        walk.write({name: data.draw(counts) for name in names}, failures=failures)
 
 
-@given(st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_random_walk_reads_what_its_shadow_holds(data) -> None:
-    walk = Walk(reference, SMALL, num_blocks=64)
+@BACKENDS
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_random_walk_reads_what_its_shadow_holds(ops, dims, data) -> None:
+    walk = Walk(ops, dims, num_blocks=80)
     for _ in range(data.draw(st.integers(3, 14))):
         random_step(data, walk)
         walk.check()
         assert walk.cache.open is not None
         assert len(walk.cache.open.blocks) <= 2 * walk.max_seqs
     walk.keep_open([])
-    tails = {row.blocks[-1] for row in walk.rows.values() if row.length % SMALL.size}
+    tails = {row.blocks[-1] for row in walk.rows.values() if row.length % dims.size}
     assert walk.cache.open.blocks == tails
 
 
-def test_forks_that_both_go_on_after_a_pass_that_failed() -> None:
+@BACKENDS
+def test_forks_that_both_go_on_after_a_pass_that_failed(ops, dims) -> None:
     """The second sequence seals the shared block in one layer; the first one's copy is still open there."""
-    walk = Walk(reference, SMALL)
+    walk, size = Walk(ops, dims), dims.size
     first = walk.begin()
-    walk.write({first: 6})
+    walk.write({first: size + 2})
     second = walk.fork(first)
-    walk.write({first: 1, second: 3}, failures=(1, 2))
+    walk.write({first: 1, second: size - 1}, failures=(1, 2))
     walk.check()
-    walk.write({first: 4, second: 1})
+    walk.write({first: size, second: 1})
     walk.check()
 
 
-def test_a_copied_tail_outlives_the_sequence_it_was_copied_from() -> None:
+@BACKENDS
+def test_a_copied_tail_outlives_the_sequence_it_was_copied_from(ops, dims) -> None:
     """The fork is preempted in the very step that copies its block; then the pass fails after copying, and
     each sequence is tried alone."""
-    walk = Walk(reference, SMALL)
+    walk, size = Walk(ops, dims), dims.size
     first, other = walk.begin(), walk.begin()
-    walk.write({first: 6, other: 3})
+    walk.write({first: size + 2, other: size - 1})
     fork = walk.fork(first)
-    walk.write({first: 1, other: 2}, ended=(fork,), failures=(0, 1), alone=True)
+    walk.write({other: 2, first: 1}, ended=(fork,), failures=(0, 1), alone=True)
+    walk.check()
+    walk.write({other: 1, first: 1})
     walk.check()
 
 
@@ -110,16 +121,17 @@ def test_a_cache_without_rows_is_refused() -> None:
         reference.allocate(SMALL.facts, 4, 4, like=torch.empty(0), kv_format=KIVI)
 
 
-def test_full_blocks_keep_every_byte_until_they_are_freed() -> None:
+@BACKENDS
+def test_full_blocks_keep_every_byte_until_they_are_freed(ops, dims) -> None:
     """Whatever happens to sequences that share them."""
-    walk = Walk(reference, SMALL)
+    walk, size = Walk(ops, dims), dims.size
     first = walk.begin()
-    walk.write({first: 9})
+    walk.write({first: 2 * size + 1})
     fork = walk.fork(first)
     full = walk.rows[first].blocks[:2]
     before = [plane[:, full].clone() for plane in walk.cache.planes]
-    walk.write({first: 7, fork: 2})
-    walk.compact(fork, torch.tensor([[[0, 1, 2, 5, 9]]]))
+    walk.write({first: 2 * size - 1, fork: 2})
+    walk.compact(fork, torch.tensor([[[0, 1, 2, size + 1, 2 * size + 1]]]))
     walk.write({fork: 3, first: 1})
     walk.end(fork)
     walk.check()
@@ -142,29 +154,30 @@ def test_repeated_compaction_adds_no_error_to_what_has_moved_once() -> None:
         walk.write({name: 20 - walk.rows[name].length})
 
 
-def test_heads_that_keep_unequal_numbers_take_cells_of_the_open_block() -> None:
-    """As the engine moves heads one by one: a cell of the block that is being filled is read from its row until
-    its own head has moved, whatever other cells of that block hold by then."""
-    walk = Walk(reference, SMALL)
-    name = walk.begin()
-    walk.write({name: 15})
+@BACKENDS
+def test_heads_that_keep_unequal_numbers_take_cells_of_the_open_block(ops, dims) -> None:
+    """As the engine moves heads one by one: a cell of the block that is being filled is read from its row
+    until its own head has moved, whatever other cells of that block hold by then."""
+    walk, size = Walk(ops, dims), dims.size
+    name, length = walk.begin(), 3 * dims.size + 3
+    walk.write({name: length})
     row, view = walk.rows[name], cell_view(walk.cache)
     present = natural_cells(walk.cache, np.array(row.blocks))
     wanted, held = np.array([[3, 1], [1, 3]]), np.full((2, 2), 4)
     targets = np.array([row.blocks[0], row.blocks[3]])
     cells, order = assign_cells(present, held, wanted, targets, walk.cache)
-    kept = {at: torch.arange(15)[-4 * int(wanted[at]) :] for at in order}
+    kept = {at: torch.arange(length)[-size * int(wanted[at]) :] for at in order}
     for at in order:
         source, target = ids(present[at]), ids(cells[at][: wanted[at]])
-        k, v = reference.gather_tokens(PagedTokens(view, 0, source, 15))
+        k, v = ops.gather_tokens(PagedTokens(view, 0, source, length))
         assert torch.equal(k[0], row.k[at])
         assert torch.equal(v[0], row.v[at])
-        reference.compact(view, kept[at][None, None], source, target)
+        ops.compact(view, kept[at][None, None], source, target)
     for at in order:
         slots = kept[at]
         target = ids(cells[at][: wanted[at]])
-        k, v = reference.gather_tokens(PagedTokens(view, 0, target, len(slots)))
-        old_k, old_v, full = row.k[at][slots], row.v[at][slots], slots < 12
+        k, v = ops.gather_tokens(PagedTokens(view, 0, target, len(slots)))
+        old_k, old_v, full = row.k[at][slots], row.v[at][slots], slots < 3 * size
         assert ((k[0] - old_k).abs() <= key_steps(old_k)).all()
         assert torch.equal(v[0][full], old_v[full])
         assert ((v[0] - old_v).abs() <= value_steps(old_v)).all()

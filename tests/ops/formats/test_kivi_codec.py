@@ -139,10 +139,7 @@ def test_units_of_both_kinds_are_read_side_by_side() -> None:
     sealed = kivi_codec.seal(k, v)
     moved = kivi_codec.join(Groups.encode(k, KEY_GRID), Groups.encode(v, VALUE_GRID))
     both = Units(
-        *(
-            torch.stack((getattr(sealed, name)[0], getattr(moved, name)[1]))
-            for name in ("k", "v", "params")
-        )
+        *(torch.stack((getattr(sealed, name)[0], getattr(moved, name)[1])) for name in ("k", "v", "params"))
     )
     want = torch.stack((keys_of(sealed, 32, 32)[0], keys_of(moved, 32, 32)[1]))
     assert torch.equal(keys_of(both, 32, 32), want)

@@ -13,7 +13,13 @@ if native.unavailable_reason() is not None:
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(params=native.supported_isas())
+ISAS = tuple(
+    name for name in native.supported_isas() if name != "avx512" or "avx512vnni" not in native.supported_isas()
+)
+"""avx512vnni has avx512's loops and those over integers; test_native_formats.py and csrc/tests run both."""
+
+
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set of this CPU in turn."""
     native.force_isa(request.param)

@@ -86,7 +86,7 @@ def test_a_new_cache_is_zero() -> None:
     [
         (Shape(block_size=8), "cpu", "block size 8"),
         (Shape(dim=12), "cpu", "head dims"),
-        (Shape(dtype=torch.float16), "cpu", "float16"),
+        (Shape(dtype=torch.float64), "cpu", "float64"),
         (Shape(), "cuda", "cuda"),
     ],
 )

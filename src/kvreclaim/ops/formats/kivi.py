@@ -1,9 +1,9 @@
 """kivi4's writes and moves over any layout of the codes: blocks are sealed by the write that fills them.
 
-Tokens of a block that is not full lie in bf16 in its row (open_blocks.py). A write that fills the block encodes
-it, keys by channel; from then on it never changes, so it can be shared and found by a prefix. A compaction takes
-codes and parameters of values, and of keys that lie by token, as they are; other survivors are encoded by token
-once, and those of a last block that stays partial go to a row.
+Tokens of a block that is not full lie in bf16 in its row (open_blocks.py). A write that fills the block
+encodes it, keys by channel; from then on it never changes, so it can be shared and found by a prefix. A
+compaction takes codes and parameters of values, and of keys that lie by token, as they are; other survivors
+are encoded by token once, and those of a last block that stays partial go to a row.
 """
 
 from __future__ import annotations
@@ -90,18 +90,17 @@ def write(cache: KVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor, layou
 
 
 def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: Layout) -> None:
-    """What copying the bytes of blocks (source, target) leaves to do: tails that are being filled lie in rows.
+    """What copying the bytes of blocks (source, target) leaves to do: blocks that are not full lie in rows.
 
     The targets are open in every layer, whatever their sources are by now: a pass that failed may have sealed
-    a source in some layers already."""
+    a source in some layers already.
+    """
     targets = rows_of(cache).copy(pairs)
     for layer in range(cache.num_layers if targets.numel() else 0):
         layout.mark_open(cache, layer, targets)
 
 
-def compact(
-    cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor, layout: Layout
-) -> None:
+def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor, layout: Layout) -> None:
     """reference.compact. Of a last target that is not full the tokens go to a row, in bf16."""
     size, num_kept = cache.block_size, kept.shape[-1]
     tail = num_kept % size
@@ -154,9 +153,7 @@ class _Survivors:
             store[row, layer, :, : tail.shape[1]] = tail
 
 
-def _survivors(
-    cache: KVCache, layer: int, slots: Tensor, source_ids: Tensor, layout: Layout
-) -> _Survivors:
+def _survivors(cache: KVCache, layer: int, slots: Tensor, source_ids: Tensor, layout: Layout) -> _Survivors:
     """slots: [K, M] int64 of the old table."""
     shape, size = cache.shape, cache.block_size
     units = layout.load(cache, layer, source_ids)

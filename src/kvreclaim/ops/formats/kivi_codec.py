@@ -1,16 +1,17 @@
 """kivi4's codes: one unit (a block of one head in one layer) as bytes, and back. Pure functions.
 
-Keys lie *by channel* in a block that tokens were written to in order: a scale and a centre for each dim over the
-block's S tokens (arXiv 2402.02750). After a compaction they lie *by token*, as int4's: a scale and a centre for
-each token and 32 dims, so that a token can move alone. Values always lie by token, 13 bits for 32 dims.
+Keys lie *by channel* in a block that tokens were written to in order: a scale and a centre for each dim over
+the block's S tokens (arXiv 2402.02750). After a compaction they lie *by token*, as int4's: a scale and a
+centre for each token and 32 dims, so that a token can move alone. Values always lie by token, 13 bits for 32
+dims.
 
 The parameters of a unit, gk = groups(D), gv = groups(Dv):
 
     keys    max(2 D, 2 S gk + 1) bytes: by channel z[D], s[D]; by token s[S], z[S] of each group
-    states  the last of these bytes: 255 by token, 254 open (the numbers lie in a row of open_blocks.py), else
+    state   the last of these bytes: 255 by token, 254 open (the numbers lie in a row of open_blocks.py), else
             by channel
-    values  s[gv][S] bytes; then z of value group g and slot i at index g S + i: bits 0 ... 3 of two in a byte,
-            the even index low; then bit 4 of eight in a byte
+    values  s[gv][S] bytes; then z of group g and slot i at index g S + i: bits 0 ... 3 of two in a byte, the
+            even index low; then bit 4 of eight in a byte
 """
 
 from __future__ import annotations

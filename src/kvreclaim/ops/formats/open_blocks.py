@@ -1,9 +1,9 @@
 """Blocks that are not full yet, in bf16 beside the pool: the tail of every running sequence.
 
-A row holds one block over all layers and heads. Rows are keyed by block, so sequences that share a block share
-its row, and a row lives as long as `keep` names its block. Whether a unit's numbers lie in its row says the unit
-itself (kivi_codec.OPEN): a row outlives the write that seals its block, so that a pass which fails half-way can be
-run again, and layers of one block may differ in the midst of a pass.
+A row holds one block over all layers and heads. Rows are keyed by block, so sequences that share a block
+share its row, and a row lives as long as `keep` names its block. Whether a unit's numbers lie in its row says
+the unit itself (kivi_codec.OPEN): a row outlives the write that seals its block, so that a pass which fails
+half-way can be run again, and the layers of a block differ in the midst of a pass.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class OpenBlocks:
             self.row_of[self._index(gone)] = NO_ROW
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        """(source, target): the target's row becomes a copy of the source's. A source without a row leaves the
-        target's as it is: this copy was made already, by a pass that failed after it.
+        """(source, target): the target's row becomes a copy of the source's. A source without a row leaves
+        the target's as it is: this copy was made already, by a pass that failed after it.
 
         Returns: [n] int64, the targets that have a row now.
         """

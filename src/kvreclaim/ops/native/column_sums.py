@@ -21,8 +21,9 @@ def column_sums(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """reference.column_sums: q [T, H, D] with any strides, fp32 or bf16 -> [N, K, C] fp32.
+    """reference.column_sums: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [N, K, C] fp32.
 
+    Any format of the cache: what is not read as it lies goes through fp32 panels, as in paged_attention.
     One pass over the keys for eight query rows at a time (four without AVX-512); a KV head of a sequence is
     one thread's. The result depends neither on the rest of the batch nor on the number of threads. Scratch
     per thread: eight floats per slot.

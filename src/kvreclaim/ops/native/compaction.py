@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native.extension import cache_view, native
+from kvreclaim.ops.native.kivi import WORDS
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -21,4 +23,6 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     none; otherwise each head is gathered in scratch first. What lies past slot M in the last target is
     unspecified. Raises: ValueError, before anything moves, for slots or blocks outside their range.
     """
+    if cache.open is not None:
+        return kivi.compact(cache, kept, source_ids, target_ids, WORDS)
     native().compact(cache_view(cache), kept.contiguous(), source_ids, target_ids)

@@ -9,13 +9,14 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.formats import KVFormat, plain_format
+from kvreclaim.ops.formats import KVFormat, kivi, plain_format
+from kvreclaim.ops.formats.open_blocks import OpenBlocks
 from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
 from kvreclaim.ops.native.extension import cache_view, native, unavailable_reason
+from kvreclaim.ops.native.kivi import WORDS
 
-DTYPES = (torch.float32, torch.bfloat16)
-STORED = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
-ATTENDED = ("fp32", "bf16")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORED = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
 CHUNK = 16
 """Tokens that the kernels take at once; a block has to be a multiple."""
 SPARE_BYTES = 64
@@ -24,20 +25,14 @@ SPARE_BYTES = 64
 
 def unsupported_reason(need: Need) -> str | None:
     """Why the native kernels cannot serve this model; None if they can."""
-    if need.dtype not in DTYPES:
-        return f"dtype {need.dtype} is neither float32 nor bfloat16"
-    if need.kv_format.name not in ATTENDED or need.layers[0].latent:
-        return f"the native kernels do not have the KV format {need.kv_format.name} yet"
-    return _unstorable_reason(need)
-
-
-def _unstorable_reason(need: Need) -> str | None:
     first = need.layers[0]
     dims = (first.key_dims, first.v_head_dim)
     if need.device.type != "cpu":
         return f"the native kernels run on CPUs, not on {need.device.type}"
+    if need.dtype not in DTYPES:
+        return f"dtype {need.dtype} is neither float32, bfloat16 nor float16"
     if need.kv_format.name not in STORED:
-        return f"the native kernels do not have the KV format {need.kv_format.name} yet"
+        return f"the native kernels do not have the KV format {need.kv_format.name}"
     if need.block_size % CHUNK:
         return f"block size {need.block_size} is no multiple of {CHUNK}"
     if any(dim % 8 for dim in dims):
@@ -59,7 +54,9 @@ def allocate(
     Raises: InvalidArgumentError where unsupported_reason says so.
     """
     form = kv_format or plain_format(like.dtype)
-    problem = _unstorable_reason(Need(layers, block_size, like.dtype, like.device, form))
+    problem = unsupported_reason(Need(layers, block_size, like.dtype, like.device, form))
+    if form.has_open_blocks and open_rows < 1:
+        problem = problem or f"open_rows is {open_rows}, and a block that is not full needs one"
     if problem is not None:
         raise InvalidArgumentError(f"kernels is 'native', which cannot run here: {problem}.")
     shape = CacheShape.of(layers, num_blocks, block_size)
@@ -69,7 +66,8 @@ def allocate(
         planes = tuple(_zeros(like, (*shape.units, *dims), form.number) for dims in inner)
     else:
         planes = (_units(like, shape, form),)
-    return KVCache(shape, form, planes)
+    beside = OpenBlocks(shape, open_rows, like.device) if form.has_open_blocks else None
+    return KVCache(shape, form, planes, beside)
 
 
 def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:
@@ -89,6 +87,8 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
+    if cache.open is not None:
+        return kivi.write(cache, layer, k, v, slot_mapping, WORDS)
     native().write_kv(cache_view(cache), layer, k, v, slot_mapping)
 
 
@@ -102,10 +102,18 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
 
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
-    """Nothing to do: the kernels never let a slot past a sequence's length into a sum."""
+    """Nothing to clear: the kernels never let a slot past a sequence's length into a sum."""
+    if cache.open is not None:
+        cache.open.drop(block_ids)
 
 
 keep_open = reference.keep_open
 
-copy_blocks = reference.copy_blocks
-"""Whole blocks, whatever lies in them: the reference's index copy serves every layout."""
+
+def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
+    """reference.copy_blocks: whole blocks, whatever lies in them."""
+    source, target = torch.tensor(pairs).unbind(1)
+    for plane in cache.planes:
+        plane[:, target] = plane[:, source]
+    if cache.open is not None:
+        kivi.copy_rows(cache, pairs, WORDS)

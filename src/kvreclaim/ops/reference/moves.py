@@ -37,7 +37,7 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
         source_ids: [blocks] int64, the table before; target_ids: the table after, ceil(M / S) blocks
 
     Every layer is read whole before it is written, so sources and targets may overlap.
-    Mutates the target blocks only; what lies past slot M in the last one is zeroed.
+    Mutates the target blocks only; what lies past slot M in the last one becomes zero bytes.
     """
     if cache.open is not None:
         return kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
 from kvreclaim.ops.triton.layout import layout_of, store_of
@@ -233,7 +234,7 @@ def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Mask
         "KEEP_16": keeps_16_bits(operands),
         "PRECISION": dot_precision(q.device),
         "num_warps": 4 if layout.BLOCK_DV <= 128 else 8,
-        "num_stages": _stages(operands.itemsize, max(layout.BLOCK_D, layout.BLOCK_DV)),
+        "num_stages": _stages(cache.format, operands.itemsize, max(layout.BLOCK_D, layout.BLOCK_DV)),
     }
 
 
@@ -242,8 +243,13 @@ def _tile_tokens(bytes_per_token: int) -> int:
     return max(16, min(64, 1 << (32768 // bytes_per_token).bit_length() - 1))
 
 
-def _stages(itemsize: int, block_dims: int) -> int:
-    """Tiles in flight: three, less where rows of fp32 leave no shared memory for them."""
+def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:
+    """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
+    levels or rows of open blocks would be held there ahead of time."""
+    if form.is_rotated:
+        return 1
+    if form.has_open_blocks:
+        return 2 if itemsize == 2 and block_dims <= 128 else 1
     if itemsize == 2:
         return 3
     return 2 if block_dims <= 128 else 1

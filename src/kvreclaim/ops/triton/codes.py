@@ -80,7 +80,9 @@ def load_numbers(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
     codes = store.v if SIDE else store.k
     if L.FORMAT == INT8:
-        return (_bytes(codes, rows, valid, D, BLOCK_D, 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        return (_bytes(codes, rows, valid, D, BLOCK_D, 128) | 0x4B000000).to(
+            tl.float32, bitcast=True
+        ) - 8388736.0
     elif L.FORMAT == FP8:
         return _fp8(_bytes(codes, rows, valid, D, BLOCK_D, 0))
     else:
@@ -126,8 +128,8 @@ def _load_int4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _key_params(store, rows, valid, state, L: tl.constexpr):
-    """Step and first number [rows, BLOCK_D] of kivi4's keys: by channel, one for all slots of a unit; by token, as
-    int4's, in planes of S bytes."""
+    """Step and first number [rows, BLOCK_D] of kivi4's keys: by channel, one for all slots of a unit; by
+    token, as int4's, in planes of S bytes."""
     N: tl.constexpr = rows.shape[0]
     SPAN: tl.constexpr = min(L.SPAN, N)
     UNITS: tl.constexpr = N // SPAN
@@ -154,8 +156,8 @@ def _key_params(store, rows, valid, state, L: tl.constexpr):
 
 @triton.jit
 def _value_params(store, rows, valid, L: tl.constexpr):
-    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5 bits each,
-    the low 4 in halves of bytes and the highest in bits."""
+    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5 bits
+    each, the low 4 in halves of bytes and the highest in bits."""
     GROUPS: tl.constexpr = (L.DV + 31) // 32
     group = tl.arange(0, (L.BLOCK_DV + 31) // 32)
     unit = store.params + (rows // L.S)[:, None] * L.PARAMS + L.KEY_PARAMS
@@ -163,7 +165,9 @@ def _value_params(store, rows, valid, L: tl.constexpr):
     mask = valid[:, None] & (group < GROUPS)[None, :]
     s = tl.load(unit + place, mask=mask, other=0).to(tl.int32)
     low = tl.load(unit + GROUPS * L.S + place // 2, mask=mask, other=0).to(tl.int32)
-    high = tl.load(unit + GROUPS * L.S + (GROUPS * L.S + 1) // 2 + place // 8, mask=mask, other=0).to(tl.int32)
+    high = tl.load(unit + GROUPS * L.S + (GROUPS * L.S + 1) // 2 + place // 8, mask=mask, other=0).to(
+        tl.int32
+    )
     z = (low >> ((place % 2).to(tl.int32) * 4)) & 15 | ((high >> (place % 8).to(tl.int32)) & 1) << 4
     step = tl.load(store.table + KIVI_VALUES + s, mask=mask, other=0.0)
     return _spread(step, L.BLOCK_DV), _spread((_integers(z) - 16.0) * 0.5 - 7.5, L.BLOCK_DV)
@@ -174,7 +178,9 @@ def _load_kivi4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
     """A sealed unit's codes, or the bf16 row of a block that is not full."""
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
-    state = tl.load(store.params + rows // L.S * L.PARAMS + (L.KEY_PARAMS - 1), mask=valid, other=0).to(tl.int32)
+    state = tl.load(store.params + rows // L.S * L.PARAMS + (L.KEY_PARAMS - 1), mask=valid, other=0).to(
+        tl.int32
+    )
     pairs = _bytes(store.v if SIDE else store.k, rows, valid, D // 2, BLOCK_D // 2, 0)
     if SIDE:
         step, first = _value_params(store, rows, valid, L)
@@ -196,8 +202,8 @@ def _load_kivi4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED: tl.constexpr):
-    """Rows of one side: [rows, BLOCK], zero where not valid and past D. fp32, but a plain format's own type if
-    AS_STORED; turboquant4's are rotated."""
+    """Rows of one side: [rows, BLOCK], zero where not valid and past D. fp32, but a plain format's own type
+    if AS_STORED; turboquant4's are rotated."""
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
     if L.FORMAT == PLAIN:

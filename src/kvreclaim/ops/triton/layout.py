@@ -52,8 +52,8 @@ class Layout(NamedTuple):
 
 
 class Store(NamedTuple):
-    """One layer's planes and, of coded formats, the tables that turn codes into numbers; what a format has not
-    is k.
+    """One layer's planes and, of coded formats, the tables that turn codes into numbers; what a format has
+    not is k.
 
     k, v:       rows of Layout.D and DV numbers or codes, [B * K * S, ...]
     params:     uint8
@@ -123,8 +123,8 @@ def _store(cache: KVCache, layer: int) -> Store:
         return store
     store = store._replace(params=cache.planes[2][layer], table=table(form, device))
     if form.is_rotated:
-        signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
-        return store._replace(**dict(zip(("k_signs", "v_signs"), signs, strict=True)))
+        k_signs, v_signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
+        return store._replace(k_signs=k_signs, v_signs=v_signs)
     if cache.open is not None:
         return store._replace(
             open_rows=cache.open.row_of,

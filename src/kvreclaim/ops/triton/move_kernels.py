@@ -50,7 +50,8 @@ def write_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Of a plain format. Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is written nowhere."""
+    """Of a plain format. Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is
+    written nowhere."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:

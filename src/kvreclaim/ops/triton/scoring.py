@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.ops.triton.layout import Layout, layout_of, store_of
+from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.scoring_kernels import mixture_kernel, norm_kernel, trig_norm_kernel
 from kvreclaim.ops.triton.support import dot_precision, padded
+from kvreclaim.ops.triton.writes import gather_tokens
 
 ROWS = 16
+CHUNK = 128
+"""Dims of a latent cache's values that are multiplied at a time."""
 
 
 def trig_norm_scores(
@@ -22,21 +26,25 @@ def trig_norm_scores(
     layout: RopeLayout,
 ) -> Tensor:
     """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32, in one pass over K."""
+    tokens = _scored(tokens)
     cache, num_tokens = tokens.cache, tokens.num_tokens
     heads, num_queries = queries.shape[:2]
     out = torch.empty((heads, num_tokens), dtype=torch.float32, device=cache.device)
     group = heads // cache.num_kv_heads
     group_rows = 1 << (group - 1).bit_length()
+    if cache.shape.latent:
+        group_rows = min(group_rows, ROWS)
+    pieces = triton.cdiv(group, group_rows)
     bands = 0 if weights is None else layout.num_bands
     is_half = layout.style == "half"
     where = layout_of(cache)
-    columns = _key_columns(where)
+    columns = where.BLOCK_D
     block_n = _tile_tokens(columns)
     start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
     assert start >= 0 or not bands, "the bands of a latent key are among its rotary dims"
     queries = _as_rows(queries, cache)
     if num_tokens:
-        trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+        trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads * pieces)](
             store_of(cache, tokens.layer),
             out,
             queries,
@@ -56,6 +64,8 @@ def trig_norm_scores(
             TILE_ROWS=max(ROWS, group_rows),
             BLOCK_N=block_n,
             BLOCK_F=padded(max(1, bands)),
+            CHUNK=min(CHUNK, where.BLOCK_DV),
+            PIECES=pieces,
             PRECISION=dot_precision(cache.device),
             num_warps=4 if columns <= 128 else 8,
             num_stages=1,
@@ -74,6 +84,7 @@ def mixture_scores(
 
     Between them only each softmax's maximum and sum per tile of tokens are kept.
     """
+    tokens = _scored(tokens)
     cache, num_tokens = tokens.cache, tokens.num_tokens
     out = torch.zeros((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
     start, stop, step = over.indices(num_tokens)
@@ -82,7 +93,7 @@ def mixture_scores(
         return out
     heads, count, offsets, _ = centers.shape
     where = layout_of(cache)._replace(SPAN=1)  # tiles begin at any token
-    columns = _key_columns(where)
+    columns = where.BLOCK_D
     block_n = _tile_tokens(2 * columns)
     tiles = triton.cdiv(stop - start, block_n)
     rows = heads // cache.num_kv_heads * count
@@ -111,6 +122,7 @@ def mixture_scores(
             L=where,
             TILE_ROWS=ROWS,
             BLOCK_N=block_n,
+            CHUNK=min(CHUNK, where.BLOCK_DV),
             IS_SCORE_PASS=is_score_pass,
             PRECISION=dot_precision(cache.device),
             num_warps=4 if columns <= 128 else 8,
@@ -137,7 +149,7 @@ def _norms(tokens: PagedTokens, side: int) -> Tensor:
     cache, num_tokens = tokens.cache, tokens.num_tokens
     layout = layout_of(cache)
     out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
-    block_n = _tile_tokens(layout.BLOCK_DV if side else _key_columns(layout))
+    block_n = _tile_tokens(layout.BLOCK_DV if side or layout.LATENT else layout.BLOCK_D)
     if num_tokens:
         norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
             store_of(cache, tokens.layer),
@@ -152,9 +164,20 @@ def _norms(tokens: PagedTokens, side: int) -> Tensor:
     return out
 
 
-def _key_columns(layout: Layout) -> int:
-    """Columns of the tiles that hold a key."""
-    return layout.BLOCK_D + (layout.BLOCK_DV if layout.LATENT else 0)
+def _scored(tokens: PagedTokens) -> PagedTokens:
+    """The same tokens where kernels score them: a latent cache's codes as numbers, in blocks of their own."""
+    cache = tokens.cache
+    if not cache.shape.latent or cache.format.is_plain:
+        return tokens
+    keys, values = gather_tokens(tokens)
+    blocks = triton.cdiv(tokens.num_tokens, cache.block_size)
+    spare = blocks * cache.block_size - tokens.num_tokens
+    k, v = (
+        F.pad(x, (0, 0, 0, spare)).view(1, 1, blocks, cache.block_size, -1).transpose(1, 2).contiguous()
+        for x in (keys[..., cache.v_head_dim :], values)
+    )
+    ids = torch.arange(blocks, device=cache.device)
+    return PagedTokens(KVCache.plain(k, v, latent=True), 0, ids, tokens.num_tokens)
 
 
 def _as_rows(x: Tensor, cache: KVCache) -> Tensor:

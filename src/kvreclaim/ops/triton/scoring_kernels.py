@@ -1,6 +1,7 @@
 """Scores of cached keys, read where they lie. Rows of queries are padded to whole tiles of tl.dot.
 
-A latent cache's keys take two tiles, the values and the stored dims of the keys; queries [.., Dv + D] likewise.
+A latent cache's keys are its values followed by the stored dims; queries are [.., Dv + D] likewise. Its
+values are wide: they are read and multiplied a CHUNK of dims at a time, from a plain format only.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,9 +24,39 @@ def _query_rows(x, rows, valid, row_stride, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def _band_norms(keys, store, rows, valid, BANDS: tl.constexpr, START, STEP, SHIFT, BLOCK_F: tl.constexpr, L: tl.constexpr):
-    """[BLOCK_N, BLOCK_F] fp32: norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys: the tile
-    that they are taken from where the format is not plain."""
+def _latent_products(
+    x,
+    store,
+    queries,
+    is_query,
+    rows,
+    valid,
+    L: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SQUARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[queries, BLOCK_N] fp32: the first Dv dims of x's rows [_, Dv + D] times values, or their squares."""
+    products = tl.zeros([queries.shape[0], rows.shape[0]], tl.float32)
+    dims = tl.arange(0, CHUNK)
+    for first in range(0, L.DV, CHUNK):
+        inside = (first + dims < L.DV)[None, :]
+        places = x + queries[:, None] * (L.DV + L.D) + (first + dims)[None, :]
+        tile = tl.load(places, mask=is_query[:, None] & inside, other=0.0)
+        places = store.v + rows[:, None] * L.DV + (first + dims)[None, :]
+        values = tl.trans(tl.load(places, mask=valid[:, None] & inside, other=0.0).to(tl.float32))
+        if SQUARED:
+            values = values * values
+        products += tl.dot(tile, values, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def _band_norms(
+    keys, store, rows, valid, BANDS: tl.constexpr, START, STEP, SHIFT, BLOCK_F: tl.constexpr, L: tl.constexpr
+):
+    """[BLOCK_N, BLOCK_F] fp32: norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys: the
+    tile that they are taken from where the format is not plain."""
     bands = tl.arange(0, BLOCK_F)
     dims = START + bands * STEP
     if L.FORMAT == PLAIN:
@@ -61,18 +92,22 @@ def trig_norm_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (tile, head): scores of BLOCK_N tokens for all query heads of a KV head; K is read once.
+    """Program (tile, head): scores of BLOCK_N tokens for all query heads of a KV head; K is read once. Where
+    the heads are too many for a tile, PIECES programs share them.
 
     A tile of rows is TILE_ROWS // GROUP_ROWS queries of each of the group's (padded) heads: row m is
     query m // GROUP_ROWS of head m % GROUP_ROWS. BAND_START is a stored dim.
     """
-    head = tl.program_id(1)
+    head = tl.program_id(1) // PIECES
+    first_member = tl.program_id(1) % PIECES * GROUP_ROWS
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
     rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
-    member = tl.arange(0, TILE_ROWS) % GROUP_ROWS
+    member = first_member + tl.arange(0, TILE_ROWS) % GROUP_ROWS
     place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
     heads = head * GROUP + member
     SHARE: tl.constexpr = TILE_ROWS // GROUP_ROWS
@@ -84,8 +119,6 @@ def trig_norm_kernel(
         tile = load_real(store, rows, valid, L, 0)
     if HAS_QUERIES:
         keys = tl.trans(tile)
-        if L.LATENT:
-            values = tl.trans(load_real(store, rows, valid, L, 1))
         best = tl.full([GROUP_ROWS, BLOCK_N], NOTHING, tl.float32)
         for first in range(0, num_queries, SHARE):
             is_row = (member < GROUP) & (first + place < num_queries)
@@ -93,8 +126,9 @@ def trig_norm_kernel(
             query = _query_rows(queries + FIRST, row, is_row, FIRST + L.D, L.D, L.BLOCK_D)
             products = tl.dot(query, keys, input_precision=PRECISION)
             if L.LATENT:
-                query = _query_rows(queries, row, is_row, FIRST + L.D, L.DV, L.BLOCK_DV)
-                products += tl.dot(query, values, input_precision=PRECISION)
+                products += _latent_products(
+                    queries, store, row, is_row, rows, valid, L, CHUNK, False, PRECISION
+                )
             products = tl.where((first + place < num_queries)[:, None], products, NOTHING)
             best = tl.maximum(best, tl.max(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0))
         scores += best
@@ -103,7 +137,7 @@ def trig_norm_kernel(
         query = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
         products = tl.dot(query, tl.trans(norms), input_precision=PRECISION)
         scores += tl.sum(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0)
-    member = tl.arange(0, GROUP_ROWS)
+    member = first_member + tl.arange(0, GROUP_ROWS)
     places = (head * GROUP + member).to(tl.int64)[:, None] * num_tokens + tokens[None, :]
     tl.store(out + places, scores, mask=(member < GROUP)[:, None] & valid[None, :])
 
@@ -127,6 +161,7 @@ def mixture_kernel(
     L: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
     IS_SCORE_PASS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -145,8 +180,6 @@ def mixture_kernel(
     rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
     keys = tl.trans(load_real(store, rows, valid, L, 0))
     squares = keys * keys
-    if L.LATENT:
-        values = tl.trans(load_real(store, rows, valid, L, 1))
     best = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, num_centers, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
@@ -155,16 +188,18 @@ def mixture_kernel(
         tile = _query_rows(variances + FIRST, center, is_row, DIMS, L.D, L.BLOCK_D) * (scale * scale * 0.5)
         spread = tl.dot(tile, squares, input_precision=PRECISION)
         if L.LATENT:
-            tile = _query_rows(variances, center, is_row, DIMS, L.DV, L.BLOCK_DV) * (scale * scale * 0.5)
-            spread += tl.dot(tile, values * values, input_precision=PRECISION)
+            more = _latent_products(variances, store, center, is_row, rows, valid, L, CHUNK, True, PRECISION)
+            spread += more * (scale * scale * 0.5)
         mean = tl.zeros([TILE_ROWS, BLOCK_N], tl.float32)
         for offset in range(0, num_offsets):
             column = center.to(tl.int64) * num_offsets + offset
             tile = _query_rows(centers + FIRST, column, is_row, DIMS, L.D, L.BLOCK_D) * scale
             logits = tl.dot(tile, keys, input_precision=PRECISION) + spread
             if L.LATENT:
-                tile = _query_rows(centers, column, is_row, DIMS, L.DV, L.BLOCK_DV) * scale
-                logits += tl.dot(tile, values, input_precision=PRECISION)
+                more = _latent_products(
+                    centers, store, column, is_row, rows, valid, L, CHUNK, False, PRECISION
+                )
+                logits += more * scale
             if IS_SCORE_PASS:
                 denominator = tl.load(normalisers + column, mask=is_row, other=0.0)
                 probs = tl.exp(tl.minimum(logits - denominator[:, None], 0.0))
@@ -183,7 +218,9 @@ def mixture_kernel(
 
 
 @triton.jit
-def norm_kernel(store, out, block_ids, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+def norm_kernel(
+    store, out, block_ids, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Program (tile, head): Euclidean norms of BLOCK_N keys (SIDE 0) or values of one head. A rotation keeps
     them."""
     head = tl.program_id(1)

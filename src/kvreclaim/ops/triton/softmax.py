@@ -76,9 +76,7 @@ def _query_side(q, tokens, heads, is_row, stride_t, stride_h, FIRST, D: tl.const
 
 
 @triton.jit
-def load_queries(
-    q, tokens, heads, is_row, stride_t, stride_h, store, L: tl.constexpr, KEEP_16: tl.constexpr
-):
+def load_queries(q, tokens, heads, is_row, stride_t, stride_h, store, L: tl.constexpr, KEEP_16: tl.constexpr):
     """Rows of q as attend_slots takes them: against the stored dims of keys [rows, BLOCK_D], and of a latent
     cache against its values [rows, BLOCK_DV]; else the same once more."""
     FIRST: tl.constexpr = L.DV if L.LATENT else 0
@@ -134,8 +132,8 @@ def attend_slots(
     KEEP_16: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of queries (load_queries) over the slots [start, stop), start a multiple of BLOCK_N: maximum and sum
-    [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
+    """Rows of queries (load_queries) over the slots [start, stop), start a multiple of BLOCK_N: maximum and
+    sum [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
     top = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, L.BLOCK_DV], tl.float32)

@@ -12,12 +12,12 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
-from kvreclaim.ops.triton.support import padded, to_device
+from kvreclaim.ops.triton.support import num_processors, padded, to_device
 
 COPY_ELEMENTS = 2048
 GATHER_TOKENS = 32
 ENCODED_NUMBERS = 4096
-"""Numbers of one side that a program encodes, at most, of several heads."""
+"""Numbers of one side that a program encodes, at most; fewer where there are processors for more programs."""
 
 
 def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -62,14 +62,16 @@ def _write_numbers(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mappin
 
 
 def _write_codes(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    layout = layout_of(cache)
-    heads = 1 << (layout.KV_HEADS - 1).bit_length()
-    rows = min(heads, max(1, ENCODED_NUMBERS // max(layout.BLOCK_D, layout.BLOCK_DV)))
-    encode_kernel[(slot_mapping.shape[0], triton.cdiv(layout.KV_HEADS, rows))](
+    layout, count = layout_of(cache), k.shape[0] * k.shape[1]
+    most = max(1, ENCODED_NUMBERS // max(layout.BLOCK_D, layout.BLOCK_DV))
+    share = triton.cdiv(count, num_processors(cache.device))
+    rows = min(most, 1 << (share - 1).bit_length())
+    encode_kernel[(triton.cdiv(count, rows),)](
         k,
         v,
         store_of(cache, layer),
         slot_mapping,
+        k.shape[0],
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -92,8 +94,8 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
 
 
 def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
-    """Nothing to do but for rows of blocks that are not full: no kernel here loads a slot that is not attended
-    or kept."""
+    """Nothing to do but for rows of blocks that are not full: no kernel here loads a slot that is not
+    attended or kept."""
     if cache.open is not None:
         cache.open.drop(block_ids)
 

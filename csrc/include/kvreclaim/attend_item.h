@@ -1,0 +1,97 @@
+// One work item: its queries, the loops over its tiles, and its sums.
+#pragma once
+
+#include "kvreclaim/integer.h"
+#include "kvreclaim/item.h"
+#include "kvreclaim/panel.h"
+
+namespace kvreclaim::KVR_NS {
+
+// Fills the addresses of slots [at, at + kTile) of an item in a cache that is read as it lies.
+inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile& tile) {
+  const int64_t size = a.cache.block_size;
+  for (int c = 0; c < kChunks; ++c) {
+    const int64_t slot = smaller(at + c * kChunk, (item.high - 1) / kChunk * kChunk);
+    const int64_t block = item.seq.block_ids[slot / size], offset = slot % size;
+    tile.k[c] = k_block(a.cache, a.layer, block, item.head) + offset * 4;
+    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.format);
+  }
+}
+
+// One group of R rows over the tile at slot `at`.
+template <int R, bool BF16>
+inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& next,
+                      const TileMask& mask, RowGroup& group, float* scores) {
+  const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at), stride = k_word_stride(a.cache);
+  if (tokens <= 0) return;
+  tile_scores<R, BF16>(group.q, tile, k_words(a.cache), stride, scores);
+  finish_scores<R>(a, item, group, at, mask, scores);
+  float alpha[kMaxR];
+  softmax_rows<R>(scores, group, alpha);
+  const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.format);
+  all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, next.k, stride});
+}
+
+template <bool BF16>
+inline void run_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups, int count) {
+  alignas(64) float scores[kMaxR * kTile];
+  const int64_t start = first_tile(a, item);
+  Tile tile, next;
+  TileMask mask;
+  open_tile(a, item, start, tile);
+  for (int64_t at = start; at < item.high; at += kTile, tile = next) {
+    open_mask(a, item, at, mask);
+    open_tile(a, item, smaller(at + kTile, item.high - 1), next);
+    for (int g = 0; g < count; ++g) {
+      const Tile& ahead = g + 1 < count ? tile : next;  // the last rows fetch the next tile
+      switch (groups[g].count) {
+        case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 3: tile_rows<3, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        case 4: tile_rows<4, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
+        default: tile_rows<kMaxR, BF16>(a, item, at, tile, ahead, mask, groups[g], scores);
+      }
+    }
+  }
+}
+
+// partials: where the item's rows go if other items hold other parts of their keys, else null.
+inline void close_groups(const AttentionArgs& a, const Item& item, const RowGroup* groups, int count,
+                         float* partials) {
+  const int64_t v_dims = a.cache.v_dim;
+  const RowMap map = row_map(item.seq, item.head, group_size(a));
+  int64_t row = 0;
+  for (int g = 0; g < count; ++g)
+    for (int64_t j = 0; j < groups[g].count; ++j, ++row) {
+      const Sums sums{groups[g].m[j], hsum(groups[g].sum[j]), groups[g].acc + j * v_dims};
+      if (partials == nullptr) {
+        write_row(a, map, item.row + row, sums);
+      } else {
+        float* partial = partials + row * (v_dims + 2);
+        partial[0] = sums.m;
+        partial[1] = sums.weight;
+        std::memcpy(partial + 2, sums.acc, v_dims * sizeof(float));
+      }
+    }
+}
+
+inline void run_item(const AttentionArgs& a, const Item& item, float* partials) {
+  RowGroup groups[kMaxGroups];
+  float* scratch;
+  int count;
+  if (takes_integers(a, item.seq)) {
+    count = run_integers(a, item, groups);
+  } else if (reads_direct(a.cache)) {
+    count = open_groups(a, item, groups, 0, &scratch);
+    if (a.cache.format == Format::kBF16)
+      run_tiles<true>(a, item, groups, count);
+    else
+      run_tiles<false>(a, item, groups, count);
+  } else {
+    count = open_groups(a, item, groups, panel_floats(a.cache), &scratch);
+    run_panels(a, item, groups, count, scratch);
+  }
+  close_groups(a, item, groups, count, partials);
+}
+
+}  // namespace kvreclaim::KVR_NS

@@ -1,0 +1,42 @@
+// What attention and what reads a step's queries like it takes: plain data.
+#pragma once
+
+#include "kvreclaim/layout.h"
+
+namespace kvreclaim {
+
+// A [L, K, slots] tensor of a sequence, contiguous in its slots; data null: there is none.
+template <class E>
+struct SlotTable {
+  const E* data;
+  int64_t stride_layer, stride_head, slots;
+};
+
+struct SequenceView {
+  const int32_t* block_ids;
+  int64_t first_row;  // of the queries, in the flat token dim
+  int64_t query_len, seq_len, shift;
+  SlotTable<uint8_t> evicted;
+  SlotTable<int32_t> positions;
+};
+
+struct AttentionArgs {
+  CacheView cache;
+  int64_t layer;
+  RowsView q, out;  // [T, H, D] with any strides, [T, H, Dv] with contiguous rows
+  int64_t num_rows, num_heads;
+  const SequenceView* sequences;
+  int64_t num_sequences;
+  float scale;
+  float softcap;       // 0: none
+  int64_t window;      // 0: none
+  const float* sinks;  // [H] or null
+};
+
+struct ColumnSumsArgs {
+  AttentionArgs attention;  // its `out` is not used
+  float* sums;              // [N, K, columns], overwritten; zero beyond a sequence's slots
+  int64_t columns;          // >= every seq_len
+};
+
+}  // namespace kvreclaim

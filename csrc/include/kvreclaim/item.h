@@ -1,0 +1,123 @@
+// A work item of attention, what each of its rows may see, and which loops run it.
+#pragma once
+
+#include "kvreclaim/attention_args.h"
+#include "kvreclaim/memory.h"
+#include "kvreclaim/rows.h"
+#include "kvreclaim/tile.h"
+
+namespace kvreclaim::KVR_NS {
+
+constexpr int64_t kRowBlock = 64;     // query rows of one item
+constexpr int64_t kMaxRows = 256;     // the same for one query token over panels: all heads of a latent cache
+constexpr int64_t kMaxGroups = kMaxRows / kMaxR + 2;
+
+KVR_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+KVR_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+KVR_INLINE int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows [row, row + rows) of a KV head over slots [low, high).
+struct Item {
+  const SequenceView& seq;
+  int64_t head, row, rows, low, high;
+};
+
+KVR_INLINE int64_t group_size(const AttentionArgs& a) { return a.num_heads / a.cache.heads; }
+
+// First slot that query `i` can see, and one past the last.
+KVR_INLINE int64_t first_slot(const AttentionArgs& a, const SequenceView& seq, int64_t i) {
+  if (a.window == 0 || seq.positions.data != nullptr) return 0;
+  return larger(0, seq.seq_len - seq.query_len + i - a.window + 1);
+}
+KVR_INLINE int64_t end_slot(const SequenceView& seq, int64_t i) { return seq.seq_len - seq.query_len + i + 1; }
+
+// First tile of an item.
+KVR_INLINE int64_t first_tile(const AttentionArgs& a, const Item& item) {
+  return larger(item.low, first_slot(a, item.seq, item.row / group_size(a))) / kTile * kTile;
+}
+
+// fp32 and bf16 are read as they lie; everything else goes through panels of fp32 (panel.h) or, for decode over
+// 8 and 4 bit integers, through integer products (integer.h).
+KVR_INLINE bool reads_direct(const CacheView& c) {
+  return (c.format == Format::kF32 || c.format == Format::kBF16) && !c.latent;
+}
+
+inline void open_mask(const AttentionArgs& a, const Item& item, int64_t at, TileMask& mask) {
+  const SlotTable<uint8_t>& evicted = item.seq.evicted;
+  mask.has_evicted = evicted.data != nullptr && at < evicted.slots;
+  if (mask.has_evicted) {
+    const uint8_t* dead = evicted.data + a.layer * evicted.stride_layer + item.head * evicted.stride_head;
+    for (int64_t t = 0; t < kTile; ++t) mask.live[t] = at + t < evicted.slots && dead[at + t] ? 0 : -1;
+  }
+  const SlotTable<int32_t>& known = item.seq.positions;
+  mask.has_positions = a.window != 0 && known.data != nullptr;
+  if (mask.has_positions) {
+    const int32_t* table = known.data + a.layer * known.stride_layer + item.head * known.stride_head;
+    for (int64_t t = 0; t < kTile; ++t)
+      mask.positions[t] = at + t < known.slots ? table[at + t] : (int32_t)(at + t + item.seq.shift);
+  }
+}
+
+// What a row of a group sees of the tile at slot `at`; `hides`: not all of it.
+KVR_INLINE RowBounds bounds_of(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t r, int64_t at,
+                               const TileMask& mask, bool& hides) {
+  const int64_t low = group.low[r] - at, end = smaller(item.high, group.end[r]) - at;
+  hides = end < kTile || low > 0 || mask.has_evicted || mask.has_positions;
+  const int64_t first_position = group.end[r] + item.seq.shift - a.window;
+  return {(int32_t)larger(low, 0), (int32_t)larger(end, 0), (int32_t)first_position};
+}
+
+// Softcap and masks on a group's scores of the tile at slot `at`, in log2 units.
+template <int R>
+inline void finish_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
+                          const TileMask& mask, float* scores) {
+  for (int r = 0; r < R; ++r) {
+    float* s = scores + r * kTile;
+    if (a.softcap != 0) softcap_row(s, a.softcap * kLog2e);
+    bool hides;
+    const RowBounds bounds = bounds_of(a, item, group, r, at, mask, hides);
+    if (hides) mask_row(s, bounds, mask);
+  }
+}
+
+// Rows that go through the tiles together: as many as have a loop of their own.
+KVR_INLINE int64_t group_rows(int64_t left) { return left >= kMaxR ? kMaxR : smaller(left, 4); }
+
+// What q is multiplied with: scores come out in log2 units, or as the argument of tanh.
+KVR_INLINE float query_scale(const AttentionArgs& a) {
+  return a.softcap != 0 ? a.scale / a.softcap : a.scale * kLog2e;
+}
+
+// Sets the bounds of a group's rows, which start at row `first` of their head, and zeroes their sums.
+inline void open_bounds(const AttentionArgs& a, const Item& item, int64_t first, RowGroup& group) {
+  for (int64_t j = 0; j < group.count; ++j) {
+    const int64_t i = (first + j) / group_size(a);
+    group.low[j] = first_slot(a, item.seq, i);
+    group.end[j] = end_slot(item.seq, i);
+  }
+}
+
+// Cuts an item's rows into groups, packs their queries and zeroes their sums; returns how many groups.
+// more: receives that many further floats of scratch.
+inline int open_groups(const AttentionArgs& a, const Item& item, RowGroup* groups, int64_t more_floats,
+                       float** more) {
+  const int64_t dims = head_dim(a.cache), v_dims = a.cache.v_dim, pad = 16;
+  float* acc = thread_scratch((dims + v_dims) * item.rows + dims + pad + more_floats);
+  float* q = acc + v_dims * item.rows;
+  float* spare = q + dims * item.rows;
+  *more = acc + div_up((v_dims + dims) * item.rows + dims, pad) * pad;
+  int count = 0;
+  for (int64_t r = 0; r < item.rows; r += groups[count++].count) {
+    RowGroup& group = groups[count];
+    group.count = group_rows(item.rows - r);
+    group.q = q + r * dims;
+    group.acc = acc + r * v_dims;
+    load_queries(a.q, a.cache, row_map(item.seq, item.head, group_size(a)), item.row + r, query_scale(a), group,
+                 spare);
+    reset(group, v_dims);
+    open_bounds(a, item, item.row + r, group);
+  }
+  return count;
+}
+
+}  // namespace kvreclaim::KVR_NS

@@ -1,0 +1,159 @@
+// A cache of any format with its own bytes, read by the definition in layout.h and in doubles.
+#pragma once
+
+#include "harness.h"
+
+namespace kvreclaim::tests {
+
+constexpr Format kFormats[] = {Format::kF32,  Format::kBF16, Format::kF16,    Format::kFP8,
+                               Format::kInt8, Format::kInt4, Format::kTurbo4, Format::kKivi4};
+
+// Plain: full of NaN. Coded: random bytes, one byte off any alignment. Nothing lies behind the last byte.
+struct TestCache {
+  Numbers k, v;
+  std::vector<char> units;
+  std::vector<float> k_signs, v_signs;
+  std::vector<int32_t> open_row;
+  Numbers open_k, open_v;
+  CacheView view;
+
+  TestCache(Format format, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim,
+            bool latent = false)
+      : k(type_of(format), is_plain(format) ? layers * blocks * heads * size * k_dim : 0),
+        v(type_of(format), is_plain(format) ? layers * blocks * heads * size * v_dim : 0),
+        open_k(Type::kBF16, format == Format::kKivi4 ? kRows * layers * heads * size * k_dim : 0),
+        open_v(Type::kBF16, format == Format::kKivi4 ? kRows * layers * heads * size * v_dim : 0),
+        view{} {
+    view.layers = layers, view.blocks = blocks, view.heads = heads, view.block_size = size;
+    view.k_dim = k_dim, view.v_dim = v_dim, view.format = format, view.latent = latent;
+    if (is_plain(format)) {
+      view.k = k.data(), view.v = v.data();
+      return;
+    }
+    Random random(k_dim + v_dim);
+    units.resize(1 + layers * blocks * heads * unit_bytes(view));
+    for (char& byte : units) byte = (char)random.bits();
+    view.data = units.data() + 1;
+    for (int64_t d = 0; d < k_dim; ++d) k_signs.push_back(random.below(2) ? 1.0f : -1.0f);
+    for (int64_t d = 0; d < v_dim; ++d) v_signs.push_back(random.below(2) ? 1.0f : -1.0f);
+    view.k_signs = k_signs.data(), view.v_signs = v_signs.data();
+    if (format == Format::kKivi4) add_units(random);
+  }
+  TestCache(Type type, int64_t layers, int64_t blocks, int64_t heads, int64_t size, int64_t k_dim, int64_t v_dim)
+      : TestCache((Format)type, layers, blocks, heads, size, k_dim, v_dim) {}
+  TestCache(const TestCache&) = delete;
+
+  // The stored numbers; of a key also the dims that it shares with the value.
+  double key(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    if (!view.latent) return stored(true, layer, block, head, s, d);
+    return d < view.v_dim ? value(layer, block, head, s, d) : stored(true, layer, block, head, s, d - view.v_dim);
+  }
+  double value(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    return stored(false, layer, block, head, s, d);
+  }
+
+  int64_t k_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    const int64_t size = view.block_size, first = ((layer * view.blocks + block) * view.heads + head) * size * view.k_dim;
+    return first + (view.format == Format::kF32 ? d * size + s : ((d / 2) * size + s) * 2 + d % 2);
+  }
+  int64_t v_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    return (((layer * view.blocks + block) * view.heads + head) * view.block_size + s) * view.v_dim + d;
+  }
+
+ private:
+  static constexpr int64_t kRows = 3;
+  static Type type_of(Format format) { return is_plain(format) ? (Type)format : Type::kF32; }
+
+  // Numbers of size 1; units by channel, by token and open.
+  void add_units(Random& random) {
+    const KiviParams at = kivi_params(view);
+    const int64_t count = view.layers * view.blocks * view.heads;
+    open_k.randomise(random), open_v.randomise(random);
+    for (int64_t b = 0; b < view.blocks; ++b) open_row.push_back(b < kRows ? (int32_t)(kRows - 1 - b) : -1);
+    for (int64_t u = 0; u < count; ++u) {
+      uint8_t* bytes = reinterpret_cast<uint8_t*>(view.data) + u * unit_bytes(view) + params_at();
+      for (int64_t i = 0; i <= at.state; ++i) bytes[i] = (uint8_t)(60 + random.below(30));
+      for (int64_t i = at.v_scales; i < at.v_low; ++i) bytes[i] = (uint8_t)(60 + random.below(40));
+      const bool has_row = open_row[u / view.heads % view.blocks] >= 0;
+      if (random.below(2)) bytes[at.state] = has_row ? kKiviOpen : kKiviByToken;
+    }
+    view.open_row = open_row.data(), view.open_k = open_k.data(), view.open_v = open_v.data();
+    view.open_rows = kRows;
+    view.origin_layers = view.layers, view.origin_blocks = view.blocks, view.origin_heads = view.heads;
+  }
+
+  int64_t params_at() const { return k_code_bytes(view) + v_code_bytes(view); }
+  const uint8_t* unit_at(int64_t layer, int64_t block, int64_t head) const {
+    const int64_t index = (layer * view.blocks + block) * view.heads + head;
+    return reinterpret_cast<const uint8_t*>(view.data) + index * unit_bytes(view);
+  }
+
+  int code(bool key, const uint8_t* unit, int64_t s, int64_t d) const {
+    const int64_t bits = bits_of(view.format), fields = 32 / bits;
+    const int64_t word = key ? d / fields * view.block_size + s : s / fields * view.v_dim + d;
+    uint32_t x;
+    std::memcpy(&x, unit + (key ? 0 : k_code_bytes(view)) + 4 * word, 4);
+    return (int)(x >> bits * ((key ? d : s) % fields) & ((1u << bits) - 1));
+  }
+
+  double fine_scale(bool key, const uint8_t* unit, int64_t s) const {
+    const uint8_t* planes = unit + params_at() + s;
+    const int code = planes[(key ? 0 : 1) * view.block_size] | (planes[2 * view.block_size] >> (key ? 0 : 4) & 15) << 8;
+    if (code == 0 && view.format == Format::kTurbo4) return 0;
+    return std::exp2(code / 256.0 - (view.format == Format::kInt8 ? 13 : view.format == Format::kFP8 ? 15 : 9));
+  }
+
+  static double level(int code) {
+    constexpr double kHalf[] = {.1284, .388, .6568, .9423, 1.2562, 1.618, 2.069, 2.7326};
+    return code < 8 ? -kHalf[7 - code] : kHalf[code - 8];
+  }
+  static double fp8(int code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = std::ldexp(exponent ? 8 + mantissa : mantissa, (exponent ? exponent : 1) - 10);
+    return code & 128 ? -size : size;
+  }
+  static double thirds(int code, int centre, int scale) {
+    return centre == 0 ? 0 : std::exp2(scale / 16.0 - 10) * (code - 7.5 + (centre - 128) / 3.0);
+  }
+
+  double kivi(bool key, int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    const uint8_t *unit = unit_at(layer, block, head), *bytes = unit + params_at();
+    const KiviParams at = kivi_params(view);
+    const int64_t size = view.block_size, dim = key ? view.k_dim : view.v_dim, index = d / kGroup * size + s;
+    const int state = bytes[at.state], n = code(key, unit, s, d);
+    if (state == 254 && open_row[block] >= 0) {
+      const int64_t row = ((int64_t)open_row[block] * view.layers + layer) * view.heads + head;
+      return (key ? open_k : open_v).get((row * size + s) * dim + d);
+    }
+    if (!key) {
+      const int z = (bytes[at.v_low + index / 2] >> 4 * (index % 2) & 15) | (bytes[at.v_high + index / 8] >> index % 8 & 1) << 4;
+      return std::exp2(bytes[at.v_scales + index] / 22.0 - 8) * (n - 7.5 + (z - 16) / 2.0);
+    }
+    if (state != 255) return thirds(n, bytes[d], bytes[dim + d]);
+    return thirds(n, bytes[(2 * (d / kGroup) + 1) * size + s], bytes[2 * (d / kGroup) * size + s]);
+  }
+
+  double stored(bool key, int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
+    if (is_plain(view.format))
+      return key ? k.get(k_index(layer, block, head, s, d)) : v.get(v_index(layer, block, head, s, d));
+    const uint8_t* unit = unit_at(layer, block, head);
+    const int64_t dim = key ? view.k_dim : view.v_dim, size = view.block_size;
+    switch (view.format) {
+      case Format::kInt8: return (code(key, unit, s, d) - 128) * fine_scale(key, unit, s);
+      case Format::kFP8: return fp8(code(key, unit, s, d)) * fine_scale(key, unit, s);
+      case Format::kInt4: {
+        const uint8_t* planes = unit + params_at() + 2 * (d / kGroup + (key ? 0 : groups_of(view.k_dim))) * size + s;
+        return thirds(code(key, unit, s, d), planes[size], planes[0]);
+      }
+      case Format::kKivi4: return kivi(key, layer, block, head, s, d);
+      default: break;
+    }
+    const int64_t width = dim & -dim, first = d / width * width;
+    double sum = 0;
+    for (int64_t e = 0; e < width; ++e)
+      sum += (__builtin_popcountll(e & (d - first)) % 2 ? -1 : 1) * level(code(key, unit, s, first + e));
+    return sum / std::sqrt((double)width) * fine_scale(key, unit, s) * (key ? k_signs : v_signs)[d];
+  }
+};
+
+}  // namespace kvreclaim::tests

@@ -1,0 +1,158 @@
+"""Prefill over latents: at how many new tokens expanding the keys is faster than absorbing the queries.
+
+One layer of DeepSeek-V3's head dims, one sequence, blocks in random order. Both ways start at the model's own
+queries and the latents in the cache, and end at the heads' outputs, so up-projections count. They are
+compared first (nothing is timed while they differ) and then timed in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kvreclaim.bench.bandwidth import timed
+from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.kernels import TOLERANCES, WrongKernelError
+from kvreclaim.ops.backend import Backend, Need, choose_backend
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.latent import UpProjection, expanded_attention
+
+RANK, NOPE, ROTARY, VALUE = 512, 128, 64, 128
+"""DeepSeek-V2's and V3's; the number of heads is the plan's."""
+SCALE = (NOPE + ROTARY) ** -0.5
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """contexts: tokens before the new ones; new_tokens: how many are computed at once."""
+
+    contexts: Sequence[int] = (0, 1024, 8192)
+    new_tokens: Sequence[int] = (16, 64, 128, 171, 256, 512)
+    heads: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    kernels: str = "auto"
+    kv_cache_dtype: str = "auto"
+    rounds: int = 3
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """The newest tokens of one sequence over a filled cache."""
+
+    plan: LatentPlan
+    backend: Backend
+    cache: KVCache
+    tokens: PagedTokens
+    batch: AttentionBatch
+    query: Tensor
+    weights: UpProjection
+
+    @classmethod
+    def make(cls, plan: LatentPlan, context: int, new: int) -> _Chunk:
+        device, length = torch.device(plan.device), context + new
+        layer = LayerFacts(plan.heads, 1, RANK + ROTARY, RANK, SCALE, latent=True)
+        form = kv_format(plan.kv_cache_dtype, plan.dtype)
+        backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, plan.dtype, device, form)).backend
+        like = torch.empty(0, dtype=plan.dtype, device=device)
+        blocks = -(-length // BLOCK_SIZE)
+        cache = backend.allocate((layer,), blocks, BLOCK_SIZE, like=like, kv_format=form, open_rows=2)
+        table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+        ids = torch.from_numpy(table.astype(np.int64)).to(device)
+        backend.keep_open(cache, [int(table[-1])])
+        slots = torch.arange(length, device=device)
+        keys = _noise(1, length, 1, RANK + ROTARY).to(like)
+        mapping = ids[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE
+        backend.write_kv(cache, 0, keys, keys[..., :RANK], mapping)
+        both = (_noise(2, plan.heads, NOPE + VALUE, RANK) / RANK**0.5).to(like)
+        weights = UpProjection(*both.split([NOPE, VALUE], dim=1))
+        query = _noise(3, new, plan.heads, NOPE + ROTARY).to(like)
+        batch = AttentionBatch.build((SequenceSlots(table, new, length),), BLOCK_SIZE, device)
+        return cls(plan, backend, cache, PagedTokens(cache, 0, ids, length), batch, query, weights)
+
+    def absorbed(self) -> Tensor:
+        q = self.weights.absorb(self.query)
+        out = self.backend.paged_attention(q, self.cache, 0, self.batch, scale=SCALE)
+        return self.weights.finish(out)
+
+    def expanded(self) -> Tensor:
+        return expanded_attention(self.backend, self.tokens, self.query, self.weights, scale=SCALE)
+
+    def error(self) -> float:
+        """Largest difference of the two ways, over the largest value. Raises: WrongKernelError."""
+        absorbed, expanded = self.absorbed().float(), self.expanded().float()
+        error = float((absorbed - expanded).abs().max() / expanded.abs().max())
+        if not error <= TOLERANCES[self.plan.dtype]:
+            raise WrongKernelError(
+                f"{self.backend.NAME}: absorbed and expanded attention differ by {error:.2e} of the largest "
+                f"value (allowed {TOLERANCES[self.plan.dtype]:.0e}); nothing was timed."
+            )
+        return error
+
+
+def _noise(seed: int, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def run(plan: LatentPlan) -> list[Row]:
+    """Rows with context, new_tokens, absorbed_ms, expanded_ms, gain (absorbed over expanded; medians), takes
+    (which way the engine goes), error and spread. Raises: WrongKernelError if the two ways differ."""
+    return list(_rows(plan))
+
+
+def _rows(plan: LatentPlan) -> Iterator[Row]:
+    for context in plan.contexts:
+        for new in plan.new_tokens:
+            chunk = _Chunk.make(plan, context, new)
+            error = chunk.error()
+            ways: dict[str, Callable[[], Tensor]] = {"absorbed": chunk.absorbed, "expanded": chunk.expanded}
+            runs = {name: _timer(way, plan.device) for name, way in ways.items()}
+            rounds = alternate(runs, plan.rounds)
+            absorbed, expanded = (median(rounds[name]) for name in ways)
+            expands = chunk.weights.expands(new, context + new, ROTARY)
+            yield {
+                "kernels": chunk.backend.NAME,
+                "kv_cache_dtype": chunk.cache.format.name,
+                "heads": plan.heads,
+                "context": context,
+                "new_tokens": new,
+                "absorbed_ms": absorbed * 1e3,
+                "expanded_ms": expanded * 1e3,
+                "gain": absorbed / expanded,
+                "takes": "expanded" if expands else "absorbed",
+                "error": error,
+                "spread": max(spread(values) for values in rounds.values()),
+            }
+
+
+def _timer(way: Callable[[], Tensor], device: str) -> Callable[[], float]:
+    return lambda: timed(way, device)
+
+
+def latent_table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    first = rows[0]
+    title = f"prefill over latents, {first['heads']} heads ({first['kernels']}, {first['kv_cache_dtype']})"
+    made = table(
+        title, ["tokens before", "new", "absorbed ms", "expanded ms", "gain", "taken"], text_columns=0
+    )
+    for row in rows:
+        made.add_row(
+            f"{row['context']:,}",
+            f"{row['new_tokens']:,}",
+            text(row["absorbed_ms"], 1),
+            text(row["expanded_ms"], 1),
+            text(row["gain"], 2),
+            row["takes"],
+        )
+    return made
