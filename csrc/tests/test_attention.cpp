@@ -16,12 +16,12 @@ void check_row(const Layout& at, const Sequence& seq, int64_t row, int64_t head,
     const int64_t block = seq.blocks[slot / c.block_size], s = slot % c.block_size;
     weight += weights[slot];
     for (int64_t d = 0; d < c.v_dim; ++d)
-      sum[d] += weights[slot] * at.cache.v.get(at.cache.v_index(a.layer, block, kv_head, s, d));
+      sum[d] += weights[slot] * at.cache.value(a.layer, block, kv_head, s, d);
   }
   for (int64_t d = 0; d < c.v_dim; ++d) {
     const double want = weight == 0 ? 0 : sum[d] / weight;
     const double got = at.out.get((row * a.num_heads + head) * c.v_dim + d);
-    const double tolerance = at.out.type() == Type::kBF16 ? 1e-3 + std::fabs(want) / 128 : 2e-5;
+    const double tolerance = at.out.type() == Type::kF32 ? 2e-5 : 1e-3 + std::fabs(want) / 128;
     KVR_CHECK(std::fabs(got - want) <= tolerance, "row %ld head %ld dim %ld: %g, not %g", (long)row, (long)head,
               (long)d, got, want);
   }
@@ -54,6 +54,39 @@ KVR_TEST(attention_options) {
       run({type, 2, 2, 16, 16, 16, {{1, 100}, {9, 30}, {1, 600}}, 2.0f, window, true, false});
       run({type, 2, 2, 16, 16, 16, {{1, 100}, {9, 30}, {1, 600}}, 0.0f, window, false, true});
     }
+}
+
+// Queries of 16 bits over int8 and int4 are multiplied as integers where the CPU can, unless dims are odd.
+KVR_TEST(attention_of_integers) {
+  for (Format format : {Format::kInt8, Format::kInt4})
+    for (Type type : {Type::kF32, Type::kBF16, Type::kF16})
+      for (auto [k_dim, v_dim] : {std::pair<int64_t, int64_t>{64, 96}, {24, 8}})
+        for (int64_t group : {1, 2, 3, 4, 9})
+          run({type, 2, group, 16, k_dim, v_dim, {{1, 1}, {0, 0}, {1, 70}, {3, 20}}, 0, 0, false, false, format});
+}
+
+KVR_TEST(attention_formats) {
+  for (Format format : kFormats) {
+    run({Type::kF32, 2, 3, 32, 24, 40, {{1, 1}, {0, 0}, {1, 70}, {3, 20}}, 0, 0, false, false, format});
+    run({Type::kF16, 1, 9, 16, 40, 8, {{1, 17}}, 0, 0, false, false, format});
+  }
+}
+
+KVR_TEST(attention_formats_splits_and_options) {
+  for (Format format : {Format::kInt8, Format::kInt4, Format::kKivi4})
+    for (Type type : {Type::kF32, Type::kBF16}) {
+      run({type, 1, 1, 48, 32, 32, {{1, 511}, {1, 512}, {1, 513}}, 0, 0, false, false, format});
+      for (bool masks : {false, true})
+        run({type, 1, 2, 16, 32, 32, {{1, 100}, {5, 30}, {1, 150}}, 2.0f, 40, true, masks, format});
+    }
+  for (Format format : {Format::kInt8, Format::kInt4})
+    run({Type::kBF16, 1, 1, 16, 32, 32, {{1, 2100}, {1, 8250}}, 0, 0, false, false, format});
+}
+
+KVR_TEST(attention_latent) {
+  for (Format format : kFormats)
+    run({Type::kF32, 1, 5, 16, 8, 40, {{1, 33}, {2, 17}}, 0, 0, false, false, format, true});
+  run({Type::kBF16, 1, 70, 16, 8, 80, {{1, 600}, {2, 17}}, 0, 0, false, false, Format::kInt8, true});
 }
 
 KVR_TEST(write_rounds_and_takes_any_strides) {

@@ -57,6 +57,12 @@ KVR_TEST(column_sums_options) {
     }
 }
 
+KVR_TEST(column_sums_formats) {
+  for (Format format : kFormats)
+    for (bool latent : {false, true})
+      run({Type::kF32, 1, 3, 16, 24, 40, {{1, 17}, {3, 70}}, 0, 0, true, false, format, latent});
+}
+
 KVR_TEST(column_sums_of_nothing) {
   run({Type::kF32, 2, 2, 16, 16, 16, {{0, 3}}});
 }

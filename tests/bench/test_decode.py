@@ -145,14 +145,17 @@ def test_formats_are_systems_of_their_own(tmp_path):
 
 
 def test_a_coded_cache_is_judged_by_the_reference_in_its_format():
-    """In int4 the tokens of another format would not be the reference's."""
     prompts = random_prompts(2, 300, 256, seed=5)
-    referee = FormatReferee(demo_model(), "int4")
+    model = Referee(demo_model())
+    referee = FormatReferee(demo_model(), "int4", model)
     outputs = [referee.greedy(prompt, 8) for prompt in prompts]
-    assert referee.judge("x", "float32", prompts, outputs).passed
-    assert float(referee.gaps(prompts[0], outputs[0]).max()) == 0.0
+    judged = [referee.judge("x", dtype, prompts, outputs) for dtype in ("float32", "bfloat16")]
+    assert all(each.passed and each.exact == 1 and each.largest_gap < 1e-3 for each in judged)
+    gap = max(float(model.gaps(*pair).max()) for pair in zip(prompts, outputs, strict=True))
+    assert [each.allowed for each in judged] == [verify.MARGIN_STDS, verify.MARGIN_STDS + gap]
     outputs[1][2] = (outputs[1][2] + 7) % 256
     assert not referee.judge("x", "float32", prompts, outputs).passed
+    assert not referee.judge("x", "bfloat16", prompts, outputs).passed
 
 
 def test_a_dead_peer_is_a_skipped_point(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from statistics import mean
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from kvreclaim import LLM, demo_model
+from kvreclaim.cli.main import app
 from kvreclaim.demo.main import present, run_demo
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import POLICIES, DemoPlan
@@ -89,3 +92,17 @@ def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
         theirs = scores(policy, 0.1)
         assert ours[Kind.LOOKUP,] >= theirs[Kind.LOOKUP,], policy
         assert ours[Kind.LOOKUP, Kind.RESTORE] > theirs[Kind.LOOKUP, Kind.RESTORE], policy
+
+
+def test_the_format_of_the_cache_can_be_chosen(report):
+    plan = replace(SMALL, fractions=(), num_scored=1, num_generated=1, num_load=1, kv_cache_dtype="int8")
+    coded = run_demo(demo_model(), plan, Console(quiet=True), command="test")
+    assert (report.kv_cache_dtype, coded.kv_cache_dtype) == ("fp32", "int8")
+    assert report.kv_bytes_per_block == pytest.approx(2 * 1.91 * coded.kv_bytes_per_block, rel=1e-3)
+    assert coded.runs[0].lookup_accuracy == 1.0
+
+
+def test_an_unknown_format_is_one_sentence():
+    result = CliRunner().invoke(app, ["demo", "--kv-cache-dtype", "int3"])
+    assert result.exit_code == 2
+    assert "kv_cache_dtype is 'int3'" in result.stderr

@@ -78,10 +78,11 @@ def check(llm, monkeypatch, prompts, params=GREEDY, config=None, bound=PER_CODE)
     return shadow, requests
 
 
-def test_tokens_of_open_blocks_are_exact_and_of_full_ones_near(kivi, monkeypatch):
-    shadow, _ = check(
-        kivi(enable_prefix_caching=False), monkeypatch, tiny.prompts((70, 9, 33), seed=3), bound=0.04
-    )
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_tokens_of_open_blocks_are_exact_and_of_full_ones_near(family, kivi, monkeypatch):
+    llm = kivi(family=family, enable_prefix_caching=False)
+    assert llm.engine.cache.shape.latent == (family == "deepseek-v3")
+    shadow, _ = check(llm, monkeypatch, tiny.prompts((70, 9, 33), seed=3), bound=0.04)
     assert shadow.furthest > 0.01, "nothing was quantised"
 
 

@@ -116,10 +116,10 @@ def test_what_cannot_be_expanded_is_absorbed(make_llm, monkeypatch) -> None:
 @pytest.mark.parametrize("policy", ["query_mixture", "evict-only"])
 def test_forks_and_preemption(policy, make_llm, monkeypatch) -> None:
     llm = make_llm(
-        "deepseek-v2", enable_prefix_caching=False, block_size=8, num_blocks=26, max_num_batched_tokens=32
+        "deepseek-v2", enable_prefix_caching=False, block_size=8, num_blocks=26, max_num_batched_tokens=48
     )
     params = SamplingParams(temperature=1.0, n=3, max_tokens=40, seed=1, ignore_eos=True)
-    shadow, outputs = check_shadow(llm, small(policy), monkeypatch, params, lengths=(30, 40))
+    shadow, outputs = check_shadow(llm, small(policy, budget=40), monkeypatch, params, (40, 45))
     assert all(len(output.token_ids) == 40 for out in outputs for output in out.outputs)
     assert shadow.num_expanded > 0
     if policy == "evict-only":

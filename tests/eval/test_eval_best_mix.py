@@ -110,6 +110,9 @@ def test_the_chart_has_a_line_for_each_policy_and_format_and_the_best_mix(report
     assert styles["knorm", "bf16"]["color"] == styles["knorm", "int4"]["color"]
     assert styles["knorm", "int4"]["marker"] == styles["full", "int4"]["marker"]
     assert styles["knorm", "int4"]["marker"] != styles["knorm", "bf16"]["marker"]
+    more = EvalReport(header=HEADER, rows=[r.model_copy(update={"policy": "full"}) for r in ROWS])
+    few = charts._styles(more)
+    assert few["full", "bf16"]["color"] != few["full", "int4"]["color"]
     one = EvalReport(header=HEADER, rows=ROWS[:3])
     assert "best mix" not in (charts.quality_chart(one) or "")
     assert charts._styles(one)["full", "bf16"]["marker"] != charts._styles(one)["knorm", "bf16"]["marker"]

@@ -147,4 +147,4 @@ def test_the_cheaper_way_is_taken(dims) -> None:
 def test_where_the_threshold_lies_at_the_shape_of_v3() -> None:
     assert V3.expands(MIN_QUERIES, MIN_QUERIES, 64)
     assert not V3.expands(MIN_QUERIES - 1, MIN_QUERIES - 1, 64)
-    assert [V3.expands(m, 100_000, 64) for m in (1, 16, 170, 171, 512)] == [False] * 3 + [True] * 2
+    assert [V3.expands(m, 100_000, 64) for m in (1, 32, 170, 171, 512)] == [False] * 3 + [True] * 2

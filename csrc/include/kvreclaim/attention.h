@@ -1,8 +1,8 @@
 // Paged attention: decode and chunked prefill by one kernel, in tiles with an online softmax.
 //
 // A work item is (sequence, KV head, block of query rows, part of the keys). Keys are cut at multiples of a
-// fixed number of slots, so that a row's result depends neither on the batch nor on the threads; the parts'
-// sums are merged at the end. Prefill has rows enough to keep threads busy and is not cut.
+// number of slots that the sequence alone decides, so that a row's result depends neither on the batch nor on
+// the threads; the parts' sums are merged at the end. Prefill has rows enough to keep threads busy and is not cut.
 // Source of the merge: online softmax, arXiv 1805.02867; split keys as in Flash-Decoding.
 #pragma once
 
@@ -17,8 +17,11 @@
 
 namespace kvreclaim::KVR_NS {
 
-constexpr int64_t kSplit = 512;          // slots of one part of a decode row's keys
-constexpr int64_t kIntegerSplit = 1024;  // the same over integer products: a part's queries cost more to prepare
+constexpr int64_t kSplit = 512;  // slots of one part of a decode row's keys
+
+// The same over integer products, where a part costs as much before its first token as 50 tokens: longer parts
+// where there are many.
+KVR_INLINE int64_t integer_split(int64_t slots) { return slots > 8192 ? 2048 : slots > 2048 ? 1024 : kSplit; }
 
 // How a sequence is cut into items.
 struct Plan {
@@ -34,7 +37,7 @@ inline Plan plan_sequence(const AttentionArgs& a, const SequenceView& seq) {
   plan.row_block = seq.query_len == 1 && !reads_direct(a.cache) ? kMaxRows : kRowBlock;
   plan.row_blocks = div_up(rows, plan.row_block);
   plan.splits = plan.row_blocks;
-  plan.split = takes_integers(a, seq) ? kIntegerSplit : kSplit;
+  plan.split = takes_integers(a, seq) ? integer_split(seq.seq_len) : kSplit;
   if (plan.row_blocks == 1) {
     plan.first_slot = first_slot(a, seq, 0) / plan.split * plan.split;
     plan.splits = div_up(seq.seq_len - plan.first_slot, plan.split);

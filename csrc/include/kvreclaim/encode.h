@@ -89,16 +89,17 @@ KVR_INLINE void put_codes(const Place& at, int64_t d, Eight::U codes) {
     store(words, (load<Eight::U>(words) & ~field) | codes << (int)shift);
     return;
   }
+  typedef uint8_t Bytes __attribute__((vector_size(8)));
+  uint64_t bytes = (uint64_t) __builtin_convertvector(codes, Bytes);
   char* word = at.own + (d * bits / 32) * k_word_stride(c) + 4 * at.slot;
-  uint32_t low = 0, high = 0;
-  if (bits == 4) {
-    for (int j = 0; j < 8; ++j) low |= codes[j] << 4 * j;
-    store(word, low);
+  if (bits == 4) {  // the low halves of the bytes move together
+    bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ffu;
+    bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffffu;
+    store(word, (uint32_t)(bytes | bytes >> 16));
     return;
   }
-  for (int j = 0; j < 4; ++j) low |= codes[j] << 8 * j, high |= codes[4 + j] << 8 * j;
-  store(word, low);
-  store(word + k_word_stride(c), high);
+  store(word, (uint32_t)bytes);
+  store(word + k_word_stride(c), (uint32_t)(bytes >> 32));
 }
 
 inline void put_fine(const Place& at, uint32_t code) {

@@ -36,8 +36,7 @@ KVR_INLINE Words dot4(Words sum, Words codes, Words bytes) {
   return sum;
 }
 
-// Four neighbouring words in each quarter of a vector, and word J of them everywhere: cheaper than four
-// broadcasts from memory, of which there is about one in a cycle.
+// Four words in each quarter of a vector, and word J of them everywhere: cheaper than broadcasts from memory.
 KVR_INLINE Words four_words(const int32_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
 template <int J>
 KVR_INLINE Words word_of(Words four) {
@@ -101,8 +100,7 @@ struct ScaleTables {
 };
 
 KVR_INLINE ScaleTables scale_tables() {
-  const Words table = _mm512_load_si512(kSixteenths);
-  return {_mm512_sub_epi32(table, _mm512_set1_epi32(15 << 23)),
+  return {_mm512_sub_epi32(_mm512_load_si512(kSixteenths), _mm512_set1_epi32(15 << 23)),
           load<vf>(k256ths) * power_of_two(15 - fine_bias(Format::kInt8))};
 }
 constexpr float kCoarseUnit = 32;  // 2^(15 - kCoarseBias)
@@ -231,13 +229,13 @@ KVR_INLINE vf exp2_weight(vf x) {
 
 // What a tile's softmax leaves for its values.
 struct TileWeights {
-  int32_t* p;             // [groups][R][2][kLanes]: high bytes, low bytes; word 4 c + i is chunk c's word i
-  float *unit, *alpha;    // [groups][R] of p; [R] of what was summed before
+  int32_t* p;           // [groups][R][2][kLanes]: high bytes, low bytes; word 4 c + i is chunk c's word i
+  float *unit, *alpha;  // [groups][R] of p; [R] of what was summed before
 };
 
-// A bound of the scales of a group's values over the tile's visible tokens, a power of two.
+// The exponent of a bound of the scales of a group's values over the tile's visible tokens.
 template <int Bits>
-KVR_INLINE float scale_bound(const CodedTile& tile, int64_t offset, uint64_t seen) {
+KVR_INLINE int scale_bound(const CodedTile& tile, int64_t offset, uint64_t seen) {
   __m128i most = _mm_setzero_si128();
 #pragma GCC unroll 4
   for (int c = 0; c < kChunks; ++c)
@@ -245,11 +243,11 @@ KVR_INLINE float scale_bound(const CodedTile& tile, int64_t offset, uint64_t see
   most = _mm_max_epu8(most, _mm_srli_epi16(most, 8));  // of each pair in its low byte
   const __m128i least = _mm_minpos_epu16(_mm_andnot_si128(most, _mm_set1_epi16(255)));
   const int octave = (255 - _mm_cvtsi128_si32(least) % 256) >> 4;
-  return power_of_two(octave + 1 - (Bits == 8 ? fine_bias(Format::kInt8) : 15));
+  return octave + 1 - (Bits == 8 ? fine_bias(Format::kInt8) : 15);
 }
 
-// Scores -> weights 2^(s - m) times the values' scales, as 16-bit integers in bytes. They are taken against the
-// tile's own maximum: against the row's, thousands of small ones would round to nothing.
+// Scores -> weights 2^(s - m) times the values' scales, as 16-bit integers in bytes, against the tile's own
+// maximum: against the row's, thousands of small ones would round to nothing.
 template <int R, int Bits>
 KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const CodedTile& next, uint64_t seen,
                               const float* s, const float* unit, float* offsets, RowGroup& group,
@@ -289,8 +287,8 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
   const int64_t first_plane = Bits == 8 ? 0 : 2 * at.k_groups * at.plane;
   for (int64_t g = 0; g < at.v_groups; ++g) {
     const int64_t planes = first_plane + 2 * g * at.plane;
-    const float bound = scale_bound<Bits>(tile, Bits == 8 ? 2 * at.plane : planes, seen);
-    const vf inverse = splat(kLargest / bound);
+    const int bound = scale_bound<Bits>(tile, Bits == 8 ? 2 * at.plane : planes, seen);
+    const vf inverse = splat(kLargest * power_of_two(-bound));
     vf scale[kChunks], offset[kChunks];
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
@@ -322,7 +320,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
       int32_t* p = to.p + (g * R + r) * 2 * kLanes;
       _mm512_storeu_si512(p, _mm512_permutexvar_epi32(turn, high));
       _mm512_storeu_si512(p + kLanes, _mm512_permutexvar_epi32(turn, low));
-      const float own_unit = share[r] * bound * (1.0f / kLargest);
+      const float own_unit = share[r] * power_of_two(bound) * (1.0f / kLargest);
       to.unit[g * R + r] = own_unit;
       float* sums = offsets + (g * R + r) * kLanes;
       if constexpr (Bits == 8)

@@ -85,7 +85,10 @@ inline void write_token(const WriteArgs& a, int64_t token, int64_t head) {
 
 inline float* as_floats(const RowsView& x, int64_t token, int64_t head, int64_t dims, float* to) {
   const char* row = row_of(x, token, head);
-  for (int64_t d = 0; d < dims; ++d) to[d] = element(x, row, d);
+  if (x.stride_d == 1)
+    row_values((Format)x.type, row, dims, {1, 0, dims, to, dims});
+  else
+    for (int64_t d = 0; d < dims; ++d) to[d] = element(x, row, d);
   return to;
 }
 

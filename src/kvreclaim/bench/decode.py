@@ -75,7 +75,7 @@ def verify(
             continue  # up to its budget a policy is the full cache, beyond it has no such oracle
         form = plan.kv_cache_dtype(name)
         if form not in referees:
-            referees[form] = FormatReferee(plan.model, form)
+            referees[form] = FormatReferee(plan.model, form, model)
         for dtype in dict.fromkeys(("float32", plan.dtype)):
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue

@@ -4,15 +4,20 @@ Two checks on the same prompts. In fp32 every system must give exactly the token
 `generate`. In the dtype that is timed, rounding decides between tokens whose logits nearly tie, and one such
 token changes all that follow; so each drawn token is judged after its own prefix: the fp32 model's logits are
 computed over prompt and output, and the drawn token's logit may lie at most MARGIN_STDS below the best one.
+
 A system whose KV cache rounds is compared with what the reference back-end computes in fp32 from the same
-format: the model itself would not say so.
+format. Two correct kernels do not draw equal tokens there: sums in another order put a number on the other
+side of a code's boundary here and there. So only gaps are judged: in fp32 within MARGIN_STDS; in the dtype
+that is timed, whose rounding crosses far more boundaries, at most as much further off as the format itself is
+from the model. So it is in fp32 for a format with open blocks: the referee computes all tokens in one chunk,
+which sees them sealed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +44,10 @@ class WrongTokensError(KVReclaimError, RuntimeError):
 class Agreement:
     """How one system's tokens compare with the fp32 model's.
 
-    exact:       share of tokens before the first that differs from transformers' fp32 output
+    exact:       share of tokens before the first that differs from the fp32 output
     top1:        share of tokens that are the fp32 model's first choice after the same prefix
-    largest_gap: to the best logit, in standard deviations of the logits
+    largest_gap: to the best logit, in standard deviations of the logits; allowed: at most
+    must_equal:  whether tokens in fp32 have to be the same
     """
 
     system: str
@@ -50,11 +56,14 @@ class Agreement:
     exact: float
     top1: float
     largest_gap: float
+    allowed: float = MARGIN_STDS
+    must_equal: bool = True
 
     @property
     def passed(self) -> bool:
         """Equal in fp32; within the margin in any dtype."""
-        return self.largest_gap <= MARGIN_STDS and (self.dtype != "float32" or self.exact == 1.0)
+        equal = self.exact == 1.0 or self.dtype != "float32" or not self.must_equal
+        return self.largest_gap <= self.allowed and equal
 
     def row(self) -> Row:
         return asdict(self) | {"passed": self.passed}
@@ -118,11 +127,15 @@ class Referee(Judge):
 
 
 class FormatReferee(Judge):
-    """The model in fp32 over the reference back-end's cache in one KV format, prompts in one chunk."""
+    """The model in fp32 over the reference back-end's cache in one KV format, prompts in one chunk.
 
-    def __init__(self, model: Path, kv_cache_dtype: str) -> None:
+    model: says how far the format itself is from it
+    """
+
+    def __init__(self, path: Path, kv_cache_dtype: str, model: Referee) -> None:
+        self.model = model
         self.llm = LLM(
-            model,
+            path,
             dtype="float32",
             device="cpu",
             kernels="reference",
@@ -142,6 +155,14 @@ class FormatReferee(Judge):
         self.llm.score([prompt], [tokens], observers=[lambda _, told: rows.append(told.clone())])
         return _gaps(torch.cat(rows), tokens)
 
+    def judge(self, system: str, dtype: str, prompts: list[list[int]], outputs: list[list[int]]) -> Agreement:
+        judged = super().judge(system, dtype, prompts, outputs)
+        allowed = MARGIN_STDS
+        if dtype != "float32" or self.llm.engine.kv_format.has_open_blocks:
+            pairs = zip(prompts, outputs, strict=True)
+            allowed += max(float(self.model.gaps(p, self.greedy(p, len(out))).max()) for p, out in pairs)
+        return replace(judged, allowed=allowed, must_equal=False)
+
 
 def _gaps(logits: Tensor, tokens: list[int]) -> Tensor:
     """[tokens] from logits [tokens, V], or log-probabilities, which differ from them by a constant a row."""
@@ -158,23 +179,27 @@ def require_agreement(results: list[Agreement]) -> None:
     """Raises: WrongTokensError naming the systems that failed."""
     if wrong := [result for result in results if not result.passed]:
         told = "; ".join(
-            f"{x.system} in {x.dtype}: {x.exact:.0%} as transformers, gap up to {x.largest_gap:.3f}"
+            f"{x.system} in {x.dtype}: {x.exact:.0%} as in fp32, gap up to {x.largest_gap:.3f} of "
+            f"{x.allowed:.3f} allowed"
             for x in wrong
         )
         raise WrongTokensError(
-            f"greedy tokens are not the model's ({told}; allowed: 100% in float32, gap {MARGIN_STDS}); "
-            "nothing was timed; fix the system, or leave it out of --peers."
+            f"greedy tokens are not the model's ({told}; a cache that does not round has to give 100% in "
+            "float32); nothing was timed; fix the system, or leave it out."
         )
 
 
 def agreement_table(results: list[Agreement]) -> Any:
     """For people."""
     made = table(
-        "greedy tokens", ("system", "dtype", "tokens", "exact", "top-1", "largest gap (σ)"), text_columns=2
+        "greedy tokens",
+        ("system", "dtype", "tokens", "exact", "top-1", "largest gap (σ)", "allowed"),
+        text_columns=2,
     )
     for x in results:
         made.add_row(
-            x.system, x.dtype, str(x.num_tokens), f"{x.exact:.0%}", f"{x.top1:.0%}", text(x.largest_gap, 4)
+            *(x.system, x.dtype, str(x.num_tokens), f"{x.exact:.0%}", f"{x.top1:.0%}"),
+            *(text(x.largest_gap, 4), text(x.allowed, 2)),
         )
     return made
 

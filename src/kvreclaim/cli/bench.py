@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvreclaim.checks import check_choice, require
+from kvreclaim.cli.bench_latent import latent
 from kvreclaim.cli.bench_options import (
     Dtype,
     Json,
@@ -24,7 +25,6 @@ from kvreclaim.cli.bench_options import (
     numbers,
     ready,
 )
-from kvreclaim.cli.bench_latent import latent
 from kvreclaim.cli.bench_prefix import prefix
 from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.bench_vllm import vllm

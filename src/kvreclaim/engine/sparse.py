@@ -47,8 +47,9 @@ def least_blocks(compressor: Compressor, block_size: int) -> int:
 
 
 class DigestStore(RowStore):
-    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype
-    of gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows from the cache, so a fork begins anew."""
+    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype of
+    gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows
+    from the cache, so a fork begins anew."""
 
     def __init__(self, facts: ModelFacts, dtype: torch.dtype) -> None:
         layer = facts.layers[0]

@@ -126,20 +126,21 @@ def _by_task(
 
 
 def _styles(report: EvalReport) -> dict[tuple[str, str], Style]:
-    """By policy and KV format, the same in all charts: the colour is the policy's; line and marker are the
-    format's where there are several."""
+    """By policy and KV format, the same in all charts. Colours go to whichever there are more of, markers and
+    dashes to the other; where there is one format, a policy has its colour and its marker."""
     colours = colormaps["tab20"]
     order = [*range(0, 20, 2), *range(1, 20, 2)]
     dtypes = report.kv_cache_dtypes
-    return {
-        (policy, dtype): {
-            "color": colours(order[i % 20]),
-            "marker": MARKERS[(i if len(dtypes) == 1 else j) % len(MARKERS)],
-            "linestyle": DASHES[j % len(DASHES)],
-        }
-        for i, policy in enumerate(report.policies)
-        for j, dtype in enumerate(dtypes)
-    }
+    styles: dict[tuple[str, str], Style] = {}
+    for i, policy in enumerate(report.policies):
+        for j, dtype in enumerate(dtypes):
+            more, fewer = (j, i) if len(dtypes) > len(report.policies) else (i, j)
+            styles[policy, dtype] = {
+                "color": colours(order[more % 20]),
+                "marker": MARKERS[(more if len(dtypes) == 1 else fewer) % len(MARKERS)],
+                "linestyle": DASHES[fewer % len(DASHES)],
+            }
+    return styles
 
 
 def _figure(panels: int, inches: tuple[float, float] = PANEL_INCHES) -> tuple[Figure, Sequence[Axes]]:

@@ -17,12 +17,12 @@ from torch import Tensor
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.kv_cache import PagedTokens
 
-PIECE = 512
+PIECE = 256
 """Keys that are expanded at once."""
 MAX_SCORES = 1 << 20
 """Scores held at once (elements); heads are taken in groups of as many as that allows."""
-MIN_QUERIES = 16
-"""Fewer stay with the others of their step, who are answered by one call for all sequences."""
+MIN_QUERIES = 32
+"""Fewer gain nothing, and stay with the others of their step, who are answered by one call for all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

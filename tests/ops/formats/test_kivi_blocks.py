@@ -122,6 +122,31 @@ def test_a_cache_without_rows_is_refused() -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize("chunk", [1, 5, 7, 33])
+def test_bytes_do_not_depend_on_how_tokens_were_cut_into_writes(ops, dims, chunk) -> None:
+    """Nor on their order within a write: codes are of the numbers in bf16, whoever rounded them."""
+    count, size = 2 * dims.size + 3, dims.size
+    k = torch.randn(count, dims.heads, dims.k_dim, generator=torch.Generator().manual_seed(1))
+    v = torch.randn(count, dims.heads, dims.v_dim, generator=torch.Generator().manual_seed(2))
+    slots = torch.cat([torch.arange(size) + block * size for block in (3, 1, 4)])[:count]
+    found = []
+    for step in (count, chunk):
+        walk = Walk(ops, dims)
+        for first in range(0, count, step):
+            part = (
+                torch.randperm(min(step, count - first), generator=torch.Generator().manual_seed(3)) + first
+            )
+            for layer in range(dims.layers):
+                ops.write_kv(walk.cache, layer, k[part], v[part], slots[part])
+        assert walk.cache.open is not None
+        row = int(walk.cache.open.row_of[4])
+        found.append([plane[:, [1, 3]] for plane in walk.cache.planes] + [walk.cache.open.k[row]])
+    for whole, cut in zip(*found, strict=True):
+        assert torch.equal(whole, cut)
+        assert whole.any()
+
+
+@BACKENDS
 def test_full_blocks_keep_every_byte_until_they_are_freed(ops, dims) -> None:
     """Whatever happens to sequences that share them."""
     walk, size = Walk(ops, dims), dims.size

@@ -128,3 +128,17 @@ def test_a_row_of_a_block_that_a_compaction_filled_is_free_between_passes() -> N
     reference.compact(walk.cache, torch.tensor([[[1, 3, 4, 6]]]), sources, targets)
     assert len(rows.take([20, 21], between_passes=True)) == 2
     assert rows.blocks == {20, 21}
+
+
+def test_a_row_holds_zeros_behind_the_survivors_of_a_compaction() -> None:
+    walk = Walk(reference, SMALL)
+    name = walk.begin()
+    walk.write({name: 7})
+    walk.compact(name, torch.tensor([[[0, 1, 3, 5, 6]]]))
+    walk.check()
+    rows, last = walk.cache.open, walk.rows[name].blocks[1]
+    assert rows is not None
+    row = int(rows.row_of[last])
+    assert rows.k[row, :, :, 0].any()
+    assert not rows.k[row, :, :, 1:].any()
+    assert not rows.v[row, :, :, 1:].any()

@@ -14,9 +14,11 @@ if native.unavailable_reason() is not None:
 
 
 ISAS = tuple(
-    name for name in native.supported_isas() if name != "avx512" or "avx512vnni" not in native.supported_isas()
+    name
+    for name in native.supported_isas()
+    if name != "avx512" or "avx512vnni" not in native.supported_isas()
 )
-"""avx512vnni has avx512's loops and those over integers; test_native_formats.py and csrc/tests run both."""
+"""avx512vnni has avx512's loops and more; test_native_format_attention.py and csrc/tests run both."""
 
 
 @pytest.fixture(params=ISAS)

@@ -8,11 +8,7 @@ import pytest
 from format_cases import (
     NAMES,
     SHAPES,
-    SMALL,
     Rig,
-    check_cells,
-    check_compact,
-    check_copy_blocks,
     check_scores,
     check_written,
     fill,

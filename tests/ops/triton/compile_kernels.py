@@ -1,7 +1,8 @@
 """Compile every kernel as its callers launch it, for a GPU that need not be there; run as a program.
 
-    python compile_kernels.py 90      # compute capability 9.0; one shape and every coded format
-    python compile_kernels.py 90 all  # more shapes and dtypes, minutes
+    python compile_kernels.py 90          # compute capability 9.0; one shape of a plain format
+    python compile_kernels.py 90 formats  # what every coded format and a latent cache add, at one shape
+    python compile_kernels.py 90 all      # all kernels, shapes and formats; minutes
 
 Prints one line per compiled variant: name and bytes of shared memory. Launches become compilations, so
 results are whatever was in memory.
@@ -38,7 +39,6 @@ SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.float32),
     Shape(kv_heads=2, group=2, dim=256, dtype=torch.float32),
 ]
-FEW = 1
 CODED = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
     Shape(kv_heads=2, group=1, dim=80, v_dim=40, block_size=24),
@@ -47,6 +47,8 @@ CODED = [
 ]
 LATENT = Shape(kv_heads=1, group=128, dim=576, v_dim=512, dtype=torch.bfloat16, latent=True)
 """DeepSeek-V3's."""
+SMALL = Shape(kv_heads=2, group=2, dim=64, dtype=torch.bfloat16)
+CODES = [name for name, form in FORMATS.items() if not form.is_plain]
 ASKS = [Ask(1, 700), Ask(1, 40), Ask(9, 40)]
 HOW = {"softcap": 30.0, "window": 100, "sinks": torch.zeros(8)}
 
@@ -109,26 +111,52 @@ def launch_the_rest(w: World) -> None:
 
 
 def launch_format(name: str, shape: Shape) -> None:
-    """Attention in the dtype of the shape over a cache of this format."""
-    w: Filled = fill(Rig(reference, FORMATS[name], shape.dtype), shape, ASKS)
+    """Attention in the dtype of the shape over a cache of this format, and the rest."""
+    w = filled(name, shape, ASKS)
     launch_attention(w)
     launch_the_rest(w)
 
 
-def main() -> None:
-    compile_instead_of_launching(int(sys.argv[1]))
-    for shape in SHAPES if "all" in sys.argv else SHAPES[:FEW]:
+def filled(name: str, shape: Shape, asks: list[Ask]) -> Filled:
+    return fill(Rig(reference, FORMATS[name], shape.dtype), shape, asks)
+
+
+def launch_plain(shapes: list[Shape]) -> None:
+    for shape in shapes:
         w = world(shape, ASKS)
         launch_attention(w)
         launch_the_rest(w)
-    for name in ("fp8_e4m3", "int8", "int4", "turboquant4", "kivi4"):
-        for shape in CODED if "all" in sys.argv else CODED[:FEW]:
-            launch_format(name, shape)
-    for name in FORMATS if "all" in sys.argv else ("bf16", "int4"):
-        launch_format(name, LATENT)
     evicted, positions = (torch.zeros(1, 2, 40, dtype=dtype) for dtype in (torch.bool, torch.int32))
     masked = [replace(ask, evicted=evicted, slot_positions=positions) for ask in ASKS]
     launch_attention(world(SHAPES[0], masked), **HOW)
+
+
+def launch_what_formats_add() -> None:
+    """Kernels share the functions that decode, so one kernel of each format is enough."""
+    for name in CODES:
+        w = filled(name, CODED[0], [Ask(1, 40)])
+        launch_attention(w)
+        if not w.cache.format.has_open_blocks:
+            k = torch.zeros(3, 2, CODED[0].dim)
+            kernels.write_kv(w.cache, 0, k, k, torch.arange(3))
+    launch_attention(filled("int4", LATENT, [Ask(1, 40)]))
+    launch_the_rest(filled("turboquant4", SMALL, [Ask(1, 700)]))
+    launch_the_rest(filled("bf16", LATENT, [Ask(1, 700)]))
+
+
+def main() -> None:
+    compile_instead_of_launching(int(sys.argv[1]))
+    if "all" in sys.argv:
+        launch_plain(SHAPES)
+        for name in CODES:
+            for shape in CODED:
+                launch_format(name, shape)
+        for name in FORMATS:
+            launch_format(name, LATENT)
+    elif "formats" in sys.argv:
+        launch_what_formats_add()
+    else:
+        launch_plain(SHAPES[:1])
 
 
 if __name__ == "__main__":

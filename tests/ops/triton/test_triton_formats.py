@@ -24,7 +24,7 @@ from format_cases import (
     masked,
     relocated,
 )
-from paged_oracle import Ask, Shape, noise
+from paged_oracle import Ask, Shape, expected, noise
 from triton_pair import DEVICE
 
 from kvreclaim.ops import reference
@@ -34,9 +34,10 @@ from kvreclaim.ops.kv_cache import KVCache
 
 BY_TOKEN = tuple(name for name in CODED if not FORMATS[name].has_open_blocks)
 LATENT = SHAPES["latent"]
-FEW = [Ask(1, 35), Ask(6, 20), Ask(0, 5), Ask(1, 16)]
+ONE = Shape(kv_heads=2, group=2, dim=32)
+FEW = [Ask(1, 35), Ask(4, 18), Ask(0, 5)]
 CODED_FORMATS = pytest.mark.parametrize("name", CODED)
-ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+ODD = ("d24 v40 g7", "d32 g2", "d80 v40 g3 s32", "latent")
 BOTH = pytest.mark.parametrize("shape", [SMALL, LATENT], ids=["small", "latent"])
 
 
@@ -46,14 +47,16 @@ def rig_of(name: str, dtype: torch.dtype = torch.float32) -> Rig:
     return Rig(filled, FORMATS[name], dtype, DEVICE)  # type: ignore[arg-type]
 
 
-@ALL_SHAPES
-@CODED_FORMATS
-def test_every_shape(name: str, shape: Shape) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for shape in SHAPES for name in (CODED if shape in ODD else ("int4", "turboquant4"))],
+)
+def test_every_shape(name: str, shape: str) -> None:
     rig = rig_of(name)
-    w = fill(rig, shape, FEW)
+    w = fill(rig, SHAPES[shape], FEW)
     check_written(rig, w)
     check_attention(rig, w)
-    check_scores(rig, w, style="interleaved" if shape.group % 2 else "half")
+    check_scores(rig, w, style="interleaved" if w.shape.group % 2 else "half")
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -77,21 +80,20 @@ def test_more_query_heads_than_rows_of_a_tile(group: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_queries_of_16_bits(name: str, dtype: torch.dtype) -> None:
     rig = rig_of(name, dtype)
-    check_attention(rig, fill(rig, SMALL, FEW[:2]))
+    check_attention(rig, fill(rig, ONE, FEW[:2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_queries_of_another_dtype_than_the_cache(name: str, dtype: torch.dtype) -> None:
     rig = rig_of(name, dtype)
-    check_attention(rig, fill(rig, SMALL, FEW[:2]))
+    check_attention(rig, fill(rig, ONE, FEW[:2]))
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW.keys())
-@pytest.mark.parametrize("name", ["int4", "turboquant4", "kivi4"])
+@pytest.mark.parametrize(("name", "how"), [*zip(CODED[1:], HOW.values(), strict=True)], ids=HOW.keys())
 def test_every_kind_of_softmax(name: str, how: dict) -> None:
     rig = rig_of(name)
-    check_attention(rig, fill(rig, SMALL, [*masked(SMALL)[:3], *relocated(SMALL)[:1]]), **how)
+    check_attention(rig, fill(rig, ONE, [masked(ONE)[0], masked(ONE)[2], relocated(ONE)[0]]), **how)
 
 
 @pytest.mark.parametrize("name", ["int8", "turboquant4"])
@@ -99,6 +101,27 @@ def test_long_sequences_are_split(name: str) -> None:
     rig = rig_of(name)
     shape = Shape(kv_heads=1, group=2, dim=32)
     check_attention(rig, fill(rig, shape, [Ask(1, 520)]), sinks=True)
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_one_set_of_tables_serves_step_after_step(name: str) -> None:
+    """Tensors of a fixed size whose values change, as a replayed graph reads them; empty rows are zero."""
+    rig, shape = rig_of(name), Shape(kv_heads=1, group=4, dim=32)
+    table = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    lengths, shifts = (torch.zeros(3, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=1, max_seq_len=64)
+    for seed, used in enumerate(([33, 1, 17], [5], [16, 40])):
+        w = fill(rig, shape, [Ask(1, n) for n in used], seed)
+        arrays, n = w.batch.arrays, len(used)
+        table.fill_(1)
+        table[:n, : arrays.block_table.shape[1]] = arrays.block_table.to(DEVICE)
+        lengths.zero_()[:n] = arrays.seq_lens.to(DEVICE)
+        q = torch.ones(3, shape.heads, shape.dim, device=DEVICE)
+        q[:n] = w.q[0].to(DEVICE)
+        got = kernels.decode_attention(q, w.cache, 0, tables, scale=0.25)
+        want = expected(w, scale=0.25)
+        torch.testing.assert_close(got[:n].cpu().double(), want, rtol=1e-5, atol=1e-4)
+        assert not got[n:].any()
 
 
 def planes_of(name: str, shape: Shape, num_blocks: int) -> tuple[KVCache, KVCache]:
@@ -138,14 +161,13 @@ def test_blocks_are_sealed_by_writes() -> None:
 
 @BOTH
 @CODED_FORMATS
-@pytest.mark.parametrize(("tokens", "kept", "in_place"), [(70, 33, True), (40, 17, False)])
-def test_compaction(name: str, shape: Shape, tokens: int, kept: int, in_place: bool) -> None:
-    check_compact(rig_of(name), shape, tokens, kept, in_place=in_place)
+def test_compaction(name: str, shape: Shape) -> None:
+    check_compact(rig_of(name), shape, 35, 19, in_place=shape is SMALL)
 
 
 @CODED_FORMATS
 def test_copies(name: str) -> None:
-    check_copy_blocks(rig_of(name), SMALL, 41)
+    check_copy_blocks(rig_of(name), ONE, 25)
 
 
 @CODED_FORMATS

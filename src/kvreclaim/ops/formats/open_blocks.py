@@ -56,7 +56,7 @@ class OpenBlocks:
         self._rows: dict[int, int] = {}
         self._free = list(reversed(range(num_rows)))
         self._sealed: set[int] = set()
-        self._planned: tuple[Tensor, Writes] | None = None
+        self._planned: tuple[Tensor, np.ndarray, Writes] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -127,12 +127,15 @@ class OpenBlocks:
     def writes(self, slots: Tensor) -> Writes:
         """What a write to these slots, [T] int64, no slot twice, does to blocks; takes the rows it needs.
 
-        Worked out at the first layer of a step. Slots are read on the host once a step.
+        Worked out at the first layer of a pass: the same slots again are those of another layer, until `keep`
+        begins the next one. One tensor for all layers is read on the host once.
         """
         if self._planned is None or self._planned[0] is not slots:
-            writes = self._plan(slots.cpu().numpy())
-            self._planned = (slots, writes)
-        return self._planned[1]
+            wanted = slots.cpu().numpy()
+            if self._planned is None or not np.array_equal(self._planned[1], wanted):
+                self._planned = (slots, wanted, self._plan(wanted))
+            self._planned = (slots, *self._planned[1:])
+        return self._planned[2]
 
     def _plan(self, slots: np.ndarray) -> Writes:
         size = self.block_size

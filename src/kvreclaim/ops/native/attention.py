@@ -23,9 +23,10 @@ def paged_attention(
 ) -> Tensor:
     """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
 
-    fp32 and bf16 caches are read as they lie; others are decoded into fp32 panels of 64 tokens in the thread's
-    scratch. Where the CPU has AVX-512 VNNI, decode of int8 and int4 with 16-bit queries multiplies integers
-    instead (q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h). Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
+    fp32 and bf16 caches are read as they lie; others are decoded into fp32 panels of 64 tokens in scratch of
+    the thread. Where the CPU has AVX-512 VNNI, decode of int8 and int4 with 16-bit queries multiplies
+    integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
+    Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
     depends neither on the rest of the batch nor on the number of threads.
     """
     out = q.new_empty((q.shape[0], q.shape[1], cache.v_head_dim))

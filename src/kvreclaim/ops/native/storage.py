@@ -12,11 +12,10 @@ from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
 from kvreclaim.ops.formats.open_blocks import OpenBlocks
 from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
-from kvreclaim.ops.native.extension import cache_view, native, unavailable_reason
+from kvreclaim.ops.native.extension import LAYOUTS, cache_view, native, unavailable_reason
 from kvreclaim.ops.native.kivi import WORDS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STORED = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
 CHUNK = 16
 """Tokens that the kernels take at once; a block has to be a multiple."""
 SPARE_BYTES = 64
@@ -31,7 +30,7 @@ def unsupported_reason(need: Need) -> str | None:
         return f"the native kernels run on CPUs, not on {need.device.type}"
     if need.dtype not in DTYPES:
         return f"dtype {need.dtype} is neither float32, bfloat16 nor float16"
-    if need.kv_format.name not in STORED:
+    if need.kv_format.name not in LAYOUTS:
         return f"the native kernels do not have the KV format {need.kv_format.name}"
     if need.block_size % CHUNK:
         return f"block size {need.block_size} is no multiple of {CHUNK}"

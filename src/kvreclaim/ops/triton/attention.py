@@ -207,8 +207,12 @@ def _operands(q: Tensor, cache: KVCache) -> torch.dtype:
 
 
 def _query_rows(q: Tensor, cache: KVCache) -> int:
-    """Half as many in fp32, whose tiles take twice the registers and shared memory."""
-    return QUERY_ROWS if _operands(q, cache).itemsize == 2 else QUERY_ROWS // 2
+    """Half as many in fp32, whose tiles take twice the registers and shared memory, and a quarter where wide
+    rows of them are decoded there."""
+    if _operands(q, cache).itemsize == 2:
+        return QUERY_ROWS
+    is_wide = max(cache.shape.k_dim, cache.shape.v_dim) > 128
+    return QUERY_ROWS // 4 if is_wide and not cache.format.is_plain else QUERY_ROWS // 2
 
 
 def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Masks | None) -> dict[str, Any]:
@@ -225,7 +229,7 @@ def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Mask
         "q_stride_h": q.stride(1),
         "L": layout,
         "GROUP": q.shape[1] // cache.num_kv_heads,
-        "BLOCK_N": _tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize),
+        "BLOCK_N": _tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize, cache.format),
         "HAS_SOFTCAP": softmax.softcap is not None,
         "HAS_WINDOW": has_window,
         "HAS_POSITIONS": has_window and masks is not None and masks.has_positions,
@@ -238,9 +242,11 @@ def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Mask
     }
 
 
-def _tile_tokens(bytes_per_token: int) -> int:
-    """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory."""
-    return max(16, min(64, 1 << (32768 // bytes_per_token).bit_length() - 1))
+def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:
+    """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory; fewer where
+    decoding takes many registers."""
+    most = 32 if form.is_rotated or form.has_open_blocks else 64
+    return max(16, min(most, 1 << (32768 // bytes_per_token).bit_length() - 1))
 
 
 def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:

@@ -156,8 +156,8 @@ def _key_params(store, rows, valid, state, L: tl.constexpr):
 
 @triton.jit
 def _value_params(store, rows, valid, L: tl.constexpr):
-    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5 bits
-    each, the low 4 in halves of bytes and the highest in bits."""
+    """Step and first number [rows, BLOCK_DV] of kivi4's values: planes of S scales, then of S centres of 5
+    bits each, the low 4 in halves of bytes and the highest in bits."""
     GROUPS: tl.constexpr = (L.DV + 31) // 32
     group = tl.arange(0, (L.BLOCK_DV + 31) // 32)
     unit = store.params + (rows // L.S)[:, None] * L.PARAMS + L.KEY_PARAMS
