@@ -71,7 +71,8 @@ inline float widen(uint16_t x) {
 inline float widen_f16(uint16_t x) {
   const int exponent = x >> 10 & 31, mantissa = x & 1023;
   const double size = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                     : std::ldexp(exponent ? 1024 + mantissa : mantissa, (exponent ? exponent : 1) - 25);
+                      : exponent     ? std::ldexp(1024 + mantissa, exponent - 25)
+                                     : std::ldexp(mantissa, -24);
   return (float)(x & 0x8000 ? -size : size);
 }
 
@@ -113,7 +114,8 @@ class Numbers {
       return;
     }
     const bool nan = value != value;
-    const uint16_t narrow = type_ == Type::kBF16 ? (nan ? 0x7fc0 : round_bf16(value)) : (nan ? 0x7e00 : round_f16(value));
+    const uint16_t not_a_number = type_ == Type::kBF16 ? 0x7fc0 : 0x7e00;
+    const uint16_t narrow = nan ? not_a_number : type_ == Type::kBF16 ? round_bf16(value) : round_f16(value);
     std::memcpy(bytes_.data() + 2 * i, &narrow, 2);
   }
   void randomise(Random& random) {

@@ -64,8 +64,8 @@ inline void fill(TestCache& cache, int64_t layer, const Sequence& seq, Random& r
         check_number(v_back.get((h * tokens + t) * c.v_dim + d), cache.value(layer, block, h, s, d), "value", t);
       if (!is_plain(c.format)) continue;
       for (int64_t d = 0; d < c.k_dim; ++d)
-        KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, s, d)) == k.get((t * c.heads + h) * c.k_dim + d), "key %ld",
-                  (long)t);
+        KVR_CHECK(cache.k.get(cache.k_index(layer, block, h, s, d)) == k.get((t * c.heads + h) * c.k_dim + d),
+                  "key %ld", (long)t);
       for (int64_t d = 0; d < c.v_dim; ++d)
         KVR_CHECK(cache.v.get(cache.v_index(layer, block, h, s, d)) == v.get((t * c.heads + h) * c.v_dim + d),
                   "value %ld", (long)t);

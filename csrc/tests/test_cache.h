@@ -53,8 +53,8 @@ struct TestCache {
   }
 
   int64_t k_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
-    const int64_t size = view.block_size, first = ((layer * view.blocks + block) * view.heads + head) * size * view.k_dim;
-    return first + (view.format == Format::kF32 ? d * size + s : ((d / 2) * size + s) * 2 + d % 2);
+    const int64_t size = view.block_size, unit = (layer * view.blocks + block) * view.heads + head;
+    return unit * size * view.k_dim + (view.format == Format::kF32 ? d * size + s : ((d / 2) * size + s) * 2 + d % 2);
   }
   int64_t v_index(int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     return (((layer * view.blocks + block) * view.heads + head) * view.block_size + s) * view.v_dim + d;
@@ -98,7 +98,8 @@ struct TestCache {
 
   double fine_scale(bool key, const uint8_t* unit, int64_t s) const {
     const uint8_t* planes = unit + params_at() + s;
-    const int code = planes[(key ? 0 : 1) * view.block_size] | (planes[2 * view.block_size] >> (key ? 0 : 4) & 15) << 8;
+    const int high = planes[2 * view.block_size] >> (key ? 0 : 4) & 15;
+    const int code = planes[(key ? 0 : 1) * view.block_size] | high << 8;
     if (code == 0 && view.format == Format::kTurbo4) return 0;
     return std::exp2(code / 256.0 - (view.format == Format::kInt8 ? 13 : view.format == Format::kFP8 ? 15 : 9));
   }
@@ -126,8 +127,9 @@ struct TestCache {
       return (key ? open_k : open_v).get((row * size + s) * dim + d);
     }
     if (!key) {
-      const int z = (bytes[at.v_low + index / 2] >> 4 * (index % 2) & 15) | (bytes[at.v_high + index / 8] >> index % 8 & 1) << 4;
-      return std::exp2(bytes[at.v_scales + index] / 22.0 - 8) * (n - 7.5 + (z - 16) / 2.0);
+      const int low = bytes[at.v_low + index / 2] >> 4 * (index % 2) & 15;
+      const int high = bytes[at.v_high + index / 8] >> index % 8 & 1;
+      return std::exp2(bytes[at.v_scales + index] / 22.0 - 8) * (n - 7.5 + ((low | high << 4) - 16) / 2.0);
     }
     if (state != 255) return thirds(n, bytes[d], bytes[dim + d]);
     return thirds(n, bytes[(2 * (d / kGroup) + 1) * size + s], bytes[2 * (d / kGroup) * size + s]);

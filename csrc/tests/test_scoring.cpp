@@ -71,7 +71,8 @@ void check_trig(World& world, int64_t group, int64_t rows, int64_t start, int64_
         norms += w[h * bands + f] * std::hypot(dim(d), dim(e));
       }
       const double got = out[h * world.tokens + t];
-      KVR_CHECK(std::abs(got - (best + norms)) < std::max(2e-5, 1e-6 * (size + std::abs(norms))), "%g, not %g + %g", got, best, norms);
+      KVR_CHECK(std::abs(got - (best + norms)) < std::max(2e-5, 1e-6 * (size + std::abs(norms))),
+                "%g, not %g + %g", got, best, norms);
     }
 }
 

@@ -45,7 +45,8 @@ void check_write(Format format, int64_t heads, int64_t size, int64_t k_dim, int6
         if (l == layer && std::count(slots.begin(), slots.end(), slot)) continue;
         for (int64_t h = 0; h < heads; ++h)
           for (int64_t d = 0; d < head_dim(c) + v_dim; ++d) {
-            const double x = d < head_dim(c) ? cache.key(l, block, h, s, d) : cache.value(l, block, h, s, d - head_dim(c));
+            const int64_t e = d - head_dim(c);
+            const double x = e < 0 ? cache.key(l, block, h, s, d) : cache.value(l, block, h, s, e);
             if (!check)
               others.push_back(x);
             else

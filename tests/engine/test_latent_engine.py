@@ -126,7 +126,7 @@ def test_forks_and_preemption(policy, make_llm, monkeypatch) -> None:
         assert sum(out.metrics.preemptions for out in outputs) > 0
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "turboquant4"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
 def test_chunks_hits_and_preemption_change_nothing_in_a_coded_format(form, make_llm) -> None:
     """Latents of 32 and rotary keys of 8 dims, coded apart; what is read does not depend on the way there."""
     want = None

@@ -80,9 +80,10 @@ def test_wrong_tasks_are_refused_before_anything_runs(llm, monkeypatch, tasks, o
         evaluate(llm, ["full"], [0.5], tasks, options=TaskOptions(**options), **SMALL)
 
 
-def test_another_kv_format_is_refused(llm):
-    with pytest.raises(InvalidArgumentError, match="pass auto or float32"):
-        evaluate(llm, ["full"], [0.5], [Guess()], kv_cache_dtypes=["fp8"], **SMALL)
+def test_an_unknown_kv_format_is_refused_before_anything_runs(llm, monkeypatch):
+    monkeypatch.setattr(BatchRunner, "run", None)
+    with pytest.raises(InvalidArgumentError, match=r"kv_cache_dtype is 'fp7'.*fp8_e4m3, int8"):
+        evaluate(llm, ["full"], [0.5], [Guess()], kv_cache_dtypes=["fp8", "fp7"], **SMALL)
 
 
 def test_the_example_runs(capsys, monkeypatch):

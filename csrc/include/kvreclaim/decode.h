@@ -127,10 +127,24 @@ KVR_INLINE int64_t open_row(const CacheView& c, const ChunkAt& at, const char* o
   return c.open_row == nullptr ? -1 : open_row(c, at.layer, at.block, at.head);
 }
 
-// to[d * stride + i] = rows[i * row_stride + d].
-inline void transpose(const float* rows, int64_t row_stride, int64_t dims, float* to, int64_t stride) {
-  for (int64_t d = 0; d < dims; ++d)
-    for (int i = 0; i < kChunkTokens; ++i) to[d * stride + i] = rows[i * row_stride + d];
+// to[c * to_stride + r] = from[r * from_stride + c]; rows and columns are multiples of 4.
+inline void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                      int64_t to_stride) {
+  using F = Vec<4>::F;
+  for (int64_t c = 0; c < columns; c += 4)
+    for (int64_t r = 0; r < rows; r += 4) {
+      F in[4];
+      for (int i = 0; i < 4; ++i) in[i] = load<F>(from + (r + i) * from_stride + c);
+      const F low01 = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
+      const F low23 = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
+      const F high01 = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7);
+      const F high23 = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
+      float* out = to + c * to_stride + r;
+      store(out, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
+      store(out + to_stride, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
+      store(out + 2 * to_stride, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
+      store(out + 3 * to_stride, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
+    }
 }
 
 inline void plain_format_keys(const CacheView& c, const ChunkAt& at, float* to, int64_t stride) {
@@ -317,7 +331,7 @@ inline void keys_chunk(const CacheView& c, const ChunkAt& at, float* to, int64_t
   for (int64_t d = 0; d < c.v_dim; d += kLatentPiece) {
     const int64_t end = d + kLatentPiece < c.v_dim ? d + kLatentPiece : c.v_dim;
     stored_values(c, at, {kChunkTokens, d, end, rows, kLatentPiece});
-    transpose(rows, kLatentPiece, end - d, to + d * stride, stride);
+    transpose(rows, kLatentPiece, kChunkTokens, end - d, to + d * stride, stride);
   }
   stored_keys(c, at, to + c.v_dim * stride, stride);
 }

@@ -1,5 +1,5 @@
 // turboquant4's rotation: y = H (signs x), H an orthonormal Hadamard matrix of every block of dims as long as
-// the largest power of two that divides their number. Its own inverse but for the side of the signs.
+// the largest power of two that divides their number, which is 8 or more. H is its own inverse.
 // Oracle: ops/formats/hadamard.py.
 #pragma once
 
@@ -12,17 +12,25 @@ namespace kvreclaim::KVR_NS {
 
 KVR_INLINE int64_t hadamard_block(int64_t dims) { return dims & -dims; }
 
-// H x in place for one row.
+// H x in place for one row. Within eight numbers a sum or difference goes to each lane of a pair.
 inline void hadamard_row(int64_t dims, float* x) {
+  using F = Vec<8>::F;
   const int64_t block = hadamard_block(dims);
-  for (int64_t half = 1; half < block; half *= 2)
-    for (int64_t first = 0; first < dims; first += 2 * half)
-      for (int64_t d = first; d < first + half; ++d) {
-        const float a = x[d], b = x[d + half];
-        x[d] = a + b;
-        x[d + half] = a - b;
-      }
   const float factor = 1.0f / std::sqrt((float)block);
+  for (int64_t d = 0; d < dims; d += 8) {
+    F y = load<F>(x + d);
+    y = __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6) + y * F{1, -1, 1, -1, 1, -1, 1, -1};
+    y = __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5) + y * F{1, 1, -1, -1, 1, 1, -1, -1};
+    y = __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3) + y * F{1, 1, 1, 1, -1, -1, -1, -1};
+    store(x + d, y);
+  }
+  for (int64_t half = 8; half < block; half *= 2)
+    for (int64_t first = 0; first < dims; first += 2 * half)
+      for (int64_t d = first; d < first + half; d += 8) {
+        const F a = load<F>(x + d), b = load<F>(x + d + half);
+        store(x + d, a + b);
+        store(x + d + half, a - b);
+      }
   for (int64_t d = 0; d < dims; ++d) x[d] *= factor;
 }
 

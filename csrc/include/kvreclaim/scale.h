@@ -65,7 +65,9 @@ KVR_INLINE vf coarse(vu code) {
 KVR_INLINE float fine(uint32_t code, int bias) {
   return kSixteenths[code >> 4 & 15] * k256ths[code & 15] * power_of_two((int)(code >> 8) - bias);
 }
-KVR_INLINE float coarse(uint32_t code) { return kSixteenths[code & 15] * power_of_two((int)(code >> 4) - kCoarseBias); }
+KVR_INLINE float coarse(uint32_t code) {
+  return kSixteenths[code & 15] * power_of_two((int)(code >> 4) - kCoarseBias);
+}
 KVR_INLINE float value_scale(uint32_t code) {
   return k22nds[code % kValueSteps] * power_of_two((int)(code / kValueSteps) - kValueBias);
 }

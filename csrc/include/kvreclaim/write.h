@@ -150,7 +150,9 @@ inline void decode_block(const GatherArgs& a, int64_t index, int64_t head, float
     const int64_t count = end - t < kChunkTokens ? end - t : kChunkTokens;
     float* k = reinterpret_cast<float*>(a.k) + (head * a.num_tokens + t) * dims;
     plain_keys_chunk(c, at, panel, kChunkTokens);
-    for (int64_t i = 0; i < count; ++i)
+    const int64_t fours = count / 4 * 4;
+    transpose(panel, kChunkTokens, dims, fours, k, dims);
+    for (int64_t i = fours; i < count; ++i)
       for (int64_t d = 0; d < dims; ++d) k[i * dims + d] = panel[d * kChunkTokens + i];
     plain_values_chunk(c, at, count, reinterpret_cast<float*>(a.v) + (head * a.num_tokens + t) * c.v_dim);
   }

@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from paged_oracle import Shape, noise
+from paged_oracle import noise
 from torch import Tensor
 
 from kvreclaim.ops import native
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -24,9 +25,9 @@ def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
     """One sequence, keys [T, K, D], in blocks in falling order."""
     count, heads, dim = k.shape
     blocks = -(-count // 16)
-    facts = Shape(kv_heads=heads, dim=dim, v_dim=v.shape[-1]).facts()
+    facts = LayerFacts(heads, heads, dim, v.shape[-1], 1.0)
     like = torch.empty(0, dtype=torch.bfloat16)
-    cache = native.allocate(facts, blocks + 1, 16, like=like, kv_format=FORMATS[name])
+    cache = native.allocate((facts,), blocks + 1, 16, like=like, kv_format=FORMATS[name])
     table = np.arange(blocks, 0, -1, dtype=np.int32)
     slots = torch.arange(count)
     mapping = torch.from_numpy(table.astype(np.int64))[slots // 16] * 16 + slots % 16

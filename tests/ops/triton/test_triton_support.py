@@ -13,12 +13,20 @@ from triton_pair import DEVICE
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.formats import plain_format
+from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.triton import support
 
 
-def need(dim: int = 64, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> Need:
-    return Need((LayerFacts(8, 2, dim, dim, 0.125),), 16, dtype, device, plain_format(torch.float32))
+def need(
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = DEVICE,
+    name: str = "fp32",
+    rank: int = 0,
+) -> Need:
+    """rank: of a latent cache, whose keys have dim dims behind it."""
+    facts = LayerFacts(8, 1, rank + dim, rank or dim, 0.125, latent=bool(rank))
+    return Need((facts,), 16, dtype, device, FORMATS[name])
 
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 256])
@@ -29,10 +37,22 @@ def test_what_is_served(dim: int, dtype: torch.dtype) -> None:
     assert kernels.describe().startswith("triton (")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_and_latent_caches_are_served(name: str) -> None:
+    assert kernels.unsupported_reason(need(name=name)) is None
+    assert kernels.unsupported_reason(need(64, torch.bfloat16, name=name, rank=512)) is None
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
-    [(need(dim=288), "head dim 288 is above 256"), (need(dtype=torch.float64), "float64")],
-    ids=["dim", "dtype"],
+    [
+        (need(dim=288), "head dim 288 is above 256"),
+        (need(dtype=torch.float64), "float64"),
+        (need(rank=640), "head dim 640 is above 512"),
+        (need(dim=7, name="int4"), "odd"),
+        (need(name="kivi4", rank=512), "kivi4 in fp32 over 512 dims"),
+    ],
+    ids=["dim", "dtype", "rank", "odd", "kivi4"],
 )
 def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
     assert reason in str(kernels.unsupported_reason(asked))

@@ -41,6 +41,9 @@ def unsupported_reason(need: Need) -> str | None:
         f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
         f"head dim {widest} is above {limit}": widest > limit,
+        f"{need.kv_format.name} in fp32 over {widest} dims takes more shared memory than many GPUs have": (
+            need.kv_format.has_open_blocks and need.dtype == torch.float32 and widest > MAX_HEAD_DIM
+        ),
     }
     reason = unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
     return reason or need.kv_format.unsupported_reason(need.layers)
