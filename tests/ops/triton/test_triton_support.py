@@ -50,12 +50,21 @@ def test_every_format_and_latent_caches_are_served(name: str) -> None:
         (need(dtype=torch.float64), "float64"),
         (need(rank=640), "head dim 640 is above 512"),
         (need(dim=7, name="int4"), "odd"),
-        (need(name="kivi4", rank=512), "kivi4 in fp32 over 512 dims"),
     ],
-    ids=["dim", "dtype", "rank", "odd", "kivi4"],
+    ids=["dim", "dtype", "rank", "odd"],
 )
 def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
     assert reason in str(kernels.unsupported_reason(asked))
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "kivi4"])
+def test_wide_latents_in_fp32_need_shared_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also where fp32 queries meet bf16 latents; a GPU of compute capability 8.6 has 99 KiB."""
+    asked = need(rank=512, name=name)
+    assert kernels.unsupported_reason(asked) is None
+    monkeypatch.setattr(support, "_shared_bytes", lambda device: 99 * 1024)
+    assert "144 KiB of shared memory" in str(kernels.unsupported_reason(asked))
+    assert kernels.unsupported_reason(need(64, torch.bfloat16, name="int4", rank=512)) is None
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

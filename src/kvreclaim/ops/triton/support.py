@@ -18,6 +18,8 @@ from kvreclaim.ops.backend import Need
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 """Of a latent cache's values, the wider part of its keys."""
+WIDE_FP32_BYTES = 144 * 1024
+"""Shared memory that attention takes over them in fp32, at most (kivi4); less than 97 KiB in 16 bits."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_PROCESSORS = 8
 """Multiprocessors that Triton's interpreter pretends to have."""
@@ -41,12 +43,18 @@ def unsupported_reason(need: Need) -> str | None:
         f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
         f"head dim {widest} is above {limit}": widest > limit,
-        f"{need.kv_format.name} in fp32 over {widest} dims takes more shared memory than many GPUs have": (
-            need.kv_format.has_open_blocks and need.dtype == torch.float32 and widest > MAX_HEAD_DIM
-        ),
+        f"latents of {widest} dims in fp32 take {WIDE_FP32_BYTES >> 10} KiB of shared memory, more than is "
+        "here": _is_wide_fp32(need, widest) and _shared_bytes(need.device) < WIDE_FP32_BYTES,
     }
     reason = unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
     return reason or need.kv_format.unsupported_reason(need.layers)
+
+
+def _is_wide_fp32(need: Need, widest: int) -> bool:
+    """Whether attention multiplies fp32 rows of a latent cache that is wider than any other."""
+    form = need.kv_format
+    operands = need.dtype if not form.is_plain or form.dtype == need.dtype else torch.float32
+    return widest > MAX_HEAD_DIM and operands == torch.float32
 
 
 def describe() -> str:
@@ -71,6 +79,15 @@ def dot_precision(device: torch.device) -> str:
     without the registers that plain fp32 products of whole rows take), else plain fp32."""
     has_tf32 = device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
     return "tf32x3" if has_tf32 else "ieee"
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """What a program may take."""
+    if device.type != "cuda":
+        return WIDE_FP32_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    most: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return most
 
 
 @cache
