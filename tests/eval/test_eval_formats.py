@@ -89,6 +89,20 @@ def test_agreement_is_with_the_first_formats_full_cache(llm):
     assert same == 0.0 < near < far
 
 
+def test_agreement_in_the_journal_is_not_taken_for_agreement_with_another_format(llm, tmp_path):
+    options, settings = TaskOptions(num_tokens=120), {**SMALL, "num_examples": 2}
+
+    def kl(formats: list[str], **more) -> list[float]:
+        grid = {**settings, **more, "kv_cache_dtypes": formats}
+        rows = evaluate(llm, ["full"], [0.5], ["agreement"], options=options, **grid).rows
+        return [row.extra["kl"] for row in rows]
+
+    there = kl(["fp32", "int4"], out=tmp_path)
+    back = kl(["int4", "fp32"], out=tmp_path)
+    assert back == kl(["int4", "fp32"])
+    assert there[0] == back[0] == 0.0 < min(there[1], back[1])
+
+
 def test_the_callers_engine_serves_its_format_and_names_of_one_format_share_an_engine(llm):
     runners = open_runners(llm, EvalPlan(kv_cache_dtypes=["auto", "float32", "bf16"]))
     assert list(runners) == ["auto", "fp32", "bf16"]

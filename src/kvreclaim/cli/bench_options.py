@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvreclaim.checks import require
 from kvreclaim.cli.options import usage_errors
 from kvreclaim.errors import InvalidArgumentError
 
@@ -67,6 +68,10 @@ def formats_in(value: str) -> tuple[str, ...]:
     """Comma-separated KV formats, each once. Raises: InvalidArgumentError."""
     from kvreclaim.config import format_name
 
+    require(
+        bool(names_in(value)),
+        f"--kv-cache-dtype is {value!r}, which names no format; pass auto or, for example, bf16,int8,int4.",
+    )
     return tuple(dict.fromkeys(format_name(name) for name in names_in(value)))
 
 

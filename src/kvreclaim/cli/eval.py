@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim.cli import options as opt
+from kvreclaim.cli.bench_options import formats_in
 from kvreclaim.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _plan(given: dict[str, Any]) -> EvalPlan:
     return EvalPlan(
         policies=_split(given["policies"]),
         budgets=_numbers(given["budgets"], float, "--budgets", "0.5,0.25"),
-        kv_cache_dtypes=_split(given["kv_cache_dtype"]),
+        kv_cache_dtypes=formats_in(given["kv_cache_dtype"]),
         seeds=_numbers(given["seeds"], int, "--seeds", "0,1"),
         batch_size=given["batch_size"],
         **{name: given[name] for name in shared},

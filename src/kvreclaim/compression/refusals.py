@@ -28,8 +28,8 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
         _check_rotation(policy, facts)
     if Signal.OUTPUT_PROJECTION in policy.needs and any(layer.latent for layer in facts.layers):
         raise InvalidArgumentError(
-            f"policy {policy.name} weighs values by the output projection of each query head, and "
-            f"{facts.name!r} keeps one latent for all heads; use the policy inside alone, or another one."
+            f"policy {policy.name} needs the output projection of each query head, as critical does to weigh "
+            f"values, and {facts.name!r} keeps one latent for all heads; use a policy without critical."
         )
 
 

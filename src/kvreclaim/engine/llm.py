@@ -76,7 +76,7 @@ class LLM:
             self.compressor(compression)
 
     def sibling(self, **changes: Any) -> LLM:
-        """Another engine over the same weights, with a pool and requests of its own.
+        """Another engine over the same weights, with a pool of its own until nothing refers to it.
 
         changes: engine options that differ from this one's; what was chosen from the free memory here stays
                  as it was chosen (num_blocks=None chooses anew)

@@ -49,11 +49,15 @@ def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str
 
 
 def cell_identity(
-    run: Mapping[str, Any], plan: EvalPlan, setting: Setting, task: Task, seed: int
+    run: Mapping[str, Any], first: Mapping[str, Any], plan: EvalPlan, setting: Setting, task: Task, seed: int
 ) -> dict[str, Any]:
-    """All that decides the results of one cell, its number of examples aside: more can be added later."""
+    """All that decides the results of one cell, its number of examples aside: more can be added later.
+
+    run, first: run_identity of the cell's engine, and of the one that some tasks compare it with
+    """
     return {
         **run,
+        "compared_with": [first["kv_format"], first["kernels"]] if task.compares else None,
         "policy": repr(make_policy(setting.policy)),
         "spec": setting.policy,
         "policy_code": policy_digest(setting.policy),

@@ -120,4 +120,5 @@ class Grid:
         self.on_progress(label, len(items))
 
     def _about(self, setting: Setting, task: Task, seed: int) -> dict[str, Any]:
-        return cell_identity(self.identities[setting.kv_cache_dtype], self.plan, setting, task, seed)
+        run, first = (self.identities[name] for name in (setting.kv_cache_dtype, self.plan.kv_cache_dtypes[0]))
+        return cell_identity(run, first, self.plan, setting, task, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -80,10 +80,6 @@ class KVCache:
         layers, blocks, heads, size, v_dim = v.shape
         shape = CacheShape(layers, blocks, heads, size, k.shape[-1], v_dim, latent)
         return cls(shape, plain_format(v.dtype), (k, v))
-
-    def with_planes(self, planes: Sequence[Tensor]) -> KVCache:
-        """The same kind of cache over other bytes."""
-        return replace(self, planes=tuple(planes), _memo={})
 
     def cached(self, key: str, make: Callable[[KVCache], T]) -> T:
         """What a back-end derives once for the life of the cache."""

@@ -4,6 +4,7 @@ the same; test_writes compares the bytes of both."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -127,7 +128,8 @@ def test_one_set_of_tables_serves_step_after_step(name: str) -> None:
 def planes_of(name: str, shape: Shape, num_blocks: int) -> tuple[KVCache, KVCache]:
     """Random bytes for the kernels, and the same for the reference."""
     w = fill(Rig(reference, FORMATS[name]), shape, [Ask(0, 0, spare=num_blocks)])
-    return w.cache.with_planes([plane.clone().to(DEVICE) for plane in w.cache.planes]), w.cache
+    planes = tuple(plane.clone().to(DEVICE) for plane in w.cache.planes)
+    return replace(w.cache, planes=planes, _memo={}), w.cache
 
 
 @BOTH
