@@ -120,5 +120,6 @@ class Grid:
         self.on_progress(label, len(items))
 
     def _about(self, setting: Setting, task: Task, seed: int) -> dict[str, Any]:
-        run, first = (self.identities[name] for name in (setting.kv_cache_dtype, self.plan.kv_cache_dtypes[0]))
+        run = self.identities[setting.kv_cache_dtype]
+        first = self.identities[self.plan.kv_cache_dtypes[0]]
         return cell_identity(run, first, self.plan, setting, task, seed)
