@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.checks import require
+from kvreclaim.ops.formats.format import KVFormat
 from kvreclaim.ops.kv_cache import CacheShape
 
 NO_ROW = -1
@@ -167,3 +169,14 @@ class OpenBlocks:
     def _index(self, numbers: Iterable[int] | np.ndarray) -> Tensor:
         values = numbers if isinstance(numbers, np.ndarray) else np.array([*numbers], dtype=np.int64)
         return torch.from_numpy(values.astype(np.int64, copy=False)).to(self.row_of.device)
+
+
+def rows_beside(form: KVFormat, shape: CacheShape, num_rows: int, device: torch.device) -> OpenBlocks | None:
+    """What a cache of this format has beside its planes. Raises: InvalidArgumentError if that is no row."""
+    if not form.has_open_blocks:
+        return None
+    require(
+        num_rows >= 1,
+        f"open_rows is {num_rows}, but {form.name} keeps blocks that are not full in rows; give one or more.",
+    )
+    return OpenBlocks(shape, num_rows, device)

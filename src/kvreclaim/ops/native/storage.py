@@ -10,7 +10,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
-from kvreclaim.ops.formats.open_blocks import OpenBlocks
+from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
 from kvreclaim.ops.native.extension import LAYOUTS, cache_view, native, unavailable_reason
 from kvreclaim.ops.native.kivi import WORDS
@@ -54,8 +54,6 @@ def allocate(
     """
     form = kv_format or plain_format(like.dtype)
     problem = unsupported_reason(Need(layers, block_size, like.dtype, like.device, form))
-    if form.has_open_blocks and open_rows < 1:
-        problem = problem or f"open_rows is {open_rows}, and a block that is not full needs one"
     if problem is not None:
         raise InvalidArgumentError(f"kernels is 'native', which cannot run here: {problem}.")
     shape = CacheShape.of(layers, num_blocks, block_size)
@@ -65,8 +63,7 @@ def allocate(
         planes = tuple(_zeros(like, (*shape.units, *dims), form.number) for dims in inner)
     else:
         planes = (_units(like, shape, form),)
-    beside = OpenBlocks(shape, open_rows, like.device) if form.has_open_blocks else None
-    return KVCache(shape, form, planes, beside)
+    return KVCache(shape, form, planes, rows_beside(form, shape, open_rows, like.device))
 
 
 def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:

@@ -19,7 +19,7 @@ from kvreclaim.ops.batch import AttentionGroup
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
 from kvreclaim.ops.formats.codecs import decode_keys, decode_values, encode
-from kvreclaim.ops.formats.open_blocks import OpenBlocks
+from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
 
 
@@ -42,8 +42,6 @@ def allocate(
     """
     form = kv_format or plain_format(like.dtype)
     problem = form.unsupported_reason(layers)
-    if form.has_open_blocks and open_rows < 1:
-        problem = problem or f"open_rows is {open_rows}, and a block that is not full needs one"
     if problem is not None:
         raise InvalidArgumentError(
             f"kv_cache_dtype is {form.name!r}, which cannot be stored here: {problem}."
@@ -59,8 +57,7 @@ def allocate(
     else:
         params = (*rows, form.slot_params(*dims))
     planes = tuple(like.new_zeros(plane, dtype=torch.uint8) for plane in (*codes, params))
-    beside = OpenBlocks(shape, open_rows, like.device) if form.has_open_blocks else None
-    return KVCache(shape, form, planes, beside)
+    return KVCache(shape, form, planes, rows_beside(form, shape, open_rows, like.device))
 
 
 def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
