@@ -173,6 +173,7 @@ void check_layer(const Cache& cache, int64_t layer) {
 }
 
 void write(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::handle slot_mapping) {
+  if (cache.view.format == Format::kKivi4) throw nb::value_error("kivi4's tokens are not written by this kernel");
   const CacheView& view = cache.view;
   const Tensor keys(k, "k", 3), values(v, "v", 3), slots(slot_mapping, "slot_mapping", 1);
   check_layer(cache, layer);

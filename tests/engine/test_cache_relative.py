@@ -15,6 +15,7 @@ from kvreclaim.engine import runner as runner_module
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference, turning
 from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
@@ -274,9 +275,7 @@ def test_turning_what_moved_is_rotating_to_the_new_slot(style):
     reference.compact(cache, kept, source, target)
     before = cache.k.clone(), cache.v.clone()
     turning.turn_moved_keys(reference, cache, kept, target, (layout, layout))
-    tokens_of = [
-        reference.gather_tokens(reference.PagedTokens(cache, layer, target, 5))[0] for layer in (0, 1)
-    ]
+    tokens_of = [reference.gather_tokens(PagedTokens(cache, layer, target, 5))[0] for layer in (0, 1)]
     for layer in range(2):
         expected = rotate(raw[layer].take_along_dim(kept[layer][..., None], 1), torch.arange(5), layout)
         torch.testing.assert_close(tokens_of[layer].double(), expected, atol=1e-5, rtol=0)

@@ -29,8 +29,8 @@ inline void pack_query(const float* row, int64_t dims, int64_t r, int64_t count,
     all += x - x;  // NaN if x is not finite
   }
   const float largest = hmax(most) > 1e-30f ? hmax(most) : 1e-30f, not_finite = hsum(all);
-  to.unit[r] = largest / kLargest * (Bits == 4 ? kCoarseUnit : 1.0f) + not_finite;
-  const vf inverse = splat(kLargest / largest);
+  to.unit[r] = largest / kLargestInt16 * (Bits == 4 ? kCoarseUnit : 1.0f) + not_finite;
+  const vf inverse = splat(kLargestInt16 / largest);
   char* high = reinterpret_cast<char*>(to.q + r * 2 * kPlane);
   char* low = high + 4 * kPlane;
   Words sum = _mm512_setzero_si512();

@@ -22,12 +22,11 @@ namespace kvreclaim::KVR_NS {
 constexpr int64_t kMaxIntegerDims = 256;  // a score over more could leave 32 bits
 constexpr int kPlane = (int)kMaxIntegerDims / 4;  // words of a row's high, and then low, bytes of q
 constexpr int kMaxIntegerGroups = (int)(kMaxIntegerDims / kGroup);
-constexpr float kLargest = 127 * 256 + 127;  // of 16-bit numbers whose high byte stays below 128
+constexpr float kLargestInt16 = 127 * 256 + 127;  // of 16-bit numbers whose high byte stays below 128
 
 // Vectors of tokens, or of dims, that share a byte broadcast: with R rows, high and low, 16 accumulators.
 template <int R>
 constexpr int kIntegerVecs = R <= 2 ? 4 : R <= 4 ? 2 : 1;
-
 using Words = __m512i;
 
 // In assembly, since GCC copies the accumulator of the intrinsic before each use.
@@ -263,6 +262,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
     best[r] = hmax(top);
     units[r] = unit[r];
   }
+  const M tops = best;  // taken off before scaling: never rounded apart, so no weight is above 1
   best *= units;
   const M m = vmax(group.m, best), factor = exp2v(group.m - m), share = exp2v(best - m);
   group.m = m;
@@ -273,7 +273,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
     vf sum{};
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
-      weights[r][c] = exp2_weight(load<vf>(s + r * kTile + c * kLanes) * unit[r] - best[r]);
+      weights[r][c] = exp2_weight((load<vf>(s + r * kTile + c * kLanes) - tops[r]) * unit[r]);
       sum += weights[r][c];
     }
     group.sum[r] = group.sum[r] * factor[r] + sum * share[r];
@@ -288,7 +288,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
   for (int64_t g = 0; g < at.v_groups; ++g) {
     const int64_t planes = first_plane + 2 * g * at.plane;
     const int bound = scale_bound<Bits>(tile, Bits == 8 ? 2 * at.plane : planes, seen);
-    const vf inverse = splat(kLargest * power_of_two(-bound));
+    const vf inverse = splat(kLargestInt16 * power_of_two(-bound));
     vf scale[kChunks], offset[kChunks];
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
@@ -320,7 +320,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
       int32_t* p = to.p + (g * R + r) * 2 * kLanes;
       _mm512_storeu_si512(p, _mm512_permutexvar_epi32(turn, high));
       _mm512_storeu_si512(p + kLanes, _mm512_permutexvar_epi32(turn, low));
-      const float own_unit = share[r] * power_of_two(bound) * (1.0f / kLargest);
+      const float own_unit = share[r] * power_of_two(bound) * (1.0f / kLargestInt16);
       to.unit[g * R + r] = own_unit;
       float* sums = offsets + (g * R + r) * kLanes;
       if constexpr (Bits == 8)

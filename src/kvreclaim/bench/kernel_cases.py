@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, Shape
-from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -43,11 +42,11 @@ def attention(shape: Shape) -> Case:
     """Decode (queries 1) or a prefill chunk at the end of the context."""
     heads, num_queries = shape.kv_heads * GROUP, shape.batch * shape.queries
     q = _noise((num_queries, heads, shape.head_dim), shape)
-    batches: dict[int, AttentionBatch] = {}
 
     def run(filled: Filled, layer: int) -> Tensor:
-        batch = batches.setdefault(id(filled), filled.batch())
-        return filled.backend.paged_attention(q, filled.cache, layer, batch, scale=shape.head_dim**-0.5)
+        return filled.backend.paged_attention(
+            q, filled.cache, layer, filled.batch, scale=shape.head_dim**-0.5
+        )
 
     seen = shape.context - (shape.queries - 1) / 2
     flops = int(4 * num_queries * heads * shape.head_dim * seen)
@@ -59,11 +58,9 @@ def column_sums(shape: Shape) -> Case:
     """The attention mass of the same step, a second pass over the keys."""
     plain = attention(shape)
     q = _noise((shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim), shape)
-    batches: dict[int, AttentionBatch] = {}
 
     def run(filled: Filled, layer: int) -> Tensor:
-        batch = batches.setdefault(id(filled), filled.batch())
-        return filled.backend.column_sums(q, filled.cache, layer, batch, scale=shape.head_dim**-0.5)
+        return filled.backend.column_sums(q, filled.cache, layer, filled.batch, scale=shape.head_dim**-0.5)
 
     op = plain.op.replace("attention", "column sums")
     return Case(op, shape, run, shape.side_bytes, flops=plain.flops // 2)

@@ -136,6 +136,7 @@ class Filled:
         """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
         return torch.stack(self.backend.gather_tokens(PagedTokens(self.cache, layer, self.one, num_tokens)))
 
+    @cached_property
     def batch(self) -> AttentionBatch:
         """A step in which every sequence computes its last `queries` tokens."""
         shape = self.shape

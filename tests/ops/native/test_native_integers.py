@@ -100,3 +100,11 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_only(isa: str, name: str
     assert not got[0, 2].isfinite().any()
     others = [0, 1, 3, 4, 5, 6, 7]
     assert torch.equal(got[0, others], clean[0, others])
+
+
+@names
+@pytest.mark.parametrize("size", [200.0, 1e4, 4e4])
+def test_logits_so_large_that_rounding_differs(isa: str, name: str, size: float) -> None:
+    """Equal keys weigh the same, however their products are rounded: no weight may overflow."""
+    v = noise(2, 83, 1, 64)
+    check(*cached(name, torch.full((83, 1, 64), 97.0), v), torch.full((1, 4, 64), size).bfloat16())

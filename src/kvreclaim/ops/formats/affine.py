@@ -81,6 +81,6 @@ KEY_GRID = Grid(scales.INT4, steps=3, reach=40.5, low=-128, high=127, has_zero=T
 """int4's groups, keys and values. reach is such that z still fits after s has been rounded down:
 3 * 40.5 * 2^(1/16) = 126.9."""
 CHANNEL_GRID = Grid(scales.KIVI_KEYS, steps=3, reach=40.5, low=-128, high=127, has_zero=True)
-"""kivi4's keys: the tokens of a block in one channel, or a token's group of dims after a compaction."""
+"""kivi4's sealed keys: the tokens of a block in one channel."""
 VALUE_GRID = Grid(scales.KIVI_VALUES, steps=2, reach=7.5, low=-16, high=15, has_zero=False)
 """kivi4's values: 13 bits a group. Zeros are n = 8, z = -1."""
