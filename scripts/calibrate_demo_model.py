@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from kvreclaim import demo_model
-from kvreclaim.engine.calibration import calibrate
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
 from kvreclaim.model.loader import load_model
 

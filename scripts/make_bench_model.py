@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from kvreclaim.engine.calibration import calibrate
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.model.loader import load_model
 
 MAX_POSITION = 163_840

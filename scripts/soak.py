@@ -22,7 +22,7 @@ import httpx2
 from soak_cases import MESSAGES, MODEL, Case, Seen, expected, make_cases
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.async_engine import AsyncEngine
+from kvreclaim.engine.face.async_engine import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service

@@ -9,12 +9,12 @@ from kvreclaim.config import SamplingParams
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig
-    from kvreclaim.engine.llm import LLM
+    from kvreclaim.engine.face.llm import LLM
 
 __version__ = version("kvreclaim")
 __all__ = ["LLM", "CompressionConfig", "SamplingParams", "__version__", "demo_model"]
 
-_HOMES = {"LLM": "kvreclaim.engine.llm", "CompressionConfig": "kvreclaim.compression"}
+_HOMES = {"LLM": "kvreclaim.engine.face.llm", "CompressionConfig": "kvreclaim.compression"}
 
 
 def __getattr__(name: str) -> object:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.compression import CompressionConfig, Compressor
-from kvreclaim.compression.protection import Rules, candidates, kept_prompt_slots
 from kvreclaim.ops.key_source import DenseSource
+from kvreclaim.schedule.protection import Rules, candidates, kept_prompt_slots
 
 FACTS = model_facts(1)
 

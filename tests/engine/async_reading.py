@@ -13,8 +13,8 @@ from typing import Any
 import tiny
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
-from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
+from kvreclaim.engine.face.stream import RequestStream, Update
 
 LIMIT_S = 60.0
 """A test that waits longer has lost an update; nothing is timed."""

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from kvreclaim import LLM
-from kvreclaim.engine.calibration import calibrate
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.face.llm import STATS_FILE
 
 
 @pytest.fixture(scope="session")

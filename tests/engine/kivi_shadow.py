@@ -9,8 +9,8 @@ from shadow import History, Shadow
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.engine.cells import head_cells, head_lengths
-from kvreclaim.engine.request import Sequence
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.ways.head_cells import head_cells, head_lengths
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens

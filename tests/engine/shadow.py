@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvreclaim import LLM
 from kvreclaim.compression import Compressor
-from kvreclaim.engine import runner as runner_module
-from kvreclaim.engine.request import Sequence
-from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvreclaim import LLM
 from kvreclaim.compression import LayerSignals
-from kvreclaim.engine.request import Sequence
-from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.core.scheduler import Scheduled
 from kvreclaim.model.attention import AttentionCall, LatentCall
 
 PerLayer = dict[int, Tensor]

@@ -13,8 +13,8 @@ from async_reading import GREEDY, Answer, Witness, new, read, run, serving
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.async_engine import AsyncEngine
-from kvreclaim.engine.stream import Update
+from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.face.stream import Update
 from kvreclaim.errors import EngineDeadError, RequestTooLongError
 
 

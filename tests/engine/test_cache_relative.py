@@ -11,7 +11,7 @@ from settings import assert_idle, small
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.compression import CompressionPolicy, LayerView, Mode, registry
-from kvreclaim.engine import runner as runner_module
+from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference, turning
 from kvreclaim.ops.facts import LayerFacts

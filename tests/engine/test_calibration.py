@@ -11,7 +11,7 @@ import torch
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import QueryStats
-from kvreclaim.engine.calibration import calibrate, read_documents
+from kvreclaim.engine.face.calibration import calibrate, read_documents
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model.loader import load_model
 

@@ -6,8 +6,8 @@ import pytest
 from settings import small
 
 from kvreclaim.compression import QueryStats
-from kvreclaim.engine.compressors import MAX_KEPT
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.compressors import MAX_KEPT
+from kvreclaim.engine.face.llm import STATS_FILE
 
 
 @pytest.fixture

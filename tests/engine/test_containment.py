@@ -10,7 +10,7 @@ from breaking import GREEDY, MANY, POISON, SAMPLED, answers, asked, run
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine import sampler
+from kvreclaim.engine.answer import sampler
 
 
 def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkeypatch):

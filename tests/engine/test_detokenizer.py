@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.engine.answer.detokenizer import Detokenizer
 
 BYTES = tiny.tokenizer()
 TEXTS = ["", "plain words", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", "a\n\tb  c", "end then stop"]

@@ -14,8 +14,8 @@ from kvreclaim import LLM, CompressionConfig
 from kvreclaim.compression import make_policy, policy_class, policy_names
 from kvreclaim.compression.policy import Wrapper
 from kvreclaim.config import KV_CACHE_DTYPES
-from kvreclaim.engine.calibration import calibrate
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS
 

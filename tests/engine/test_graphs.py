@@ -12,8 +12,8 @@ import tiny
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.graphs import CudaCapture, DecodeGraphs, padded_sizes
-from kvreclaim.engine.runner import PagedKVBatch
+from kvreclaim.engine.execute.graphs import CudaCapture, DecodeGraphs, padded_sizes
+from kvreclaim.engine.execute.runner import PagedKVBatch
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -180,7 +180,7 @@ def test_what_cannot_be_replayed_is_refused_with_its_reason(
 ) -> None:
     capture = Replayed()
     graphs = world().graphs(capture)
-    with caplog.at_level(logging.INFO, logger="kvreclaim.engine.graphs"):
+    with caplog.at_level(logging.INFO, logger="kvreclaim.engine.execute.graphs"):
         assert graphs.forward(*REFUSED[reason]) is None
         assert graphs.forward(*REFUSED[reason]) is None
     assert [reason in text for text in graphs.refusals] == [True]
@@ -194,7 +194,7 @@ def test_a_capture_that_fails_ends_it(world, caplog: pytest.LogCaptureFixture) -
     capture = Replayed(fails=lambda rows: rows == 4)
     graphs = world().graphs(capture)
     assert graphs.forward(*step([3, 4])) is not None
-    with caplog.at_level(logging.WARNING, logger="kvreclaim.engine.graphs"):
+    with caplog.at_level(logging.WARNING, logger="kvreclaim.engine.execute.graphs"):
         for lengths in ([3, 4, 5], [3, 4, 5], [3]):
             assert graphs.forward(*step(lengths)) is None
     assert [record.message for record in caplog.records] == [

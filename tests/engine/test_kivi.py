@@ -14,8 +14,8 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine import graphs
-from kvreclaim.engine.open_blocks import open_blocks
+from kvreclaim.engine.execute import graphs
+from kvreclaim.engine.execute.open_blocks import open_blocks
 from kvreclaim.ops import native
 
 NATIVE = pytest.mark.skipif(native.unavailable_reason() is not None, reason="the extension is not there")

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import Signal, make_policy, policy_names
-from kvreclaim.engine.calibration import calibrate
+from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model import loader
 from kvreclaim.ops import reference

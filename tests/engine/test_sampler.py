@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.sampler import SampleRow, sample
+from kvreclaim.engine.answer.sampler import SampleRow, sample
 
 VOCAB = 12
 DRAWS = 4000

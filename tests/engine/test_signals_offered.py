@@ -132,14 +132,14 @@ def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
 
 
 def test_the_reason_is_said_once(make_llm, caplog):
-    from kvreclaim.engine.graphs import DecodeGraphs
+    from kvreclaim.engine.execute.graphs import DecodeGraphs
 
     llm = make_llm()
     engine = llm.engine
     llm.engine.runner.graphs = graphs = DecodeGraphs(
         llm.loaded.model, engine.cache, engine.backend, max_num_seqs=4, max_model_len=99, capture=None
     )
-    with caplog.at_level(logging.INFO, "kvreclaim.engine.graphs"):
+    with caplog.at_level(logging.INFO, "kvreclaim.engine.execute.graphs"):
         llm.generate(tiny.prompts((30,)), GREEDY, config("mass"))
     assert graphs.refusals.total() == 39
     assert [record.message for record in caplog.records] == [

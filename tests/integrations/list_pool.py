@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvreclaim.compression.plan import CompactionPlan, TableState
 from kvreclaim.integrations.vllm.accounts import Applied
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 
 @dataclass

@@ -14,7 +14,7 @@ import openai
 from fastapi import FastAPI
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.async_engine import AsyncEngine
+from kvreclaim.engine.face.async_engine import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service

@@ -13,7 +13,7 @@ from logged import Log, complete, post
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.detokenizer import Detokenizer
+from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.server import logs
 from kvreclaim.server.logs import describe
 from kvreclaim.server.service import Service

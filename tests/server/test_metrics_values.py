@@ -11,8 +11,8 @@ from exposition import Scrape
 from prometheus_client import generate_latest
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.engine import StepResult
-from kvreclaim.engine.request import Request
+from kvreclaim.engine.core.engine import StepResult
+from kvreclaim.engine.core.request import Request
 from kvreclaim.server.metrics import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
 

@@ -10,7 +10,7 @@ import pytest
 from running import MODEL, Running, openai_client
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.engine.outputs import Logprob
+from kvreclaim.engine.core.outputs import Logprob
 from kvreclaim.server.openai.logprobs import LOWEST, TextOffsets, Vocabulary, completion_logprobs
 
 PROMPT = "the end of the story"

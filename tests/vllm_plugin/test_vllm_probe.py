@@ -19,7 +19,7 @@ from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvreclaim.compression import CompressionConfig, QueryStats
-from kvreclaim.engine.calibration import calibrate
+from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
 from kvreclaim.integrations.vllm.facts import Described, describe
 from kvreclaim.integrations.vllm.options import Options

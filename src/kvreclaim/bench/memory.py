@@ -28,7 +28,7 @@ from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 
 

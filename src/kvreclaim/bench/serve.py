@@ -23,7 +23,7 @@ from kvreclaim.bench.common import Row, alternate, spread, table, text
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
 from kvreclaim.checks import check_number, require
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 
 NAME = "measured"

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from kvreclaim.bench.common import Row, table, text
 from kvreclaim.bench.systems.base import CHUNK
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
 
 MARGIN_STDS = 0.15

@@ -20,7 +20,7 @@ from kvreclaim.bench.common import Row, alternate, text
 from kvreclaim.bench.systems.base import CHUNK
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.checks import require
-from kvreclaim.engine.llm import STATS_FILE
+from kvreclaim.engine.face.llm import STATS_FILE
 
 BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes for all models; tokens."""

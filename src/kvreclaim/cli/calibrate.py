@@ -71,8 +71,8 @@ def _run(
 ) -> None:
     from kvreclaim import demo_model
     from kvreclaim.compression import QueryStats
-    from kvreclaim.engine.calibration import calibrate as measure
-    from kvreclaim.engine.calibration import read_documents
+    from kvreclaim.engine.face.calibration import calibrate as measure
+    from kvreclaim.engine.face.calibration import read_documents
     from kvreclaim.model.loader import hide_progress_bars, load_model
 
     hide_progress_bars()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvreclaim import LLM, CompressionConfig, SamplingParams
-    from kvreclaim.engine.outputs import RequestMetrics, RequestOutput
+    from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput
 
 
 def generate(

@@ -2,7 +2,6 @@
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.plan import CompactionPlan, TableState, plan_compaction
 from kvreclaim.compression.policies.triattention import raw_scores
 from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, LayerView, Mode, Signal, Wrapper
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names, policy_spec
@@ -12,7 +11,6 @@ from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 
 __all__ = [
     "Clustering",
-    "CompactionPlan",
     "CompressionConfig",
     "CompressionPolicy",
     "Compressor",
@@ -24,10 +22,8 @@ __all__ = [
     "Signal",
     "StatsBuilder",
     "StatsMetadata",
-    "TableState",
     "Wrapper",
     "make_policy",
-    "plan_compaction",
     "policy_class",
     "policy_names",
     "policy_spec",

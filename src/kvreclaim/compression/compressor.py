@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import NO_SIGNALS, CompressionPolicy, LayerSignals, LayerView, Mode
-from kvreclaim.compression.protection import Rules, candidates, kept_prompt_slots
 from kvreclaim.compression.refusals import STATISTICS, check_policy, layer_stats
 from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select
 from kvreclaim.compression.stats import LayerStats, QueryStats
@@ -18,6 +17,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.schedule.protection import Rules, candidates, kept_prompt_slots
 
 LayerSource = Callable[[int], KeySource]
 SignalSource = Callable[[int], LayerSignals]

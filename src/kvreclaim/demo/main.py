@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
 from kvreclaim.demo.show import draw_report, show_report
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 
 
 def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:

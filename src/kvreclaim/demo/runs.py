@@ -11,8 +11,8 @@ from typing import Any
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.report import LoadRun, PolicyRun
-from kvreclaim.engine.llm import LLM
-from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
+from kvreclaim.engine.core.outputs import RequestOutput, ScoreOutput, StepStats
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress

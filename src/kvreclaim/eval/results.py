@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from kvreclaim.engine.outputs import RequestMetrics
+from kvreclaim.engine.core.outputs import RequestMetrics
 
 
 class Result(BaseModel):

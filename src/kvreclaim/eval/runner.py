@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM, Observer
-from kvreclaim.engine.outputs import RequestMetrics, ScoreOutput
+from kvreclaim.engine.core.outputs import RequestMetrics, ScoreOutput
+from kvreclaim.engine.face.llm import LLM, Observer
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import Storage

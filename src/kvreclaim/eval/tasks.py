@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvreclaim.checks import check_choice, check_int
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.task import SEED_STRIDE, Item
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvreclaim.engine.outputs import RequestMetrics
-from kvreclaim.engine.request import Request
+from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.core.request import Request
 from kvreclaim.server.service import Service
 
 CLIENT_LEFT = 499

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.exports import Tokenizer
+from kvreclaim.engine.face.exports import Tokenizer
 
 JOINT = 6
 """Tokens of a prompt's end that decide how the answer's first token is joined to it."""

@@ -14,8 +14,8 @@ from typing import Any, Literal, TextIO
 from pydantic_core import to_json
 
 from kvreclaim.checks import check_choice
-from kvreclaim.engine.detokenizer import Detokenizer
-from kvreclaim.engine.exports import LoadedModel
+from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.face.exports import LoadedModel
 from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")

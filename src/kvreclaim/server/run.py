@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvreclaim.engine.async_engine import AsyncEngine
-from kvreclaim.engine.llm import LLM
+from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig

@@ -15,11 +15,11 @@ from fastapi import Request
 from kvreclaim.checks import check_text
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.async_engine import AsyncEngine, NewRequest
-from kvreclaim.engine.chat import render_chat
-from kvreclaim.engine.exports import Retention
-from kvreclaim.engine.request import Request as EngineRequest
-from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.engine.core.request import Request as EngineRequest
+from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
+from kvreclaim.engine.face.chat import render_chat
+from kvreclaim.engine.face.exports import Retention
+from kvreclaim.engine.face.stream import RequestStream, Update
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.tenants import Tenant

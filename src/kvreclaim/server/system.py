@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from kvreclaim import __version__
-from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.core.engine import Engine
 from kvreclaim.server.errors import ApiError, OpenAIError
 from kvreclaim.server.service import Service, service_of
 

@@ -23,7 +23,7 @@ from running import MODEL, Running, running_server
 from steering import until
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.pool_view import IN_USE
+from kvreclaim.engine.face.pool_view import IN_USE
 from kvreclaim.server.page.feed import MAX_PENDING, MAX_VIEWERS, Viewer
 from kvreclaim.server.page.snapshot import NO_BLOCKS, Compaction, Recorder
 

@@ -14,8 +14,8 @@ import torch
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.llm import LLM
-from kvreclaim.engine.request import Request
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.compression.plan import CompactionPlan, TableState
+from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 
 class Request(Protocol):

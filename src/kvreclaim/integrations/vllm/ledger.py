@@ -12,12 +12,12 @@ import logging
 from collections.abc import Sequence
 
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.compression.plan import plan_compaction
-from kvreclaim.compression.protection import kept_prompt_slots
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Forecast, Pool, Request, State
 from kvreclaim.integrations.vllm.options import Options, most_tokens
 from kvreclaim.integrations.vllm.passes import Pass, Totals
+from kvreclaim.schedule.plan import plan_compaction
+from kvreclaim.schedule.protection import kept_prompt_slots
 
 logger = logging.getLogger("vllm.kvreclaim")
 

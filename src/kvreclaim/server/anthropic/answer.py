@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from kvreclaim.engine.outputs import RequestMetrics
-from kvreclaim.engine.stream import OutputDelta, RequestStream, Update
+from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.anthropic.content import BlockEvents, Splitter, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage

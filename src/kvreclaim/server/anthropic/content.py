@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from kvreclaim.engine.outputs import RequestMetrics
-from kvreclaim.engine.stream import OutputDelta
+from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.face.stream import OutputDelta
 from kvreclaim.server.events import event
 from kvreclaim.server.tool_calls import Piece, ToolCall, ToolCallParser
 

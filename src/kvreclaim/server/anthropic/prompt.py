@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvreclaim.engine.chat import chat_text
-from kvreclaim.engine.exports import Retention
+from kvreclaim.engine.face.chat import chat_text
+from kvreclaim.engine.face.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
 from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields

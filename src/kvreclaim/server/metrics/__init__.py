@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.core.engine import Engine
 from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
 from kvreclaim.server.metrics.http import HttpCounts
 from kvreclaim.server.metrics.observer import MetricsObserver

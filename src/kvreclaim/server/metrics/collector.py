@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvreclaim.engine.engine import Engine
-from kvreclaim.engine.exports import MemoryStats
+from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.face.exports import MemoryStats
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvreclaim.engine.engine import Engine, StepResult
-from kvreclaim.engine.exports import MemoryStats
-from kvreclaim.engine.request import Request, Sequence
+from kvreclaim.engine.core.engine import Engine, StepResult
+from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.engine.face.exports import MemoryStats
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
 from kvreclaim.server.metrics.histogram import Histogram
 

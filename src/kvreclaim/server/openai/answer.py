@@ -12,9 +12,9 @@ from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from kvreclaim.engine.outputs import RequestMetrics
-from kvreclaim.engine.request import Request
-from kvreclaim.engine.stream import OutputDelta
+from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.face.stream import OutputDelta
 from kvreclaim.server.events import answer_json, event, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions

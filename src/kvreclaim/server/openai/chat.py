@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvreclaim.engine import request as engine
-from kvreclaim.engine.stream import OutputDelta
+from kvreclaim.engine.core import request as engine
+from kvreclaim.engine.face.stream import OutputDelta
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from kvreclaim.engine.exports import Tokenizer
-from kvreclaim.engine.outputs import Logprob
+from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.face.exports import Tokenizer
 
 LOWEST = -9999.0
 """Instead of -inf, for which JSON has no word."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.exports import Retention
+from kvreclaim.engine.face.exports import Retention
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.sampling import SHARED, compression_of, sampling_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from kvreclaim.engine.stream import RequestStream, Update
+from kvreclaim.engine.face.stream import RequestStream, Update
 from kvreclaim.server.service import check_update
 
 Updates = AsyncGenerator[tuple[int, Update], None]

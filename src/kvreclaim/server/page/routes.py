@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, policy_names
 from kvreclaim.compression.registry import DEFAULT_POLICY
-from kvreclaim.engine.engine import Engine
+from kvreclaim.engine.core.engine import Engine
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events

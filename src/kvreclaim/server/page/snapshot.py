@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreclaim.engine.compression_state import CompressionState
-from kvreclaim.engine.engine import Engine, StepResult
-from kvreclaim.engine.pool_view import PoolView, pool_view
-from kvreclaim.engine.request import Request, Sequence
+from kvreclaim.engine.core.engine import Engine, StepResult
+from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.engine.face.pool_view import PoolView, pool_view
+from kvreclaim.engine.ways.state import CompressionState
 
 NO_BLOCKS: NDArray[np.int32] = np.empty(0, np.int32)
 

@@ -13,7 +13,6 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
-from kvreclaim.compression.plan import CompactionPlan, TableState
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.accounts import Applied
 from kvreclaim.integrations.vllm.ledger import Ledger
@@ -21,6 +20,7 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import signatures
+from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING

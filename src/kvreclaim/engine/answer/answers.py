@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compression import CompressionPass
-from kvreclaim.engine.due import is_due
-from kvreclaim.engine.lifecycle import Lifecycle
-from kvreclaim.engine.logprobs import report_prompt
-from kvreclaim.engine.request import Sequence
-from kvreclaim.engine.sampler import Drawn, SampleRow, draw
-from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.engine.answer.logprobs import report_prompt
+from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
+from kvreclaim.engine.core.due import is_due
+from kvreclaim.engine.core.lifecycle import Lifecycle
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.ways.passes import CompressionPass
 
 
 class Answers:

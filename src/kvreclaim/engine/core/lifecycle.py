@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.detokenizer import Detokenizer
-from kvreclaim.engine.outputs import EngineTotals, FinishReason
-from kvreclaim.engine.request import Request, Sequence
-from kvreclaim.engine.scheduler import Listener, Scheduler
-from kvreclaim.engine.signals import Signals
+from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
+from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.engine.core.scheduler import Listener, Scheduler
+from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 

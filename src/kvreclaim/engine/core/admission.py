@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvreclaim.checks import is_int
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.due import decode_cap, prompt_cap
-from kvreclaim.engine.sparse import least_blocks
+from kvreclaim.engine.core.due import decode_cap, prompt_cap
+from kvreclaim.engine.ways.reads import least_blocks
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 

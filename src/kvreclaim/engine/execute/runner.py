@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.compression import block_row, slots_are_positions
-from kvreclaim.engine.graphs import DecodeGraphs
-from kvreclaim.engine.latent import latent_parts
-from kvreclaim.engine.open_blocks import open_blocks
-from kvreclaim.engine.parts import Part, has_head_tables, split
-from kvreclaim.engine.scheduler import Scheduled
-from kvreclaim.engine.signals import Observer, Signals
+from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.execute.open_blocks import open_blocks
+from kvreclaim.engine.signals.signals import Observer, Signals
+from kvreclaim.engine.ways.parts import Part, has_head_tables, split
+from kvreclaim.engine.ways.passes import block_row, slots_are_positions
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.model.loader import LoadedModel

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.logprobs import report
-from kvreclaim.engine.outputs import Logprob
-from kvreclaim.engine.truncation import Cut, race_among_kept
+from kvreclaim.engine.answer.logprobs import report
+from kvreclaim.engine.answer.truncation import Cut, race_among_kept
+from kvreclaim.engine.core.outputs import Logprob
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from kvreclaim.ops.cells import blocks_of, natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.core.request import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)

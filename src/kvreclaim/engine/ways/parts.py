@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.cells import head_cells, head_lengths
-from kvreclaim.engine.request import Sequence
-from kvreclaim.engine.scheduler import Scheduled
-from kvreclaim.engine.sparse import DigestStore, SparseReads, reads_sparsely
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.ways.head_cells import head_cells, head_lengths
+from kvreclaim.engine.ways.reads import DigestStore, SparseReads, reads_sparsely
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend

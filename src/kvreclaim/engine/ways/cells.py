@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompactionPlan, Compressor
+from kvreclaim.compression import Compressor
 from kvreclaim.compression.uneven import HeadLengths, Heads, UnevenChoice, choose_uneven
-from kvreclaim.engine.cells import Cells, assign_cells, head_cells, head_lengths
-from kvreclaim.engine.signals import Signals
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.ways.head_cells import Cells, assign_cells, head_cells, head_lengths
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.cells import cell_view
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.schedule.plan import CompactionPlan
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.core.request import Sequence
 
 
 MAX_BYTES = 1 << 26

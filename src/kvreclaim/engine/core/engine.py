@@ -11,17 +11,17 @@ import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.admission import Lengths, check_length, check_priority, check_prompt, output_limit
-from kvreclaim.engine.answers import Answers
-from kvreclaim.engine.compression import CompressionPass
-from kvreclaim.engine.graphs import decode_graphs
-from kvreclaim.engine.lifecycle import Lifecycle
-from kvreclaim.engine.outputs import StepStats
-from kvreclaim.engine.request import Request, Scores
-from kvreclaim.engine.runner import ModelRunner
-from kvreclaim.engine.scheduler import Scheduled
-from kvreclaim.engine.signals import Signals
-from kvreclaim.engine.sizing import open_rows
+from kvreclaim.engine.answer.answers import Answers
+from kvreclaim.engine.core.admission import Lengths, check_length, check_priority, check_prompt, output_limit
+from kvreclaim.engine.core.lifecycle import Lifecycle
+from kvreclaim.engine.core.outputs import StepStats
+from kvreclaim.engine.core.request import Request, Scores
+from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.sizing import open_rows
+from kvreclaim.engine.execute.graphs import decode_graphs
+from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention

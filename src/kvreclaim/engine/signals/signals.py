@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor, LayerSignals, Signal
-from kvreclaim.engine.signal_stores import MassStore, QueryStore
-from kvreclaim.engine.sparse import DigestStore
+from kvreclaim.engine.signals.rows import MassStore, QueryStore
+from kvreclaim.engine.ways.reads import DigestStore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
@@ -24,8 +24,8 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.request import Sequence
-    from kvreclaim.engine.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Sequence
+    from kvreclaim.engine.core.scheduler import Scheduled
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
 """Signals that every step has to add to."""

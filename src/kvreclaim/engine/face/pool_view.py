@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from kvreclaim.engine.compression import block_row
-from kvreclaim.engine.engine import Engine
-from kvreclaim.engine.request import Request, Sequence
+from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.engine.ways.passes import block_row
 from kvreclaim.memory import marks
 from kvreclaim.memory.block_table import BlockTable
 

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompactionPlan, Compressor, TableState, plan_compaction
+from kvreclaim.compression import Compressor
 from kvreclaim.compression.compressor import LayerSource, SignalSource
-from kvreclaim.engine.signals import Signals, wants_positions
-from kvreclaim.engine.uneven import UnevenPass
+from kvreclaim.engine.signals.signals import Signals, wants_positions
+from kvreclaim.engine.ways.cells import UnevenPass
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.turning import turn_moved_keys
+from kvreclaim.schedule.plan import CompactionPlan, TableState, plan_compaction
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.outputs import EngineTotals
-    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.core.outputs import EngineTotals
+    from kvreclaim.engine.core.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.engine import Engine, StepResult
-from kvreclaim.engine.llm import LLM
-from kvreclaim.engine.request import Request
-from kvreclaim.engine.stream import Cursor, RequestStream, Update
+from kvreclaim.engine.core.engine import Engine, StepResult
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.face.stream import Cursor, RequestStream, Update
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.memory.pins import Retention
 

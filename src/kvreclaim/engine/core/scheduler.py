@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.admission import Lengths, slots_needed
-from kvreclaim.engine.due import decode_cap, first_compaction, tokens_until_compaction
-from kvreclaim.engine.outputs import EngineTotals, PreemptionReason
-from kvreclaim.engine.request import Sequence
-from kvreclaim.engine.signals import first_hit_limit
+from kvreclaim.engine.core.admission import Lengths, slots_needed
+from kvreclaim.engine.core.due import decode_cap, first_compaction, tokens_until_compaction
+from kvreclaim.engine.core.outputs import EngineTotals, PreemptionReason
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.signals.signals import first_hit_limit
 from kvreclaim.memory.manager import Growth, MemoryManager
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from tqdm.auto import tqdm
 
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.chat import Message, render_chat
-from kvreclaim.engine.compressors import Compressors
-from kvreclaim.engine.engine import Engine
-from kvreclaim.engine.outputs import RequestOutput, ScoreOutput, StepStats
-from kvreclaim.engine.request import Request
-from kvreclaim.engine.sizing import choose_limits
+from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.core.outputs import RequestOutput, ScoreOutput, StepStats
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.core.sizing import choose_limits
+from kvreclaim.engine.face.chat import Message, render_chat
+from kvreclaim.engine.face.compressors import Compressors
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CompactionPlan, TableState, plan_compaction
+from kvreclaim.schedule.plan import CompactionPlan, TableState, plan_compaction
 
 SIZE = 4
 

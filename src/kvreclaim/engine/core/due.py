@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvreclaim.compression import Compressor
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.request import Sequence
+    from kvreclaim.engine.core.request import Sequence
 
 
 def prompt_cap(compressor: Compressor, max_chunk: int) -> int:

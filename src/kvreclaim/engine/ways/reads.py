@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.signal_stores import RowStore
+from kvreclaim.engine.signals.rows import RowStore
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
@@ -23,8 +23,8 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.request import Sequence
-    from kvreclaim.engine.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Sequence
+    from kvreclaim.engine.core.scheduler import Scheduled
 
 MAX_ELEMENTS = 1 << 24
 """Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from kvreclaim.engine.outputs import FinishReason, Logprob, RequestMetrics
-from kvreclaim.engine.request import Request, Sequence
+from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
+from kvreclaim.engine.core.request import Request, Sequence
 
 
 @dataclass(slots=True)

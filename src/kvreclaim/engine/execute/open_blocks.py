@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.scheduler import Scheduled
+from kvreclaim.engine.core.scheduler import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.outputs import Logprob
+from kvreclaim.engine.core.outputs import Logprob
 
 MAX_ELEMENTS = 1 << 24
 """Logits of a prompt that are turned into log-probabilities at once."""

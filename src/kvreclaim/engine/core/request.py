@@ -11,9 +11,9 @@ import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.compression_state import CompressionState
-from kvreclaim.engine.detokenizer import Detokenizer
-from kvreclaim.engine.outputs import (
+from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.answer.sampler import SampleRow
+from kvreclaim.engine.core.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -22,7 +22,7 @@ from kvreclaim.engine.outputs import (
     RequestOutput,
     ScoreOutput,
 )
-from kvreclaim.engine.sampler import SampleRow
+from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
 
 

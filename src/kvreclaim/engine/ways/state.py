@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvreclaim.engine.cells import Cells
+from kvreclaim.engine.ways.head_cells import Cells
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,1 @@
+"""A step: schedule, execute, answer; how requests begin and end."""

@@ -1,0 +1,1 @@
+"""What policies ask for besides keys and values."""

@@ -1,0 +1,1 @@
+"""Who runs, which blocks, which passes: integers only, the clock passed in."""
