@@ -19,6 +19,7 @@ from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
+from kvreclaim.schedule.way import Way
 from kvreclaim.testing import CHECKS, check_policy
 
 OPTIONS = (
@@ -72,10 +73,9 @@ BREACHES = {
         {"cache_relative": True, "needs": frozenset({Signal.POSITIONS})},
         "takes slots for positions",
     ),
-    "sparse": ({"sparse_reads": True}, "evicts, and reads sparsely"),
-    "unequal": ({"uneven": True, "whole_blocks": True}, "unequal numbers, which takes moving"),
-    "counts": ({"uneven": True, "counts": lambda *_, **__: torch.full((3, 2), 12.0)}, "12.0 on average"),
-    "bounds": ({"uneven": True, "counts": lambda *_, **__: torch.tensor([[2.0, 18.0]] * 3)}, "outside"),
+    "way": ({"way": "compact"}, "way is 'compact'"),
+    "counts": ({"way": Way.CELLS, "counts": lambda *_, **__: torch.full((3, 2), 12.0)}, "12.0 on average"),
+    "bounds": ({"way": Way.CELLS, "counts": lambda *_, **__: torch.tensor([[2.0, 18.0]] * 3)}, "outside"),
 }
 
 
@@ -121,7 +121,7 @@ class TestEvictOnly:
     def test_delegates_and_moves_nothing(self):
         wrapped, inner = make_policy("evict-only(triattention)"), make_policy("triattention")
         view = a_view()
-        assert (wrapped.evicts, wrapped.compacts) == (True, False)
+        assert wrapped.way is Way.MASK
         assert (wrapped.needs, wrapped.default_mode) == (inner.needs, inner.default_mode)
         assert torch.equal(wrapped.score(view), inner.score(view))
 

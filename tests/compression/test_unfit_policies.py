@@ -13,6 +13,7 @@ from kvreclaim.compression.refusals import check_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.schedule.way import Way
 
 LAYER = LayerFacts(4, 2, 8, 8, 0.5, rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
@@ -55,13 +56,11 @@ def test_what_the_model_cannot_serve(policy, facts, message):
 @pytest.mark.parametrize(
     ("traits", "message"),
     [
-        ({"uneven": True, "needs": frozenset({Signal.POSITIONS})}, "no position of a slot is kept"),
-        ({"uneven": True, "needs": frozenset({Signal.ATTENTION_MASS})}, "no attention mass is kept"),
-        ({"uneven": True, "compacts": False}, "compaction at original positions alone"),
-        ({"uneven": True, "whole_blocks": True}, "compaction at original positions alone"),
-        ({"uneven": True, "cache_relative": True}, "compaction at original positions alone"),
-        ({"cache_relative": True, "compacts": False}, "moves nothing"),
-        ({"cache_relative": True, "whole_blocks": True}, "moves nothing"),
+        ({"way": Way.CELLS, "needs": frozenset({Signal.POSITIONS})}, "no position of a slot is kept"),
+        ({"way": Way.CELLS, "needs": frozenset({Signal.ATTENTION_MASS})}, "no attention mass is kept"),
+        ({"way": Way.CELLS, "cache_relative": True}, "slot for its position"),
+        ({"way": Way.MASK, "cache_relative": True}, "slot for its position"),
+        ({"way": Way.BLOCKS, "cache_relative": True}, "slot for its position"),
     ],
 )
 def test_contradictions(traits, message):

@@ -12,6 +12,7 @@ from kvreclaim.compression import CompressionPolicy, LayerView, Mode, registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.wrapping import fill
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,7 @@ class BlockNorm(Knorm):
     """Whole blocks, by the norms of their keys."""
 
     name = "block-norm"
-    compacts = False
-    whole_blocks = True
+    way = Way.BLOCKS
     default_mode = Mode.UNION
 
 
@@ -37,7 +37,7 @@ class EarlyFirst(CompressionPolicy):
     """Keeps the earliest tokens."""
 
     name = "early-first"
-    whole_blocks = True
+    way = Way.BLOCKS
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:
@@ -51,7 +51,7 @@ class HeadNorm(Knorm):
     layer keeps half as much again as its share."""
 
     name = "head-norm"
-    uneven = True
+    way = Way.CELLS
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         layers, heads = len(scores), len(scores[0])
@@ -73,7 +73,7 @@ class HeadMixture(QueryMixture):
     """Unequal heads with statistics: the last layer and the last head keep more."""
 
     name = "head-mixture"
-    uneven = True
+    way = Way.CELLS
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         limit = torch.tensor([[row.numel() for row in rows] for rows in scores], dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvreclaim.compression import CompressionPolicy, LayerSignals, LayerView, Mode, Signal, registry
 from kvreclaim.compression.compressor import STATISTICS
+from kvreclaim.schedule.way import Way
 
 NEEDS = {
     "queries": frozenset({Signal.RECENT_QUERIES}),
@@ -86,8 +87,7 @@ class BlockRecorder(Recorder):
     """The same for whole blocks."""
 
     name = "block-recorder"
-    compacts = False
-    whole_blocks = True
+    way = Way.BLOCKS
     default_mode = Mode.UNION
 
 
@@ -96,7 +96,7 @@ class UnevenRecorder(Recorder):
     """The same for heads that keep unequal numbers: every other head keeps twice as many."""
 
     name = "uneven-recorder"
-    uneven = True
+    way = Way.CELLS
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         share = torch.tensor([[2 / 3, 4 / 3]]).repeat(len(scores), len(scores[0]) // 2)

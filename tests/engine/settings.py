@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvreclaim import CompressionConfig
 from kvreclaim.compression import CompressionPolicy, Signal, make_policy, policy_names
+from kvreclaim.schedule.way import Way
 
 UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}  # known only of tokens that are computed
 
@@ -11,12 +12,12 @@ UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}  # known only of tokens
 def _serves(policy: CompressionPolicy) -> bool:
     """Equal counts, token by token, of a text that is not known beforehand; test_uneven, test_whole_blocks
     and test_policies_end_to_end have the others."""
-    fixed = policy.uneven or policy.whole_blocks or Signal.FUTURE_QUERIES in policy.needs
-    return policy.evicts and not fixed
+    fixed = policy.way in (Way.CELLS, Way.BLOCKS) or Signal.FUTURE_QUERIES in policy.needs
+    return policy.way.evicts and not fixed
 
 
 EVICTING = tuple(name for name in policy_names() if _serves(make_policy(name)))
-MOVING = tuple(name for name in EVICTING if make_policy(name).compacts)
+MOVING = tuple(name for name in EVICTING if make_policy(name).way in (Way.COMPACT, Way.CELLS))
 
 
 def takes_every_hit(policy: str) -> bool:

@@ -77,7 +77,7 @@ def check(llm: LLM, policy: str, *, latent: bool) -> None:
     (out,) = llm.score([prompt], [answer], small(policy))
     assert out.error is None
     assert torch.tensor(out.logprobs).isfinite().all()
-    assert (out.metrics.compactions > 0) == make_policy(policy).evicts
+    assert (out.metrics.compactions > 0) == make_policy(policy).way.evicts
     assert_idle(llm)
 
 

@@ -18,6 +18,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.protection import Rules, candidates, kept_prompt_slots
+from kvreclaim.schedule.way import Way
 
 LayerSource = Callable[[int], KeySource]
 SignalSource = Callable[[int], LayerSignals]
@@ -71,35 +72,16 @@ class Compressor:
             self._stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
         windows = [layer.sliding_window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
-        alone = self.mode is Mode.PER_LAYER_HEAD and not self.policy.whole_blocks
+        alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
 
     @property
-    def evicts(self) -> bool:
-        """Whether choose is ever worth asking."""
-        return self.policy.evicts
-
-    @property
-    def compacts(self) -> bool:
-        """Whether survivors are to be moved together; without it, no block empties but by chance."""
-        return self.policy.compacts
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether whole blocks go, and nothing moves."""
-        return self.policy.whole_blocks
-
-    @property
-    def uneven(self) -> bool:
-        """Whether heads keep unequal numbers of tokens: ask choose_uneven, not choose."""
-        return self.policy.uneven
-
-    @property
-    def sparse_reads(self) -> bool:
-        """Whether everything is kept, and each decode step reads the blocks of high block_scores alone."""
-        return self.policy.sparse_reads
+    def way(self) -> Way:
+        """What it does to memory: ask choose under COMPACT and MASK, choose_blocks under BLOCKS,
+        choose_uneven under CELLS, block_scores under READS."""
+        return self.policy.way
 
     @property
     def cache_relative(self) -> bool:
@@ -112,14 +94,9 @@ class Compressor:
         return self.policy.prompt_only
 
     @property
-    def reclaims(self) -> bool:
-        """Whether what is evicted gives its blocks back."""
-        return self.policy.evicts and (self.policy.compacts or self.policy.whole_blocks)
-
-    @property
     def bounded(self) -> bool:
         """Whether a sequence never holds much more than its budget, however long it gets."""
-        return self.reclaims and not self.prompt_only
+        return self.way.reclaims and not self.prompt_only
 
     @property
     def budget(self) -> int:
@@ -145,7 +122,7 @@ class Compressor:
 
     def kept_prompt_slots(self, num_tokens: int, num_prompt_slots: int, keep: int | None = None) -> int:
         """Prompt slots left after a compression of num_tokens slots: protection.kept_prompt_slots."""
-        if not self.evicts:
+        if not self.way.evicts:
             return num_prompt_slots
         prompt, keep = num_prompt_slots, self.budget if keep is None else keep
         return kept_prompt_slots(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
@@ -184,7 +161,7 @@ class Compressor:
         """
         keep = self.budget if keep is None else keep
         assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
-        if num_tokens <= keep or not self.evicts:
+        if num_tokens <= keep or not self.way.evicts:
             return self._everything(num_tokens)
         first = logical_len == num_tokens if first is None else first
         free = self._candidates(num_tokens, num_prompt_slots, keep)

@@ -11,6 +11,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import DEFAULT_POLICY, make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.way import Way
 
 StatsSource = str | os.PathLike[str] | QueryStats
 
@@ -70,8 +71,7 @@ class CompressionConfig:
             raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
         object.__setattr__(self, "options", dict(self.options))
         policy = self.make_policy()
-        fixed = policy.whole_blocks or policy.uneven or policy.sparse_reads
-        if fixed and self.mode not in (None, policy.default_mode):
+        if policy.way in (Way.BLOCKS, Way.CELLS, Way.READS) and self.mode not in (None, policy.default_mode):
             raise InvalidArgumentError(
                 f"mode is {self.mode!r}, but policy {policy.name} decides itself who shares a kept set; "
                 "leave mode out."

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.schedule.way import Way
 
 
 class Signal(Enum):
@@ -115,36 +116,20 @@ class CompressionPolicy(ABC):
     What a subclass says of itself, as class attributes or properties:
 
     name:           how it is asked for
-    evicts:         False if it keeps everything; score is then never asked
-    compacts:       False if survivors stay where they are, so that no block empties except by chance
-    whole_blocks:   True if whole blocks go, the same in all layers and heads, and nothing moves; score is
-                    asked as ever, a block's score is the mean over its tokens, layers and heads
-    uneven:         True if heads keep different numbers of tokens (see counts)
-    sparse_reads:   True if it keeps everything but reads only some blocks at each decode step (see
-                    block_scores); budget is then the tokens read per head
+    way:            what it does to memory. Under Way.KEEP and Way.READS score is never asked; under
+                    Way.BLOCKS a block's score is the mean over its tokens, layers and heads; Way.CELLS asks
+                    for counts, too; Way.READS for block_scores, and budget is the tokens read per head
     query_window:   queries kept for Signal.RECENT_QUERIES
     prompt_only:    True if it compresses once, when the prompt has been computed, and never again
     cache_relative: True if a token's position is its slot: keys are turned again when they move
     """
 
     name: ClassVar[str]
-    evicts: ClassVar[bool] = True
 
     @property
-    def compacts(self) -> bool:
-        return True
-
-    @property
-    def whole_blocks(self) -> bool:
-        return False
-
-    @property
-    def uneven(self) -> bool:
-        return False
-
-    @property
-    def sparse_reads(self) -> bool:
-        return False
+    def way(self) -> Way:
+        """A subclass overrides this with a plain class attribute."""
+        return Way.COMPACT
 
     @property
     def query_window(self) -> int:
@@ -174,7 +159,7 @@ class CompressionPolicy(ABC):
         are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        """Only for uneven policies: tokens that each head keeps, [L, K] float, before rounding to blocks.
+        """Only under Way.CELLS: tokens that each head keeps, [L, K] float, before rounding to blocks.
 
         Args:
             scores:    scores[layer][head] [T] fp32 of the tokens that may go; T may differ
@@ -186,7 +171,7 @@ class CompressionPolicy(ABC):
         raise NotImplementedError(f"{self.name} keeps equal counts")
 
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Only for policies with sparse reads: [..., K, N] fp32, higher = read.
+        """Only under Way.READS: [..., K, N] fp32, higher = read.
 
         Args:
             queries:   [..., H, D] of one decode step, rotated
@@ -197,7 +182,7 @@ class CompressionPolicy(ABC):
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`; what it does not override is the inner one's, but that it evicts:
+    """A policy around another one, `inner`; what it does not override is the inner one's. It ranks tokens:
     refuse an inner one that keeps everything (wrapping.refuse).
 
     default_inner: name of the policy that is wrapped where none is named
@@ -207,16 +192,8 @@ class Wrapper(CompressionPolicy):
     default_inner: ClassVar[str] = "query_mixture"
 
     @property
-    def compacts(self) -> bool:
-        return self.inner.compacts
-
-    @property
-    def whole_blocks(self) -> bool:
-        return self.inner.whole_blocks
-
-    @property
-    def uneven(self) -> bool:
-        return self.inner.uneven
+    def way(self) -> Way:
+        return self.inner.way
 
     @property
     def query_window(self) -> int:

@@ -8,6 +8,7 @@ from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
+from kvreclaim.schedule.way import Way
 
 STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
 PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
@@ -16,13 +17,14 @@ PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position
 def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
     """Raise InvalidArgumentError if the policy's way of compressing does not go with the model, or with
     itself."""
-    if policy.uneven or policy.sparse_reads:
+    if policy.way in (Way.CELLS, Way.READS):
         _refuse_layers(policy, facts)
-    if policy.uneven:
+    if policy.way is Way.CELLS:
         _check_uneven(policy)
-    if policy.cache_relative and not (policy.evicts and policy.compacts and not policy.whole_blocks):
+    if policy.cache_relative and policy.way is not Way.COMPACT:
         raise InvalidArgumentError(
-            f"policy {policy.name} takes a token's slot for its position, but moves nothing; let it compact."
+            f"policy {policy.name} takes a token's slot for its position, which goes with equal counts that "
+            "slide together alone; let its way be COMPACT."
         )
     if policy.cache_relative or policy.needs & STATISTICS:
         _check_rotation(policy, facts)
@@ -50,7 +52,11 @@ def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
     ]
     if not odd:
         return
-    what = "keeps unequal numbers of tokens per head" if policy.uneven else "reads some blocks per head"
+    what = (
+        "keeps unequal numbers of tokens per head"
+        if policy.way is Way.CELLS
+        else "reads some blocks per head"
+    )
     raise InvalidArgumentError(
         f"policy {policy.name} {what}, which is not served for layers with a sliding window or attention "
         f"sinks, and layer {odd[0]} of {facts.name!r} is one; use a policy with equal counts, such as "
@@ -64,11 +70,6 @@ def _check_uneven(policy: CompressionPolicy) -> None:
         raise InvalidArgumentError(
             f"policy {policy.name} keeps unequal numbers of tokens per head, for which no {wanted[0]} is "
             "kept; rank tokens by recent queries, statistics or keys instead."
-        )
-    if policy.whole_blocks or policy.sparse_reads or policy.cache_relative or not policy.compacts:
-        raise InvalidArgumentError(
-            f"policy {policy.name} keeps unequal numbers of tokens per head, which goes with compaction at "
-            "original positions alone; drop whole_blocks, sparse_reads and cache_relative."
         )
 
 

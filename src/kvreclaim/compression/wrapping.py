@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.way import Way
 
 _MARGIN = 2.0**-10
 _STEPS = 100
@@ -28,10 +29,10 @@ class Trait(StrEnum):
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
     """Those that the policy has."""
     found = {
-        Trait.KEEPS_ALL: not policy.evicts,
-        Trait.WHOLE_BLOCKS: policy.whole_blocks,
-        Trait.UNMOVED: policy.evicts and not policy.compacts and not policy.whole_blocks,
-        Trait.UNEVEN: policy.uneven,
+        Trait.KEEPS_ALL: not policy.way.evicts,
+        Trait.WHOLE_BLOCKS: policy.way is Way.BLOCKS,
+        Trait.UNMOVED: policy.way is Way.MASK,
+        Trait.UNEVEN: policy.way is Way.CELLS,
         Trait.CACHE_RELATIVE: policy.cache_relative,
     }
     return frozenset(trait for trait, has in found.items() if has)

@@ -21,6 +21,7 @@ from kvreclaim.compression import (
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.schedule.way import Way
 from kvreclaim.testing import toys
 
 ROPES = {"full": toys.layout(4), "interleaved": toys.layout(4, "interleaved"), "partial": toys.layout(3)}
@@ -51,11 +52,9 @@ def declares_itself(policy: CompressionPolicy) -> None:
     assert type(policy).__dataclass_params__.frozen, f"{spec} can be changed"
     window = policy.query_window
     assert Signal.RECENT_QUERIES not in policy.needs or window > 0, f"{spec} needs queries in a window of 0"
-    assert not (policy.evicts and policy.sparse_reads), f"{spec} evicts, and reads sparsely what it keeps"
+    assert isinstance(policy.way, Way), f"{spec}: way is {policy.way!r}"
     turned = policy.cache_relative and Signal.POSITIONS in policy.needs
     assert not turned, f"{spec} asks for positions in the text, and takes slots for positions"
-    unequal = policy.uneven and (policy.whole_blocks or not policy.compacts)
-    assert not unequal, f"{spec} keeps unequal numbers, which takes moving tokens"
 
 
 def scores_are_finite(policy: CompressionPolicy) -> None:
@@ -111,7 +110,7 @@ def a_roomy_budget_keeps_all(policy: CompressionPolicy) -> None:
 
 def keeps_the_budget(policy: CompressionPolicy) -> None:
     """Exactly the budget stays, ascending, sinks and recent tokens in it."""
-    if _special(policy) or not policy.evicts:
+    if _special(policy) or not policy.way.evicts:
         return
     kept = _choose(policy, budget=6, logical_len=30, mode=policy.default_mode)
     assert kept.shape[-1] == 6, f"{policy_spec(policy)} keeps {kept.shape[-1]} tokens of 6"
@@ -122,7 +121,7 @@ def keeps_the_budget(policy: CompressionPolicy) -> None:
 
 def counts_add_up(policy: CompressionPolicy) -> None:
     """Unequal counts have the budget as their mean and lie within what each head has."""
-    if not policy.uneven:
+    if policy.way is not Way.CELLS:
         return
     for lengths in ([20, 20, 20], [30, 12, 6], [9, 9, 9]):
         scores = [[toys.noise(10 * n + h, length) for h in range(2)] for n, length in enumerate(lengths)]
@@ -138,7 +137,7 @@ def counts_add_up(policy: CompressionPolicy) -> None:
 
 def block_scores_fit(policy: CompressionPolicy) -> None:
     """One finite fp32 score per KV head and block, for one query or many."""
-    if not policy.sparse_reads:
+    if policy.way is not Way.READS:
         return
     keys = toys.noise(3, 5, 2, 4, 8)
     low, high = keys, keys + toys.noise(4, 5, 2, 4, 8).abs()
@@ -165,7 +164,7 @@ CHECKS: tuple[Callable[[CompressionPolicy], None], ...] = (
 
 def _special(policy: CompressionPolicy) -> bool:
     """Whether the engine chooses otherwise than by equal counts of tokens."""
-    return policy.uneven or policy.whole_blocks or policy.sparse_reads
+    return policy.way in (Way.CELLS, Way.BLOCKS, Way.READS)
 
 
 def _view(rope: RopeLayout | None = None, num_tokens: int = 9) -> LayerView:

@@ -15,6 +15,7 @@ from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policy import CompressionPolicy, Mode, Wrapper
 from kvreclaim.compression.wrapping import Trait, fill, refuse
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class AdaKV(Wrapper):
     alpha: float = 0.2
     name = "ada_kv"
     default_inner = "snapkv"
-    uneven = True
+    way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvreclaim.compression.policy import Wrapper
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class EvictOnly(Wrapper):
     """
 
     name = "evict-only"
-    compacts = False
+    way = Way.MASK
 
     def __post_init__(self) -> None:
         inner = self.inner
-        if not (inner.evicts and inner.compacts) or inner.uneven or inner.cache_relative:
+        if inner.way is not Way.COMPACT or inner.cache_relative:
             raise InvalidArgumentError(
                 f"evict-only({self.inner.name}) is a contradiction; wrap a policy that evicts, "
                 "compacts and keeps equal counts at original positions, such as evict-only(query_mixture)."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,7 @@ class Full(CompressionPolicy):
     """
 
     name = "full"
-    evicts = False
-    compacts = False
+    way = Way.KEEP
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:

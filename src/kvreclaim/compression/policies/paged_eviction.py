@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.schedule.way import Way
 
 _SMALLEST = 1e-6
 
@@ -29,8 +30,7 @@ class PagedEviction(CompressionPolicy):
     """
 
     name = "paged_eviction"
-    compacts = False
-    whole_blocks = True
+    way = Way.BLOCKS
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:

@@ -11,6 +11,7 @@ from kvreclaim.checks import check_int, is_int
 from kvreclaim.compression.policy import LayerView, Signal, Wrapper
 from kvreclaim.compression.wrapping import Trait, lift, refuse
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.way import Way
 
 _LARGEST_BLOCK = 4096
 
@@ -62,7 +63,7 @@ class Protect(Wrapper):
         for start, end in self.spans:
             chosen = chosen | ((positions >= start) & (positions < end))
         # a block's score is a mean over its tokens: one protected token must outweigh all the others
-        return lift(self.inner.score(view), chosen, _LARGEST_BLOCK if self.whole_blocks else 1.0)
+        return lift(self.inner.score(view), chosen, _LARGEST_BLOCK if self.way is Way.BLOCKS else 1.0)
 
 
 def _checked_spans(spans: object) -> tuple[tuple[int, int], ...]:

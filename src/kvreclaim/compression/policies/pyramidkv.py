@@ -12,6 +12,7 @@ from torch import Tensor
 from kvreclaim.checks import check_number
 from kvreclaim.compression.policy import Mode, Wrapper
 from kvreclaim.compression.wrapping import Trait, fill, refuse
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PyramidKV(Wrapper):
     beta: float = 20.0
     name = "pyramidkv"
     default_inner = "snapkv"
-    uneven = True
+    way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:

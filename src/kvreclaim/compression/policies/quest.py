@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,7 @@ class Quest(CompressionPolicy):
     """
 
     name = "quest"
-    evicts = False
-    compacts = False
-    sparse_reads = True
+    way = Way.READS
     default_mode = Mode.PER_LAYER_HEAD
 
     def score(self, view: LayerView) -> Tensor:

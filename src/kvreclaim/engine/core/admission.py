@@ -11,6 +11,7 @@ from kvreclaim.engine.core.due import decode_cap, prompt_cap
 from kvreclaim.engine.ways.reads import least_blocks
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.schedule.way import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,12 @@ def _check_compression(compressor: Compressor | None, config: EngineConfig) -> N
         return
     settings, size, name = compressor.config, config.block_size, compressor.policy.name
     problem = None
-    if compressor.uneven and compressor.budget % size:
+    if compressor.way is Way.CELLS and compressor.budget % size:
         problem = (
             f"budget is {compressor.budget} tokens, but {name} keeps unequal numbers per head, which are "
             f"counted in blocks of {size}; pass a multiple, such as {-(-compressor.budget // size) * size}"
         )
-    elif compressor.uneven and compressor.interval < size:
+    elif compressor.way is Way.CELLS and compressor.interval < size:
         problem = (
             f"interval is {compressor.interval} tokens, but under {name} heads trade whole blocks of {size}, "
             f"and would have none to trade after the first pass; raise the interval to at least {size}"
@@ -104,9 +105,9 @@ def _check_compression(compressor: Compressor | None, config: EngineConfig) -> N
 def _least_budget(compressor: Compressor, size: int) -> int:
     """Tokens in the blocks that may not go, or are always read, at the worst place of the newest token."""
     sinks, recent = compressor.config.sinks, compressor.config.recent
-    if compressor.sparse_reads:
+    if compressor.way is Way.READS:
         return least_blocks(compressor, size) * size
-    return -(-sinks // size) * size + recent + size - 1 if compressor.whole_blocks else 0
+    return -(-sinks // size) * size + recent + size - 1 if compressor.way is Way.BLOCKS else 0
 
 
 def check_length(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> None:
@@ -151,7 +152,7 @@ def output_limit(
 
 def slots_needed(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> int:
     """Slots that a sequence holds at most on its way to these lengths."""
-    if compressor is None or not compressor.reclaims:
+    if compressor is None or not compressor.way.reclaims:
         return lengths.known
     if compressor.prompt_only:
         dropped = max(0, lengths.prompt - compressor.budget)

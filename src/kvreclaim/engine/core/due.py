@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvreclaim.compression import Compressor
+from kvreclaim.schedule.way import Way
 
 if TYPE_CHECKING:
     from kvreclaim.engine.core.request import Sequence
@@ -40,10 +41,10 @@ def tokens_until_compaction(seq: Sequence, max_chunk: int) -> int:
     """Most tokens that may be computed in one go before the next pass is considered."""
     compressor = seq.request.compressor
     prompt_left = seq.num_prompt - seq.num_computed
-    if compressor is not None and compressor.sparse_reads:
+    if compressor is not None and compressor.way is Way.READS:
         whole = max(seq.num_prompt, compressor.budget) - seq.num_computed
         return whole if whole > 0 else max_chunk
-    if compressor is None or not compressor.evicts:
+    if compressor is None or not compressor.way.evicts:
         return max_chunk
     if compressor.prompt_only:
         return prompt_left if prompt_left > 0 else max_chunk
@@ -55,7 +56,7 @@ def tokens_until_compaction(seq: Sequence, max_chunk: int) -> int:
 def is_due(seq: Sequence, max_chunk: int) -> bool:
     """Whether the sequence is compressed at its present length."""
     compressor = seq.request.compressor
-    if compressor is None or not compressor.evicts:
+    if compressor is None or not compressor.way.evicts:
         return False
     in_prompt = seq.num_computed < seq.num_prompt
     if compressor.prompt_only:

@@ -175,7 +175,7 @@ class Scheduler:
         if seq.request.lacks_prompt_logprobs:
             hit = 0
         compressor = seq.request.compressor
-        if compressor is None or not compressor.evicts:
+        if compressor is None or not compressor.way.evicts:
             return hit, known
         first = first_compaction(compressor, seq.num_prompt, self.config.max_num_batched_tokens)
         hit = hit if first is None else min(hit, first_hit_limit(compressor, first))

@@ -261,7 +261,7 @@ class Signals:
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     """What a policy that ever evicts asks for."""
-    return compressor.policy.needs if compressor is not None and compressor.evicts else frozenset()
+    return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
 
 
 def wants_positions(seq: Sequence) -> bool:

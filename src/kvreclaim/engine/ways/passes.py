@@ -21,6 +21,7 @@ from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.turning import turn_moved_keys
 from kvreclaim.schedule.plan import CompactionPlan, TableState, plan_compaction
+from kvreclaim.schedule.way import Way
 
 if TYPE_CHECKING:
     from kvreclaim.engine.core.outputs import EngineTotals
@@ -90,12 +91,12 @@ class CompressionPass:
 
     def _apply(self, seq: Sequence, compressor: Compressor, prompt_slots: int) -> _Done | None:
         """Choose and carry it out; None if blocks are missing and nothing has changed."""
-        if compressor.whole_blocks:
+        if compressor.way is Way.BLOCKS:
             return self._drop_blocks(seq, compressor, prompt_slots)
-        plan = self._plan(seq, compressor.budget) if compressor.compacts else None
-        if compressor.compacts and plan is None:
+        plan = self._plan(seq, compressor.budget) if compressor.way is not Way.MASK else None
+        if compressor.way is not Way.MASK and plan is None:
             return None
-        if plan is not None and compressor.uneven:
+        if plan is not None and compressor.way is Way.CELLS:
             return self._compact_heads(seq, compressor, plan, prompt_slots)
         live = self._live_slots(seq)
         num_live = seq.num_live

@@ -21,6 +21,7 @@ from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.schedule.way import Way
 
 if TYPE_CHECKING:
     from kvreclaim.engine.core.request import Sequence
@@ -34,7 +35,7 @@ FORCED = torch.finfo(torch.float32).max
 def reads_sparsely(seq: Sequence) -> bool:
     """Whether the sequence's next tokens read some blocks only."""
     compressor = seq.request.compressor
-    if compressor is None or not compressor.sparse_reads:
+    if compressor is None or compressor.way is not Way.READS:
         return False
     return seq.num_computed >= max(seq.num_prompt, compressor.budget)
 

@@ -18,6 +18,7 @@ from kvreclaim.compression import CompressionConfig, CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.hooks import KEY, VARIABLE
+from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name != "stats")
@@ -141,7 +142,7 @@ class Options:
                     f"it; ask for {limit} or less, or turn compression off for this request.",
                 )
             require(
-                most_tokens(settings, 1, 1) is not None or not settings.make_policy().evicts,
+                most_tokens(settings, 1, 1) is not None or not settings.make_policy().way.evicts,
                 f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
                 f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
             )
@@ -163,7 +164,7 @@ def most_tokens(settings: CompressionConfig, block_size: int, max_chunk: int) ->
     Returns: None if it may hold its whole length: nothing is evicted, or only once the prompt is computed.
     """
     policy = settings.make_policy()
-    if policy.prompt_only or not policy.evicts:
+    if policy.prompt_only or not policy.way.evicts:
         return None
     return settings.budget + max(settings.interval, block_size) - 1 + max_chunk
 
@@ -171,11 +172,13 @@ def most_tokens(settings: CompressionConfig, block_size: int, max_chunk: int) ->
 def check_policy(policy: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
     missing = sorted(policy.needs - STATISTICS, key=lambda signal: signal.value)
+    way = policy.way
     reasons = {
-        "evicts whole blocks, and the scheduler cannot know which": policy.whole_blocks,
-        "moves nothing, so that no block comes back": policy.evicts and not policy.compacts,
-        "lets heads keep unequal numbers of tokens, and vLLM has one length per request": policy.uneven,
-        "reads some blocks only, and attention is vLLM's own": policy.sparse_reads,
+        "evicts whole blocks, and the scheduler cannot know which": way is Way.BLOCKS,
+        "moves nothing, so that no block comes back": way is Way.MASK,
+        "lets heads keep unequal numbers of tokens, and vLLM has one length per request": policy.way
+        is Way.CELLS,
+        "reads some blocks only, and attention is vLLM's own": way is Way.READS,
         "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
         f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),
     }
@@ -187,7 +190,7 @@ def check_policy(policy: CompressionPolicy) -> None:
 
 
 def _unless_full(settings: CompressionConfig) -> CompressionConfig | None:
-    return settings if settings.make_policy().evicts else None
+    return settings if settings.make_policy().way.evicts else None
 
 
 def _parse(text: str, where: str) -> object:
