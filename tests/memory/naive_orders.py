@@ -28,6 +28,9 @@ class NaiveLRU:
     def used(self, block: int, priority: int) -> None:
         pass
 
+    def reused(self, block: int) -> None:
+        self.forgot(block)
+
     def forgot(self, block: int) -> None:
         pass
 
@@ -105,6 +108,7 @@ class NaiveGDSF(NaiveLFU):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.age = 0.0
+        self.queued_at: dict[int, float] = {}
         self.content = list(range(num_blocks))
         self.paths: list[tuple[int, ...]] = [(number,) for number in self.content]
         self.queued_with: list[tuple[tuple[int, ...], float]] = []
@@ -123,11 +127,13 @@ class NaiveGDSF(NaiveLFU):
         self.queued_with.append((path, rank))
         return rank
 
-    def take(self) -> int:
-        block = self.sequence()[0]
-        self.age = self.ranks.get(block, self.age)
-        self.remove(block)
-        return block
+    def push(self, block: int) -> None:
+        super().push(block)
+        self.queued_at[block] = self.ranks.get(block, 0.0)
+
+    def reused(self, block: int) -> None:
+        self.age = max(self.age, self.queued_at[block])
+        super().reused(block)
 
 
 class NaiveSLRU(NaiveLRU):

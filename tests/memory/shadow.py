@@ -94,7 +94,9 @@ class Shadow:
             path = self.path_of_block.get(block)
             if path is not None:
                 self.evicted = [*(old for old in self.evicted if old != path), path]
-            self.evictions += self.strip(block)
+                self.queue.reused(block)
+                self.unindex(block)
+                self.evictions += 1
             self.refs[block] = 1
             self.contents[block] = [None] * self.block_size
         self.peak = max(self.peak, self.num_blocks - len(self.order))
@@ -128,14 +130,15 @@ class Shadow:
         block = sequence.blocks[slot // self.block_size]
         return None if block is None else self.contents[block][slot % self.block_size]
 
-    def strip(self, block: int) -> bool:
-        """Take the block out of the index. Returns: whether it was there."""
-        path = self.path_of_block.pop(block, None)
-        if path is not None:
-            self.nodes.pop(path, None)
-            self.pins.ends.pop(block, None)
+    def strip(self, block: int) -> None:
+        """Take the block out of the index, if it is there."""
+        if block in self.path_of_block:
+            self.unindex(block)
             self.queue.forgot(block)
-        return path is not None
+
+    def unindex(self, block: int) -> None:
+        self.nodes.pop(self.path_of_block.pop(block), None)
+        self.pins.ends.pop(block, None)
 
     def reset_index(self) -> None:
         for block in [node.block for node in self.nodes.values()]:

@@ -185,7 +185,7 @@ def test_gdsf_by_hand():
     hit(order, [single])
     assert list(order) == [4, 5, 6, 7, 2, 1, 0, 3], "2 x 1 is a tie with the chain; it was released later"
     assert [order.pop() for _ in range(5)] == [4, 5, 6, 7, 2]
-    order.forgot(2)
+    order.reused(2)
     order.entered(4, None, 0)
     order.push(4)
     assert list(order) == [1, 0, 3, 4], "what comes now begins at the age of 2: 2 + 1"
@@ -243,3 +243,30 @@ def test_a_prompt_that_comes_back_is_found_again(name):
     assert run(memory, 1, range(9)) == 8
     memory.free(1)
     assert memory.stats().cached == 4
+
+
+def test_the_age_of_gdsf_is_what_was_reused_not_what_a_pin_passed_over():
+    """Blocks of 4,096 slots, all pinned: the least of them, worth 1, is reused; another, worth 20, is only
+    passed over. The first block of a chain is worth the 12.5 of the second, the single one 1 + 11."""
+    memory = MemoryManager(8, 4096, eviction_policy="gdsf", max_pinned_fraction=1.0, clock=lambda: 0)
+    chain, single, least, most = range(8193), range(10_000, 14_097), range(20_000, 24_097), range(4097, 8194)
+    seq_ids = count()
+
+    def begin(tokens: range) -> int:
+        seq_id = next(seq_ids)
+        run(memory, seq_id, tokens)
+        memory.pin(seq_id, [Retention(8192, 60)])
+        return seq_id
+
+    for tokens, uses in (chain, 10), (single, 10), (least, 1), (most, 20):
+        for _ in range(uses):
+            memory.free(begin(tokens))
+    held = begin(chain[:4097]), begin(single)
+    first, alone = (memory.table(seq_id).blocks()[0] for seq_id in held)
+    run(memory, next(seq_ids), range(30_000, 34_097))
+    assert memory.match_prefix(least).num_tokens == 0, "reused"
+    assert memory.match_prefix(most).num_tokens == 4096, "passed over"
+    for seq_id in held:
+        memory.free(seq_id)
+    order = memory.pool.reuse_order()
+    assert order.index(alone) < order.index(first)

@@ -200,7 +200,7 @@ class BlockPool:
         self.num_evictions += len(blocks)
         for block in blocks:
             if self.free_queue.watches:
-                self.free_queue.forgot(block)
+                self.free_queue.reused(block)
             if marks[block] != INDEXED:
                 if marks[block] & SAMPLED:
                     self.residency.end(block)

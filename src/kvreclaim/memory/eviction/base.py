@@ -16,7 +16,7 @@ class EvictionOrder(ABC):
     it. Given that, no order reuses a block while one behind it in its chain is still queued: a child is
     worth nothing without its parent.
 
-    watches: whether the pool must tell what happens to cached blocks (entered, used, forgot)
+    watches: whether the pool must tell what happens to cached blocks (entered, used, reused, forgot)
     """
 
     __slots__ = ()
@@ -33,7 +33,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def pop(self) -> int:
-        """Take the block to be reused next. There is one."""
+        """Take the block to be reused next. There is one. A pinned block is only put aside by this."""
 
     @abstractmethod
     def remove(self, block: int) -> None:
@@ -66,6 +66,10 @@ class EvictionOrder(ABC):
     def used(self, block: int, priority: int) -> None:
         """A request came upon what a block caches: it was found, or computed the same. If the block is
         queued it keeps its place until it is next released."""
+
+    def reused(self, block: int) -> None:
+        """A block that was popped makes way for another content: it caches nothing any more."""
+        self.forgot(block)
 
     @abstractmethod
     def forgot(self, block: int) -> None:

@@ -23,10 +23,20 @@ class GDSF(Ranked):
     For mixed traffic, popular prefixes that change beside long conversations.
 
     Source: Cherkasova, Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy,
-    HP Labs HPL-98-69R1. Cost: O(log n), 40 bytes per block.
+    HP Labs HPL-98-69R1. Cost: O(log n), 48 bytes per block.
     """
 
-    __slots__ = ("_age", "_content", "_contents", "_depth", "_inherited", "_parent", "_uses", "_weight")
+    __slots__ = (
+        "_age",
+        "_content",
+        "_contents",
+        "_depth",
+        "_inherited",
+        "_parent",
+        "_rank",
+        "_uses",
+        "_weight",
+    )
     name: ClassVar[str] = "gdsf"
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -37,6 +47,7 @@ class GDSF(Ranked):
         self._uses = array("q", zeros)
         self._depth = array("q", zeros)
         self._inherited = array("d", zeros)
+        self._rank = array("d", zeros)
         self._contents = count(1)
         self._content = array("q", zeros)
         self._parent: list[tuple[int, int] | None] = [None] * num_blocks
@@ -54,14 +65,12 @@ class GDSF(Ranked):
 
     def rank(self, block: int) -> float:
         own = self._age + self._uses[block] * (1 + self._depth[block] * self._weight)
-        rank = max(own, self._inherited[block])
+        rank = self._rank[block] = max(own, self._inherited[block])
         match self._parent[block]:
             case (parent, content) if self._content[parent] == content:
                 self._inherited[parent] = max(self._inherited[parent], rank)
         return rank
 
-    def pop(self) -> int:
-        first = None if len(self._blank) else self._cached.first()
-        if first is not None:
-            self._age = first[0][0]
-        return super().pop()
+    def reused(self, block: int) -> None:
+        self._age = max(self._age, self._rank[block])
+        super().reused(block)
