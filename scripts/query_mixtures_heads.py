@@ -34,15 +34,7 @@ class _Watch:
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.calls.append(call)
-        return causal_attention(
-            call.q,
-            call.k,
-            call.v,
-            scale=call.scale,
-            softcap=call.softcap,
-            window=call.window,
-            sinks=call.sinks,
-        )
+        return causal_attention(call.q, call.k, call.v, call.softmax)
 
 
 def head_table(bench: Bench) -> str:
@@ -99,7 +91,7 @@ def _looked_at(call: AttentionCall, cut: int) -> Tensor:
     """[K, T]: how many later queries of the KV head's query heads look at each of the first cut tokens."""
     heads, kv_heads, length = call.q.shape[1], call.k.shape[1], call.k.shape[0]
     keys = call.k.transpose(0, 1).repeat_interleave(heads // kv_heads, dim=0)
-    logits = call.q[cut:].transpose(0, 1) @ keys.mT * call.scale
+    logits = call.q[cut:].transpose(0, 1) @ keys.mT * call.softmax.scale
     later = torch.arange(length)[None] > torch.arange(cut, length)[:, None]
     attention = logits.masked_fill(later.to(logits.device), -torch.inf).softmax(dim=-1)
     looks = (attention[..., :cut] > FAR).sum(dim=1)

@@ -95,7 +95,7 @@ def mixture_scores(view: LayerView, offsets: tuple[int, ...], over: range) -> Te
 
 def _mixture_logit(view: LayerView, center: Tensor, variance: Tensor, place: tuple[int, int, int]) -> float:
     head, token, offset = place
-    key, scale, rope = view.keys[head, token], view.facts.scale, view.facts.rope
+    key, scale, rope = view.keys[head, token], view.facts.softmax.scale, view.facts.rope
     assert rope is not None
     spread = sum(v * k * k for v, k in zip(variance.tolist(), key.tolist(), strict=True))
     return scale * turned_product(center, key, rope, view.logical_len + offset) + scale**2 / 2 * spread
@@ -114,13 +114,13 @@ def attention_rows(view: LayerView, queries: Tensor, first: int) -> Tensor:
                 if view.signals.positions is not None:
                     where = int(view.signals.positions[k, j])
                 ahead = first + r - where
-                if ahead < 0 or (facts.sliding_window is not None and ahead >= facts.sliding_window):
+                if ahead < 0 or (facts.softmax.window is not None and ahead >= facts.softmax.window):
                     continue
-                logit = facts.scale * float(queries[h, r].double() @ view.keys[k, j].double())
-                if facts.softcap is not None:
-                    logit = facts.softcap * math.tanh(logit / facts.softcap)
+                logit = facts.softmax.scale * float(queries[h, r].double() @ view.keys[k, j].double())
+                if facts.softmax.softcap is not None:
+                    logit = facts.softmax.softcap * math.tanh(logit / facts.softmax.softcap)
                 weights[j] = math.exp(logit)
-            sink = 0.0 if facts.sinks is None else math.exp(float(facts.sinks[h]))
+            sink = 0.0 if facts.softmax.sinks is None else math.exp(float(facts.softmax.sinks[h]))
             for j, weight in weights.items():
                 out[h, r, j] = weight / (sum(weights.values()) + sink)
     return out

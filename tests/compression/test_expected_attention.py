@@ -40,7 +40,7 @@ def mean_rotation(rope, logical_len, horizon):
 def test_equals_the_definition(options, horizon, rope):
     stats = gaussian()
     view = layer_view(layer_facts(rope), stats)
-    turn, scale = mean_rotation(rope, view.logical_len, horizon), view.facts.scale
+    turn, scale = mean_rotation(rope, view.logical_len, horizon), view.facts.softmax.scale
     rows = []
     for h in range(4):
         keys = view.keys[h // 2].double()
@@ -80,7 +80,7 @@ def test_the_exponent_is_the_mean_over_gaussian_queries():
     view = layer_view(layer_facts(layout(0)), gaussian())
     mean, covariance = view.stats.q_mean[0].double(), view.stats.q_cov[0].double()
     draws = mean + noise(34, 1_000_000, 8, dtype=torch.float64) @ torch.linalg.cholesky(covariance).T
-    sampled = (view.facts.scale * draws @ view.keys[0].double().T).exp().mean(dim=0)
+    sampled = (view.facts.softmax.scale * draws @ view.keys[0].double().T).exp().mean(dim=0)
     one = dataclasses.replace(view, facts=dataclasses.replace(view.facts, num_heads=2))
     one = dataclasses.replace(
         one,

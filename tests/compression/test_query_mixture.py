@@ -11,6 +11,7 @@ from kvreclaim.compression import LayerStats
 from kvreclaim.compression.policies.query_mixture import FORMS, QueryMixture
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import scoring
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.rope import rotate
 
 plain = partial(QueryMixture, temperature=1.0, value_norm=False)
@@ -45,7 +46,7 @@ def test_one_exact_centre_is_the_attention_of_that_query():
     view = layer_view(layer_facts(rope), stats)
     queries = rotate(stats.centers, torch.tensor([view.logical_len + 5]), rope)[:, 0]
     keys = view.keys.repeat_interleave(2, dim=0)
-    attention = ((keys @ queries[..., None])[..., 0] * view.facts.scale).softmax(dim=-1)
+    attention = ((keys @ queries[..., None])[..., 0] * view.facts.softmax.scale).softmax(dim=-1)
     expected = attention.view(2, 2, -1).amax(dim=1)
     torch.testing.assert_close(plain(offsets=(5,)).score(view), expected)
 
@@ -107,7 +108,8 @@ def test_shared_centres_are_every_query_heads_own():
 @pytest.mark.parametrize("form", FORMS)
 def test_temperature_divides_the_softmax_scale(form):
     view = layer_view(layer_facts(), mixture())
-    cooler = dataclasses.replace(view, facts=dataclasses.replace(view.facts, scale=view.facts.scale / 4))
+    facts = dataclasses.replace(view.facts, softmax=Softmax(view.facts.softmax.scale / 4))
+    cooler = dataclasses.replace(view, facts=facts)
     expected = plain(form=form, temperature=1.0).score(cooler)
     torch.testing.assert_close(plain(form=form, temperature=4.0).score(view), expected)
 
@@ -120,7 +122,8 @@ def plain_logits(view, offsets):
         [rotate(stats.centers.double(), torch.tensor([view.logical_len + d]), facts.rope) for d in offsets], 2
     )
     spread = stats.center_var.double() @ keys.square().mT
-    return facts.scale * turned.double() @ keys[:, None].mT + facts.scale**2 / 2 * spread[:, :, None]
+    scale = facts.softmax.scale
+    return scale * turned.double() @ keys[:, None].mT + scale**2 / 2 * spread[:, :, None]
 
 
 @pytest.mark.parametrize("normalise", ["candidates", "all"])

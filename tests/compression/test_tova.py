@@ -16,7 +16,7 @@ def test_the_published_example():
     """Keys are unit vectors and the query is the logarithm of the row, so its softmax is the row."""
     facts = model_facts(1)
     logits = torch.zeros(8)
-    logits[:6] = LAST_ROW.log() / facts.layers[0].scale
+    logits[:6] = LAST_ROW.log() / facts.layers[0].softmax.scale
     signals = LayerSignals(queries=logits.expand(4, 1, 8))
     source = DenseSource(torch.eye(8)[:6].expand(2, -1, -1), noise(1, 2, 6, 8))
     compressor = Compressor(CompressionConfig("tova", budget=4, sinks=0, recent=0), facts)

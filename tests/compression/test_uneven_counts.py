@@ -14,7 +14,7 @@ from kvreclaim.compression import LayerSignals, LayerStats, LayerView
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.uneven import head_view, round_to_blocks
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 
 
@@ -77,7 +77,7 @@ def test_no_other_rounding_is_nearer(data):
 
 def test_one_head_sees_what_is_its_own():
     torch.manual_seed(0)
-    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=4, v_head_dim=4, scale=0.5)
+    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=4, v_head_dim=4, softmax=Softmax(0.5))
     stats = LayerStats(torch.randn(6, 4), torch.randn(6, 2), torch.randn(3, 5, 4), torch.randn(3, 5, 4))
     signals = LayerSignals(queries=torch.randn(6, 7, 4), output_projection=torch.randn(6, 4, 9))
     whole = LayerView(

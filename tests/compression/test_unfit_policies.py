@@ -11,14 +11,14 @@ from kvreclaim.compression import Signal, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.refusals import check_policy
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.schedule.way import Way
 
-LAYER = LayerFacts(4, 2, 8, 8, 0.5, rope=RopeLayout(torch.ones(4)))
+LAYER = LayerFacts(4, 2, 8, 8, Softmax(0.5), rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
-WINDOWED = replace(FACTS, layers=(LAYER, replace(LAYER, sliding_window=8)))
-SUNK = replace(FACTS, layers=(LAYER, replace(LAYER, sinks=torch.zeros(4))))
+WINDOWED = replace(FACTS, layers=(LAYER, replace(LAYER, softmax=Softmax(0.5, window=8))))
+SUNK = replace(FACTS, layers=(LAYER, replace(LAYER, softmax=Softmax(0.5, sinks=torch.zeros(4)))))
 UNKNOWN = replace(FACTS, layers=(LAYER, replace(LAYER, rope=None)))
 
 

@@ -12,13 +12,15 @@ SPECIAL = {
     "plain": {},
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": noise(40, 4)},
-    "window": {"sliding_window": 4},
-    "all": {"softcap": 1.5, "sinks": noise(41, 4), "sliding_window": 6},
+    "window": {"window": 4},
+    "all": {"softcap": 1.5, "sinks": noise(41, 4), "window": 6},
 }
 
 
 def a_view(fields=None, **shape):
-    return layer_view(dataclasses.replace(layer_facts(), **(fields or {})), None, **shape)
+    facts = layer_facts()
+    softmax = dataclasses.replace(facts.softmax, **(fields or {}))
+    return layer_view(dataclasses.replace(facts, softmax=softmax), None, **shape)
 
 
 def without_positions(view):
@@ -46,7 +48,7 @@ def test_a_window_as_long_as_the_text_is_causal_attention():
 
 
 def test_queries_to_come_see_every_key_until_it_leaves_the_window():
-    view = a_view({"sliding_window": 3})
+    view = a_view({"window": 3})
     rows = attention(view, view.keys, noise(51, 4, 4, 8), view.logical_len)
     seen = [[j for j in range(9) if rows[0, r, j] > 0] for r in range(4)]
     assert seen == [[7, 8], [8], [], []]

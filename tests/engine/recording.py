@@ -79,7 +79,7 @@ class Recorder(CompressionPolicy):
         if queries is None or queries.shape[1] == 0:
             return keys.norm(dim=-1)
         grouped = queries.float().unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
-        return torch.softmax(grouped @ keys.transpose(1, 2) * view.facts.scale, -1).sum(1)
+        return torch.softmax(grouped @ keys.transpose(1, 2) * view.facts.softmax.scale, -1).sum(1)
 
 
 @dataclass(frozen=True)

@@ -197,15 +197,15 @@ class Shadow:
                 attended[head, positions] = True
         queries = torch.arange(start, total)
         mask = attended[:, None, :] & (torch.arange(total) <= queries[:, None])
-        if call.window is not None:
-            mask = mask & (queries[:, None] - torch.arange(total) < call.window)
+        if call.softmax.window is not None:
+            mask = mask & (queries[:, None] - torch.arange(total) < call.softmax.window)
         group = call.q.shape[1] // heads
         q = call.q[rows].transpose(0, 1).double().unflatten(0, (heads, group))
-        scores = torch.einsum("kgtd,ksd->kgts", q, history.k[layer]) * call.scale
-        if call.softcap is not None:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = torch.einsum("kgtd,ksd->kgts", q, history.k[layer]) * call.softmax.scale
+        if call.softmax.softcap is not None:
+            scores = call.softmax.softcap * torch.tanh(scores / call.softmax.softcap)
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
-        if call.sinks is not None:
-            sinks = call.sinks.double().view(heads, group, 1, 1).expand(-1, -1, scores.shape[2], 1)
+        if call.softmax.sinks is not None:
+            sinks = call.softmax.sinks.double().view(heads, group, 1, 1).expand(-1, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
         return scores.softmax(-1)[..., :total]

@@ -14,7 +14,7 @@ from kvreclaim.compression import CompressionPolicy, LayerView, Mode, registry
 from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference, turning
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
 
@@ -128,12 +128,12 @@ class RelativeShadow:
             mine.v[call.layer] = torch.cat([mine.v.get(call.layer, v[:, :0]), v], 1)
             keys = self.turn(mine.k[call.layer], slots, call.layer, 1)
             mask = slots <= new[:, None]
-            if call.window is not None:
-                mask &= new[:, None] - slots < call.window
+            if call.softmax.window is not None:
+                mask &= new[:, None] - slots < call.softmax.window
             q = call.q[rows].transpose(0, 1).double().unflatten(0, (len(keys), -1))
-            scores = torch.einsum("kgtd,ksd->kgts", q, keys) * call.scale
-            if call.softcap is not None:
-                scores = call.softcap * torch.tanh(scores / call.softcap)
+            scores = torch.einsum("kgtd,ksd->kgts", q, keys) * call.softmax.scale
+            if call.softmax.softcap is not None:
+                scores = call.softmax.softcap * torch.tanh(scores / call.softmax.softcap)
             probs = scores.masked_fill(~mask, -torch.inf).softmax(-1)
             found = torch.einsum("kgts,ksd->kgtd", probs, mine.v[call.layer]).flatten(0, 1).transpose(0, 1)
             self.worst = max(self.worst, float((out[rows].double() - found).abs().max()))
@@ -263,7 +263,7 @@ def test_sinks_and_the_latest_tokens_by_hand(make_llm, monkeypatch):
 def test_turning_what_moved_is_rotating_to_the_new_slot(style):
     torch.manual_seed(0)
     layout = RopeLayout(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), style, start=2)
-    facts = LayerFacts(num_heads=2, num_kv_heads=2, head_dim=10, v_head_dim=4, scale=1.0)
+    facts = LayerFacts(num_heads=2, num_kv_heads=2, head_dim=10, v_head_dim=4, softmax=Softmax(1.0))
     cache = reference.allocate((facts, facts), 6, 4, like=torch.empty(0))
     raw = torch.randn(2, 2, 12, 10, dtype=torch.float64)
     source, target = torch.tensor([5, 1, 2]), torch.tensor([1, 0])

@@ -17,6 +17,7 @@ from kvreclaim.engine.execute.runner import PagedKVBatch
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 
 S = 4
@@ -60,14 +61,14 @@ class ReferenceDecode:
         return block_table, seq_lens, shifts
 
     def decode_attention(
-        self, q: Tensor, cache: KVCache, layer: int, tables: tuple[Tensor, Tensor, Tensor], **how
+        self, q: Tensor, cache: KVCache, layer: int, tables: tuple[Tensor, Tensor, Tensor], softmax: Softmax
     ) -> Tensor:
         rows = zip(*(x.tolist() for x in tables), strict=True)
         slots = [SequenceSlots(np.asarray(ids), 1, n, shift) for ids, n, shift in rows if n]
         out = torch.zeros_like(q)
         if slots:
             batch = AttentionBatch.build(tuple(slots), S, q.device)
-            out[: len(slots)] = reference.paged_attention(q[: len(slots)], cache, layer, batch, **how)
+            out[: len(slots)] = reference.paged_attention(q[: len(slots)], cache, layer, batch, softmax)
         return out
 
 

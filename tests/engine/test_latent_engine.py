@@ -17,7 +17,7 @@ from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model import loader
 from kvreclaim.ops import reference
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 
 PROMPTS = tiny.prompts((5, 33, 17, 1, 64), seed=3)
@@ -198,7 +198,7 @@ def test_a_pool_at_the_shape_of_v3_takes_the_bytes_of_the_formula(v3_llm) -> Non
     assert held == 3 * 16 * V3_BYTES
     assert cache.bytes_per_block == 16 * V3_BYTES
     assert FORMATS["bf16"].bytes_per_block(facts.layers, 16) == 16 * V3_BYTES
-    expanded = LayerFacts(128, 128, 192, 128, 1.0)
+    expanded = LayerFacts(128, 128, 192, 128, Softmax(1.0))
     assert FORMATS["bf16"].bytes_per_block((expanded,) * 61, 1) / V3_BYTES == pytest.approx(71.1, abs=0.1)
 
 
@@ -221,7 +221,7 @@ def test_the_shape_of_v3_runs(v3_llm) -> None:
     ],
 )
 def test_bytes_of_the_coded_formats_at_the_shape_of_v3(form, per_token) -> None:
-    layers = (LayerFacts(128, 1, 576, 512, 1.0, latent=True),) * 61
+    layers = (LayerFacts(128, 1, 576, 512, Softmax(1.0), latent=True),) * 61
     like = torch.empty(0, dtype=torch.bfloat16)
     cache = reference.allocate(layers, 2, 16, like=like, kv_format=FORMATS[form], open_rows=1)
     assert cache.bytes_per_block == sum(plane.nbytes for plane in cache.planes) / 2

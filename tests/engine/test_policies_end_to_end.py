@@ -76,7 +76,7 @@ def tight(policy: str, **options) -> CompressionConfig:
 
 
 def sliding(llm: LLM) -> list[int | None]:
-    return [layer.sliding_window for layer in llm.loaded.facts.layers]
+    return [layer.softmax.window for layer in llm.loaded.facts.layers]
 
 
 def over_heads(rows: Tensor, llm: LLM) -> Tensor:
@@ -183,8 +183,8 @@ def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monk
         mean = stats[layer].q_mean.double() @ turn.T
         spread = turn @ stats[layer].q_cov.double() @ turn.T
         every = keys.double().repeat_interleave(facts.group_size, 0)
-        logits = facts.scale * torch.einsum("hd,htd->ht", mean, every)
-        logits += facts.scale**2 / 2 * torch.einsum("htd,hde,hte->ht", every, spread, every)
+        logits = facts.softmax.scale * torch.einsum("hd,htd->ht", mean, every)
+        logits += facts.softmax.scale**2 / 2 * torch.einsum("htd,hde,hte->ht", every, spread, every)
         weights = logits.softmax(-1).unflatten(0, (facts.num_kv_heads, -1)).mean(1)
         scores.append(weights * values.double().norm(dim=-1))
     assert_best(passes[0], torch.stack(scores), sliding(llm))

@@ -58,14 +58,14 @@ class ScoreShadow(SignalShadow):
         facts, history = self.facts.layers[layer], self.histories[seq_id]
         keys = history.k[layer].take_along_dim(live[..., None], 1)
         queries = self.queries[seq_id][layer][:, at].double().unflatten(0, (len(live), -1))
-        scores = torch.einsum("kgrd,ktd->kgrt", queries, keys) * facts.scale
-        if facts.softcap is not None:
-            scores = facts.softcap * torch.tanh(scores / facts.softcap)
+        scores = torch.einsum("kgrd,ktd->kgrt", queries, keys) * facts.softmax.scale
+        if facts.softmax.softcap is not None:
+            scores = facts.softmax.softcap * torch.tanh(scores / facts.softmax.softcap)
         ahead = at[:, None] - live[:, None, :]
-        seen = (ahead >= 0) & (ahead < (facts.sliding_window or 1 << 30))
+        seen = (ahead >= 0) & (ahead < (facts.softmax.window or 1 << 30))
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        if facts.sinks is not None:
-            sinks = facts.sinks.double().view(len(live), -1, 1, 1).expand(*scores.shape[:3], 1)
+        if facts.softmax.sinks is not None:
+            sinks = facts.softmax.sinks.double().view(len(live), -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         return scores.softmax(-1)[..., : live.shape[1]]
 

@@ -66,7 +66,7 @@ def test_recent_queries_attend_as_transformers_rows_do(family, chunk, window, ma
         queries = seen.signals.queries
         assert queries.shape == (shape.num_heads, min(window, computed), shape.head_dim)
         keys = seen.keys.repeat_interleave(shape.group_size, 0)
-        scores = queries @ keys.transpose(1, 2) * shape.scale
+        scores = queries @ keys.transpose(1, 2) * shape.softmax.scale
         rows = torch.arange(computed - queries.shape[1], computed)
         scores = scores.masked_fill(torch.arange(computed) > rows[:, None], -torch.inf)
         want = attentions[seen.layer][:, rows, :computed]

@@ -46,7 +46,7 @@ def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, cal
     for seen in Recorder.seen[:layers]:
         facts = llm.loaded.facts.layers[seen.layer]
         keys = seen.keys.repeat_interleave(facts.group_size, 0)
-        scores = seen.signals.future_queries @ keys.transpose(1, 2) * facts.scale
+        scores = seen.signals.future_queries @ keys.transpose(1, 2) * facts.softmax.scale
         want = attentions[seen.layer][0, :, first:89, :first]
         torch.testing.assert_close(scores.softmax(-1), want / want.sum(-1, True), atol=1e-3, rtol=1e-2)
     last = Recorder.seen[-1]

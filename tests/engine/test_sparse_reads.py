@@ -50,9 +50,9 @@ class SparseShadow(Shadow):
             for head in range(heads):
                 read = self._read(q[head], keys[head], position, compressor.config)
                 self.most_read = max(self.most_read, len(read))
-                scores = (q[head] @ keys[head][read].T) * call.scale
-                if call.softcap is not None:
-                    scores = call.softcap * torch.tanh(scores / call.softcap)
+                scores = (q[head] @ keys[head][read].T) * call.softmax.scale
+                if call.softmax.softcap is not None:
+                    scores = call.softmax.softcap * torch.tanh(scores / call.softmax.softcap)
                 found = scores.softmax(-1) @ values[head][read]
                 out.view(len(out), heads, -1, out.shape[-1])[i, head] = found
             self.sparse_rows += 1

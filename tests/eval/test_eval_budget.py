@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.budget import Storage
-from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 
-LAYER = LayerFacts(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.25)
+LAYER = LayerFacts(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, softmax=Softmax(0.25))
 FACTS = ModelFacts("m", "f", (LAYER, LAYER), torch.bfloat16, torch.device("cpu"), 4096)
 UNITS = 2 * 2  # layers, KV heads
 

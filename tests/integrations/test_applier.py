@@ -19,7 +19,7 @@ from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
 from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 
 SETTINGS = CompressionConfig(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
@@ -44,7 +44,7 @@ class FakeRows:
 
 
 def make_facts(dtype: torch.dtype = torch.float32) -> ModelFacts:
-    layer = LayerFacts(2 * K, K, D, D, D**-0.5)
+    layer = LayerFacts(2 * K, K, D, D, Softmax(D**-0.5))
     return ModelFacts("toy", "", (layer,) * L, dtype, torch.device("cpu"), 4096)
 
 

@@ -47,7 +47,7 @@ class Whole:
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.calls.append(call)
-        return causal_attention(call.q, call.k, call.v, scale=call.scale)
+        return causal_attention(call.q, call.k, call.v, call.softmax)
 
 
 @torch.inference_mode()
@@ -87,7 +87,7 @@ def test_latents_give_transformers_logits(variant) -> None:
     model = tiny.build(family, **overrides)
     batch = check_latent_logits(model)
     assert len(batch.calls) == 2
-    assert {call.scale for call in batch.calls} == {attention_modules(model)[0].scaling}
+    assert {call.softmax.scale for call in batch.calls} == {attention_modules(model)[0].scaling}
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -106,7 +106,7 @@ def test_the_scale_is_that_of_the_expanded_key_and_its_mscale() -> None:
     expanded = probe(model, "v3").layers[0]
     use_latent_cache(model)
     latent = probe(model, "v3").layers[0]
-    assert latent.scale == expanded.scale == attention_modules(model)[0].scaling > 24**-0.5
+    assert latent.softmax.scale == expanded.softmax.scale == attention_modules(model)[0].scaling > 24**-0.5
     assert (expanded.num_kv_heads, expanded.head_dim, expanded.v_head_dim) == (4, 24, 16)
     assert (latent.num_kv_heads, latent.head_dim, latent.v_head_dim, latent.key_dims) == (1, 24, 16, 8)
     assert latent.rope is not None

@@ -44,7 +44,7 @@ SCALES = {"gemma2": 25**-0.5, "deepseek-v2": 24**-0.5 * YARN_SCALE, "deepseek-v3
 
 def layout(layer: LayerFacts) -> tuple[int | None, str, int, int]:
     assert layer.rope is not None
-    return layer.sliding_window, layer.rope.style, layer.rope.num_bands, layer.rope.start
+    return layer.softmax.window, layer.rope.style, layer.rope.num_bands, layer.rope.start
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -55,7 +55,7 @@ def test_the_facts_of_every_family(family, dtype, tiny_dir) -> None:
     for layer in facts.layers:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
         assert shape == SHAPES.get(family, (HEADS, KV_HEADS, DIM, DIM))
-        assert layer.scale == pytest.approx(SCALES.get(family, DIM**-0.5))
+        assert layer.softmax.scale == pytest.approx(SCALES.get(family, DIM**-0.5))
         assert layer.latent == (family in tiny.LATENT)
     assert facts.rope_problem is None
     assert facts.max_position == 512

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view, natural_cells
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS, KVFormat
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -81,7 +82,7 @@ def check_attention(rig: Rig, w: Filled, **how: Any) -> None:
     how = with_sinks(w.shape, how)
     batch, there = on_device(rig, w, how)
     for layer in range(w.shape.layers):
-        got = rig.backend.paged_attention(w.q[layer].to(rig.device), w.cache, layer, batch, **there)
+        got = rig.backend.paged_attention(w.q[layer].to(rig.device), w.cache, layer, batch, Softmax(**there))
         assert got.dtype == rig.dtype
         largest = max((v.abs().max().item() for v in w.values), default=0.0)
         tolerance = {**rig.tolerance, "atol": rig.tolerance["atol"] * max(1, largest) + rig.slack * largest}
@@ -92,7 +93,7 @@ def check_column_sums(rig: Rig, w: Filled, **how: Any) -> None:
     how = with_sinks(w.shape, how)
     batch, there = on_device(rig, w, how)
     for layer in range(w.shape.layers):
-        got = rig.backend.column_sums(w.q[layer].to(rig.device), w.cache, layer, batch, **there)
+        got = rig.backend.column_sums(w.q[layer].to(rig.device), w.cache, layer, batch, Softmax(**there))
         assert got.dtype == torch.float32
         want = expected_sums(w, layer, **how)
         most = max(1.0, want.max().item())

@@ -15,7 +15,7 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.formats.affine import CHANNEL_GRID, VALUE_GRID
 from kvreclaim.ops.formats.codecs import round_trip
@@ -63,7 +63,7 @@ def ids_on(cache: KVCache, block_ids: np.ndarray) -> Tensor:
 
 def facts_of(shape: Shape) -> tuple[LayerFacts, ...]:
     first = LayerFacts(
-        shape.heads, shape.kv_heads, shape.dim, shape.v_dim or shape.dim, 1.0, latent=shape.latent
+        shape.heads, shape.kv_heads, shape.dim, shape.v_dim or shape.dim, Softmax(1.0), latent=shape.latent
     )
     return (first,) * shape.layers
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.reference import paged_attention
 
@@ -87,7 +87,7 @@ def noise(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def empty_cache(shape: Shape, num_blocks: int) -> KVCache:
-    facts = LayerFacts(shape.heads, shape.kv_heads, shape.dim, shape.v_dim or shape.dim, 1.0)
+    facts = LayerFacts(shape.heads, shape.kv_heads, shape.dim, shape.v_dim or shape.dim, Softmax(1.0))
     cache = reference.allocate(
         (facts,) * shape.layers, num_blocks, shape.block_size, like=torch.empty(0, dtype=shape.dtype)
     )
@@ -126,7 +126,9 @@ def put(cache: KVCache, table: list[int], k: Tensor, v: Tensor) -> None:
 
 
 def attend(w: World, layer: int = 0, **how) -> Tensor:
-    return paged_attention(w.q[layer], w.cache, layer, w.batch, **{"scale": w.shape.dim**-0.5, **how})
+    return paged_attention(
+        w.q[layer], w.cache, layer, w.batch, Softmax(**{"scale": w.shape.dim**-0.5, **how})
+    )
 
 
 def expected(w: World, layer: int = 0, *, sinks: Tensor | None = None, **how) -> Tensor:

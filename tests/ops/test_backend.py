@@ -10,7 +10,7 @@ import torch
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import BACKENDS, Need, choose_backend
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import plain_format
 
 FUNCTIONS = (
@@ -31,7 +31,7 @@ FUNCTIONS = (
 
 
 def need(block_size: int = 16, dtype: torch.dtype = torch.float32, dim: int = 64) -> Need:
-    layers = (LayerFacts(8, 2, dim, dim, 0.125),)
+    layers = (LayerFacts(8, 2, dim, dim, Softmax(0.125)),)
     return Need(layers, block_size, dtype, torch.device("cpu"), plain_format(torch.float32))
 
 

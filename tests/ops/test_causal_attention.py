@@ -7,12 +7,13 @@ import torch
 from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, World, assert_equal, expected, world
 
 from kvreclaim.ops import reference
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.reference import causal_attention
 
 
 def attend(w: World, **how) -> torch.Tensor:
     k, v = (x[0][0].transpose(0, 1) for x in (w.keys, w.values))
-    return causal_attention(w.q[0], k, v, **{"scale": w.shape.dim**-0.5, **how})
+    return causal_attention(w.q[0], k, v, Softmax(**{"scale": w.shape.dim**-0.5, **how}))
 
 
 @DTYPES

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, world
 
 from kvreclaim.ops import reference
+from kvreclaim.ops.facts import Softmax
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 SHAPES = [
@@ -24,7 +25,9 @@ SHAPES = [
 
 
 def sums(w, layer: int = 0, **how) -> torch.Tensor:
-    return reference.column_sums(w.q[layer], w.cache, layer, w.batch, **{"scale": w.shape.dim**-0.5, **how})
+    return reference.column_sums(
+        w.q[layer], w.cache, layer, w.batch, Softmax(**{"scale": w.shape.dim**-0.5, **how})
+    )
 
 
 def assert_sums(w, layer: int = 0, **how) -> None:
@@ -104,7 +107,7 @@ def test_nothing_is_mutated_and_no_sequence_gives_nothing() -> None:
     for x, y in zip((w.q, w.cache.k, w.cache.v), before, strict=True):
         assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
     empty = type(w.batch).build((), w.shape.block_size, w.q.device)
-    assert reference.column_sums(w.q[0, :0], w.cache, 0, empty, scale=1.0).shape == (0, 2, 0)
+    assert reference.column_sums(w.q[0, :0], w.cache, 0, empty, Softmax(1.0)).shape == (0, 2, 0)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.latent import MIN_QUERIES, PIECE, UpProjection, expanded_attention
@@ -45,7 +45,7 @@ class World:
 
     def absorbed(self) -> Tensor:
         q = self.weights.absorb(self.query)
-        out = reference.paged_attention(q, self.cache, self.tokens.layer, self.batch, scale=SCALE)
+        out = reference.paged_attention(q, self.cache, self.tokens.layer, self.batch, Softmax(SCALE))
         return self.weights.finish(out)
 
     def expected(self) -> Tensor:
@@ -63,7 +63,7 @@ class World:
 
 
 def world(m: int, n: int, *, block_size=16, form="fp32", dtype=torch.float32, strided=False) -> World:
-    layers = (LayerFacts(HEADS, 1, RANK + ROTARY, RANK, SCALE, latent=True),) * 2
+    layers = (LayerFacts(HEADS, 1, RANK + ROTARY, RANK, Softmax(SCALE), latent=True),) * 2
     count = -(-n // block_size)
     like = torch.empty(0, dtype=dtype)
     cache = reference.allocate(layers, count + 3, block_size, like=like, kv_format=FORMATS[form], open_rows=2)
@@ -120,9 +120,11 @@ def test_at_the_shape_of_v3() -> None:
     weights = UpProjection(*(noise(5, 4, 256, 512) / 512**0.5).split([128, 128], dim=1))
     keys, query = noise(6, 300, 576), noise(7, 300, 4, 192)
     k, v = (x.transpose(0, 1) for x in weights.expand(keys[:, :512], keys[:, 512:]))
-    expanded = reference.causal_attention(query, k, v, scale=192**-0.5)
+    expanded = reference.causal_attention(query, k, v, Softmax(192**-0.5))
     latents = keys[:, None]
-    absorbed = reference.causal_attention(weights.absorb(query), latents, latents[..., :512], scale=192**-0.5)
+    absorbed = reference.causal_attention(
+        weights.absorb(query), latents, latents[..., :512], Softmax(192**-0.5)
+    )
     assert (weights.finish(absorbed) - expanded).abs().max() < 1e-4
 
 

@@ -12,7 +12,7 @@ from paged_oracle import Ask, Shape, assert_equal, empty_cache, expected, noise,
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import plain_format
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.reference import (
@@ -46,7 +46,7 @@ def assert_same(cache: KVCache, want: tuple[torch.Tensor, torch.Tensor]) -> None
 
 
 def test_a_new_cache_is_zero_and_has_the_layout_of_its_model() -> None:
-    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, scale=1.0)
+    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, softmax=Softmax(1.0))
     cache = reference.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=torch.bfloat16))
     assert cache.k.shape == (4, 7, 3, 16, 8)
     assert cache.v.shape == (4, 7, 3, 16, 5)
@@ -58,7 +58,7 @@ def test_a_new_cache_is_zero_and_has_the_layout_of_its_model() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_a_block_are_what_the_allocation_takes(dtype: torch.dtype) -> None:
-    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, scale=1.0)
+    facts = LayerFacts(num_heads=6, num_kv_heads=3, head_dim=8, v_head_dim=5, softmax=Softmax(1.0))
     cache = reference.allocate((facts,) * 4, 7, 16, like=torch.empty(0, dtype=dtype))
     allocated = sum(x.untyped_storage().nbytes() for x in parts(cache))
     assert cache.bytes_per_block == plain_format(dtype).bytes_per_block((facts,) * 4, 16) == allocated // 7
@@ -100,7 +100,7 @@ def test_attention_reads_what_write_kv_wrote() -> None:
         batch = AttentionBatch.build((slots,), 16, torch.device("cpu"))
         k, v = (x[0][1, :, first:last].transpose(0, 1) for x in (w.keys, w.values))
         write_kv(cache, 1, k, v, batch.slot_mapping)
-        outputs.append(paged_attention(w.q[1, first:last], cache, 1, batch, scale=0.25))
+        outputs.append(paged_attention(w.q[1, first:last], cache, 1, batch, Softmax(0.25)))
         first = last
     assert_equal(torch.cat(outputs), expected(w, 1))
     assert not cache.k[0, table].any()
@@ -175,7 +175,7 @@ def test_attention_after_compaction_equals_masked_attention_before(window: int |
     for layer in range(2):
         k, v = (x[0][layer, :, 38:].transpose(0, 1) for x in (w.keys, w.values))
         write_kv(w.cache, layer, k, v, batch.slot_mapping)
-        out = paged_attention(w.q[layer], w.cache, layer, batch, scale=0.25, window=window)
+        out = paged_attention(w.q[layer], w.cache, layer, batch, Softmax(0.25, window=window))
         assert_equal(out, expected(w, layer, window=window))
 
 

@@ -139,7 +139,8 @@ def test_facts_and_fingerprint_are_those_of_calibration(name: str, tmp_path: Pat
     for ours, theirs in zip(facts.layers, loaded.facts.layers, strict=True):
         assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_heads, theirs.num_kv_heads)
         assert (ours.head_dim, ours.v_head_dim) == (theirs.head_dim, theirs.v_head_dim)
-        assert (ours.scale, ours.softcap) == (pytest.approx(theirs.scale), theirs.softcap)
+        assert ours.softmax.scale == pytest.approx(theirs.softmax.scale)
+        assert ours.softmax.softcap == theirs.softmax.softcap
         assert ours.rope is not None
         assert theirs.rope is not None
         assert (ours.rope.style, ours.rope.start) == (theirs.rope.style, theirs.rope.start)

@@ -44,9 +44,7 @@ def attention(shape: Shape) -> Case:
     q = _noise((num_queries, heads, shape.head_dim), shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.paged_attention(
-            q, filled.cache, layer, filled.batch, scale=shape.head_dim**-0.5
-        )
+        return filled.backend.paged_attention(q, filled.cache, layer, filled.batch, shape.softmax)
 
     seen = shape.context - (shape.queries - 1) / 2
     flops = int(4 * num_queries * heads * shape.head_dim * seen)
@@ -60,7 +58,7 @@ def column_sums(shape: Shape) -> Case:
     q = _noise((shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim), shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.column_sums(q, filled.cache, layer, filled.batch, scale=shape.head_dim**-0.5)
+        return filled.backend.column_sums(q, filled.cache, layer, filled.batch, shape.softmax)
 
     op = plain.op.replace("attention", "column sums")
     return Case(op, shape, run, shape.side_bytes, flops=plain.flops // 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import KVFormat, kv_format
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -64,10 +64,12 @@ class Shape:
         """The same before they are stored."""
         return self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def softmax(self) -> Softmax:
+        return Softmax(self.head_dim**-0.5)
+
     def facts(self) -> tuple[LayerFacts, ...]:
-        layer = LayerFacts(
-            self.kv_heads * GROUP, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5
-        )
+        layer = LayerFacts(self.kv_heads * GROUP, self.kv_heads, self.head_dim, self.head_dim, self.softmax)
         return (layer,) * self.layers
 
     def describe(self) -> str:

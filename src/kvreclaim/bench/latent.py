@@ -21,7 +21,7 @@ from kvreclaim.bench.common import Row, alternate, spread, table, text
 from kvreclaim.bench.kernels import TOLERANCES, WrongKernelError
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.latent import UpProjection, expanded_attention
@@ -61,7 +61,7 @@ class _Chunk:
     @classmethod
     def make(cls, plan: LatentPlan, context: int, new: int) -> _Chunk:
         device, length = torch.device(plan.device), context + new
-        layer = LayerFacts(plan.heads, 1, RANK + ROTARY, RANK, SCALE, latent=True)
+        layer = LayerFacts(plan.heads, 1, RANK + ROTARY, RANK, Softmax(SCALE), latent=True)
         form = kv_format(plan.kv_cache_dtype, plan.dtype)
         backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, plan.dtype, device, form)).backend
         like = torch.empty(0, dtype=plan.dtype, device=device)
@@ -82,7 +82,7 @@ class _Chunk:
 
     def absorbed(self) -> Tensor:
         q = self.weights.absorb(self.query)
-        out = self.backend.paged_attention(q, self.cache, 0, self.batch, scale=SCALE)
+        out = self.backend.paged_attention(q, self.cache, 0, self.batch, Softmax(SCALE))
         return self.weights.finish(out)
 
     def expanded(self) -> Tensor:

@@ -24,19 +24,17 @@ def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Ten
         compression and for all of them before the first.
     """
     num_heads, num_rows, _ = queries.shape
-    facts = view.facts
+    softmax = view.facts.softmax
     at = torch.arange(first, first + num_rows, device=keys.device)[:, None]
     ahead = at - _positions(view, keys.device)[:, None, :]
     mask = ahead >= 0
-    if facts.sliding_window is not None:
-        mask &= ahead < facts.sliding_window
+    if softmax.window is not None:
+        mask &= ahead < softmax.window
     rows = probabilities(
         queries.to(keys.device).float().transpose(0, 1)[None],
         keys.float()[None],
         mask[None],
-        scale=facts.scale,
-        softcap=facts.softcap,
-        sinks=facts.sinks,
+        softmax,
     )
     return rows.view(num_heads, num_rows, keys.shape[1])
 

@@ -70,7 +70,7 @@ class Compressor:
         self._stats: tuple[LayerStats, ...] | None = None
         if self.policy.needs & STATISTICS:
             self._stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
-        windows = [layer.sliding_window for layer in facts.layers]
+        windows = [layer.softmax.window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
         alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
         self._voters = tuple(full if full and not alone else range(facts.num_layers))

@@ -48,7 +48,7 @@ def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
     odd = [
         n
         for n, layer in enumerate(facts.layers)
-        if layer.sliding_window is not None or layer.sinks is not None
+        if layer.softmax.window is not None or layer.softmax.sinks is not None
     ]
     if not odd:
         return

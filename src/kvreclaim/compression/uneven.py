@@ -189,11 +189,13 @@ def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) 
         for field in fields(signals)
         if isinstance(tensor := getattr(signals, field.name), Tensor)
     }
-    sinks = None if facts.sinks is None else facts.sinks.unflatten(0, (heads, -1))[head]
+    softmax, sinks = facts.softmax, facts.softmax.sinks
+    if sinks is not None:
+        softmax = replace(softmax, sinks=sinks.unflatten(0, (heads, -1))[head])
     return replace(
         view,
         source=source,
-        facts=replace(facts, num_heads=facts.group_size, num_kv_heads=1, sinks=sinks),
+        facts=replace(facts, num_heads=facts.group_size, num_kv_heads=1, softmax=softmax),
         stats=None if stats is None else stats.kv_head(head, heads),
         candidates=candidates,
         signals=replace(signals, **own_signals),

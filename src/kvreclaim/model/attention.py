@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.latent import hands_out_latents, up_projection
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.latent import UpProjection
 
 ATTENTION_NAME = "kvreclaim_paged"
@@ -31,10 +32,7 @@ class AttentionCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    softcap: float | None
-    window: int | None
-    sinks: Tensor | None
+    softmax: Softmax
     latent: bool = False
 
 
@@ -93,15 +91,18 @@ def paged_attention_forward(
             "so the paged cache cannot reach it; use a model whose attention layers do "
             "(Llama, Qwen, Mistral, Gemma 2, Phi-3, GLM-4, OLMo 2, DeepSeek-V3, ...)."
         )
+    sinks: Tensor | None = kwargs.get("s_aux")
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         q=query[0].transpose(0, 1),
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        softcap=kwargs.get("softcap"),
-        window=kwargs.get("sliding_window"),
-        sinks=kwargs.get("s_aux"),
+        softmax=Softmax(
+            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            softcap=kwargs.get("softcap"),
+            window=kwargs.get("sliding_window"),
+            sinks=None if sinks is None else sinks.float(),
+        ),
     )
     if hands_out_latents(module):
         return _attend_latent(kv_batch, LatentCall(call, up_projection(module)))[None], None

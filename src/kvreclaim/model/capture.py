@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,10 +37,7 @@ class _Capture:
         parts = zip(
             call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
         )
-        attend = partial(
-            causal_attention, scale=call.scale, softcap=call.softcap, window=call.window, sinks=call.sinks
-        )
-        return torch.cat([attend(q, k, v) for q, k, v in parts])
+        return torch.cat([causal_attention(q, k, v, call.softmax) for q, k, v in parts])
 
     def _shown(self, call: AttentionCall) -> Tensor:
         queries = call.q.transpose(0, 1)

@@ -88,11 +88,8 @@ def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
         num_kv_heads=call.k.shape[1],
         head_dim=call.q.shape[2],
         v_head_dim=call.v.shape[2],
-        scale=call.scale,
-        sliding_window=call.window,
+        softmax=call.softmax,
         rope=rope,
-        softcap=call.softcap,
-        sinks=call.sinks,
         latent=call.latent,
     )
 
@@ -132,8 +129,8 @@ def fingerprint(config: Any, layers: Sequence[LayerFacts]) -> str:
 
 def _identity(layer: LayerFacts) -> list[Any]:
     dims = [layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim]
-    shape: list[Any] = [*dims, layer.sliding_window, *(["latent"] if layer.latent else [])]
+    shape: list[Any] = [*dims, layer.softmax.window, *(["latent"] if layer.latent else [])]
     if layer.rope is None:
-        return [*shape, f"{layer.scale:.5e}", None]
+        return [*shape, f"{layer.softmax.scale:.5e}", None]
     frequencies = [f"{x:.5e}" for x in layer.rope.inv_freq.tolist()]
-    return [*shape, f"{layer.scale:.5e}", layer.rope.style, layer.rope.start, frequencies]
+    return [*shape, f"{layer.softmax.scale:.5e}", layer.rope.style, layer.rope.start, frequencies]

@@ -14,7 +14,7 @@ from kvreclaim.checks import check_choice
 from kvreclaim.config import KERNELS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -55,11 +55,7 @@ class Backend(Protocol):
         cache: KVCache,
         layer: int,
         batch: AttentionBatch,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        softmax: Softmax,
     ) -> Tensor: ...
 
     def column_sums(
@@ -68,11 +64,7 @@ class Backend(Protocol):
         cache: KVCache,
         layer: int,
         batch: AttentionBatch,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        softmax: Softmax,
     ) -> Tensor: ...
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]: ...

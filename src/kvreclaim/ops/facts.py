@@ -11,23 +11,37 @@ from kvreclaim.ops.rope import RopeLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """How a layer's logits become weights.
+
+    scale:   multiplies q.k
+    softcap: scores become softcap * tanh(score / softcap)
+    window:  a key is seen while query position - key position < window (logical positions)
+    sinks:   [H] fp32 logits that join the softmax's denominator and carry no value
+
+    Sources: sinks as in GPT-OSS; soft-capping as in Gemma 2.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerFacts:
     """One attention layer. rope is None where no rotation could be verified (the reason is in
     ModelFacts.rope_problem); a layer that truly has no rotation has a layout with F = 0.
 
-    softcap: scores become softcap * tanh(score / softcap); sinks [H]: logits that join the softmax
-    latent:  the key is the value (the latent) followed by the rotary key (MLA), and stored once
+    latent: the key is the value (the latent) followed by the rotary key (MLA), and stored once
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    scale: float
-    sliding_window: int | None = None
+    softmax: Softmax
     rope: RopeLayout | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
     latent: bool = False
 
     @property

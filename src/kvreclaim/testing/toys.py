@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
 from kvreclaim.compression.uneven import head_view
-from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
 
@@ -34,7 +34,12 @@ def layer_facts(
 ) -> LayerFacts:
     """4 query heads, 2 KV heads."""
     return LayerFacts(
-        4, 2, head_dim, head_dim, head_dim**-0.5, window, layout(head_dim // 2) if rope is None else rope
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        softmax=Softmax(head_dim**-0.5, window=window),
+        rope=layout(head_dim // 2) if rope is None else rope,
     )
 
 

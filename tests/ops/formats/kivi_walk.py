@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -27,7 +27,7 @@ class Dims:
 
     @property
     def facts(self) -> tuple[LayerFacts, ...]:
-        one = LayerFacts(2 * self.heads, self.heads, self.k_dim, self.v_dim, 1.0)
+        one = LayerFacts(2 * self.heads, self.heads, self.k_dim, self.v_dim, Softmax(1.0))
         return (one,) * self.layers
 
 

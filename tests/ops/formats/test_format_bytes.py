@@ -9,7 +9,7 @@ from kvreclaim.config import KV_CACHE_DTYPE_ALIASES, KV_CACHE_DTYPES
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.cells import cell_view
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS, KVFormat, kv_format, plain_format
 
 EACH = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
@@ -25,7 +25,7 @@ DIMS = [
 
 
 def facts(k_dim: int, v_dim: int, *, kv_heads: int = 2, latent: bool = False) -> LayerFacts:
-    return LayerFacts(4, kv_heads, k_dim + v_dim if latent else k_dim, v_dim, 1.0, latent=latent)
+    return LayerFacts(4, kv_heads, k_dim + v_dim if latent else k_dim, v_dim, Softmax(1.0), latent=latent)
 
 
 @EACH

@@ -13,7 +13,7 @@ from kvreclaim.engine.ways.head_cells import assign_cells
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.cells import cell_view, natural_cells
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
 
 SMALL = Dims()
@@ -214,7 +214,7 @@ def ids(cells: np.ndarray) -> torch.Tensor:
 
 def test_a_latent_cache_keeps_the_rotary_key_by_channel() -> None:
     """A key is its value followed by the stored dims; both come back as one."""
-    facts = LayerFacts(4, 1, head_dim=10 + 6, v_head_dim=10, scale=1.0, latent=True)
+    facts = LayerFacts(4, 1, head_dim=10 + 6, v_head_dim=10, softmax=Softmax(1.0), latent=True)
     like = torch.empty(0)
     cache = reference.allocate((facts,), 8, 4, like=like, kv_format=KIVI, open_rows=2)
     v = torch.randn(6, 1, 10)

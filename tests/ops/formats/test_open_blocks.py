@@ -9,6 +9,7 @@ from kivi_walk import KIVI, Dims, Walk
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats.open_blocks import NO_ROW, OpenBlocks
 from kvreclaim.ops.kv_cache import CacheShape
 
@@ -109,7 +110,7 @@ def test_numbers_that_another_request_left_reach_nobody() -> None:
     for reset in (lambda: None, lambda: cache.open.keep([])):
         reset()
         reference.write_kv(cache, 0, k, v, batch.slot_mapping)
-        out = reference.paged_attention(torch.randn(1, 4, 6), cache, 0, batch, scale=1.0)
+        out = reference.paged_attention(torch.randn(1, 4, 6), cache, 0, batch, Softmax(1.0))
         want = v[0].bfloat16().float().repeat_interleave(2, 0)[None]
         torch.testing.assert_close(out, want, atol=1e-6, rtol=0)
         cache.open.k.fill_(torch.nan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops import native, reference
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import KVCache
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -42,7 +42,7 @@ def make_pair(dims: Dims, num_tokens: int, *, spare: int = 3, seed: int = 0) -> 
     """Blocks in random order among `spare` foreign ones; what no token fills is NaN."""
     rng = torch.Generator().manual_seed(seed)
     blocks = -(-num_tokens // dims.block_size)
-    facts = LayerFacts(dims.kv_heads, dims.kv_heads, dims.dim, dims.v_dim, 1.0)
+    facts = LayerFacts(dims.kv_heads, dims.kv_heads, dims.dim, dims.v_dim, Softmax(1.0))
     like = torch.zeros(0, dtype=dims.dtype)
     layers = (facts,) * dims.layers
     ours = native.allocate(layers, blocks + spare, dims.block_size, like=like)

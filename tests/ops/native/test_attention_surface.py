@@ -12,6 +12,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import plain_format
 from kvreclaim.ops.kv_cache import PagedTokens
 
@@ -125,14 +126,14 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
 def test_wrong_shapes_are_refused() -> None:
     w = twins(Shape(), [Ask(1, 40)])
     with pytest.raises(ValueError, match="shape"):
-        native.paged_attention(w.q[..., :32], w.native, 0, w.batch, scale=0.1)
+        native.paged_attention(w.q[..., :32], w.native, 0, w.batch, Softmax(0.1))
     with pytest.raises(ValueError, match="no multiple of the KV heads"):
-        native.paged_attention(w.q[:, :7], w.native, 0, w.batch, scale=0.1)
+        native.paged_attention(w.q[:, :7], w.native, 0, w.batch, Softmax(0.1))
     with pytest.raises(ValueError, match="fewer rows"):
-        native.paged_attention(w.q[:0], w.native, 0, w.batch, scale=0.1)
+        native.paged_attention(w.q[:0], w.native, 0, w.batch, Softmax(0.1))
     with pytest.raises(IndexError, match="layer"):
-        native.paged_attention(w.q, w.native, 1, w.batch, scale=0.1)
+        native.paged_attention(w.q, w.native, 1, w.batch, Softmax(0.1))
     short = replace(w.batch.sequences[0], seq_len=100)
     batch = AttentionBatch((short,), w.batch.slot_mapping, 16)
     with pytest.raises(ValueError, match="too few blocks"):
-        native.paged_attention(w.q, w.native, 0, batch, scale=0.1)
+        native.paged_attention(w.q, w.native, 0, batch, Softmax(0.1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from twins import Ask, Shape, Twins, noise, twins
 
 from kvreclaim.ops import native, reference
+from kvreclaim.ops.facts import Softmax
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -50,8 +51,8 @@ def asks(kind: str) -> list[Ask]:
 
 def sum_both(w: Twins, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
     how = {"scale": w.shape.dim**-0.5, **how}
-    ours = native.column_sums(w.q, w.native, layer, w.batch, **how)
-    return ours, reference.column_sums(w.q, w.reference, layer, w.batch, **how)
+    ours = native.column_sums(w.q, w.native, layer, w.batch, Softmax(**how))
+    return ours, reference.column_sums(w.q, w.reference, layer, w.batch, Softmax(**how))
 
 
 def assert_equal_sums(w: Twins, layer: int = 0, **how) -> None:
@@ -115,7 +116,7 @@ def test_queries_with_any_strides() -> None:
         w.q.transpose(1, 2).contiguous().transpose(1, 2),
         w.q.float(),
     ):
-        torch.testing.assert_close(native.column_sums(q, w.native, 0, w.batch, **how), want, **CLOSE)
+        torch.testing.assert_close(native.column_sums(q, w.native, 0, w.batch, Softmax(**how)), want, **CLOSE)
 
 
 def test_neither_neighbours_nor_threads_change_a_bit() -> None:
@@ -126,12 +127,12 @@ def test_neither_neighbours_nor_threads_change_a_bit() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(native.column_sums(w.q, w.native, 0, w.batch, **how))
+            results.append(native.column_sums(w.q, w.native, 0, w.batch, Softmax(**how)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
     alone = type(w.batch).build(w.batch.sequences[1:2], w.shape.block_size, w.q.device)
-    one = native.column_sums(w.q[1:31].contiguous(), w.native, 0, alone, **how)
+    one = native.column_sums(w.q[1:31].contiguous(), w.native, 0, alone, Softmax(**how))
     assert torch.equal(one[0], results[0][1, :, :200])
     assert torch.equal(results[0][1, :, 200:], torch.zeros(2, 700))
 

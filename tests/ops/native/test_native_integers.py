@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvreclaim.ops import native
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -25,7 +25,7 @@ def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
     """One sequence, keys [T, K, D], in blocks in falling order."""
     count, heads, dim = k.shape
     blocks = -(-count // 16)
-    facts = LayerFacts(heads, heads, dim, v.shape[-1], 1.0)
+    facts = LayerFacts(heads, heads, dim, v.shape[-1], Softmax(1.0))
     like = torch.empty(0, dtype=torch.bfloat16)
     cache = native.allocate((facts,), blocks + 1, 16, like=like, kv_format=FORMATS[name])
     table = np.arange(blocks, 0, -1, dtype=np.int32)
@@ -37,7 +37,7 @@ def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
 
 
 def attend(cache: KVCache, batch: AttentionBatch, q: Tensor) -> Tensor:
-    return native.paged_attention(q, cache, 0, batch, scale=1.0)
+    return native.paged_attention(q, cache, 0, batch, Softmax(1.0))
 
 
 def check(cache: KVCache, batch: AttentionBatch, q: Tensor) -> None:

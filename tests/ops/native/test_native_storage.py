@@ -14,7 +14,7 @@ from unit_rows import bytes_of, unit_rows
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.cells import cell_view, natural_cells
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -49,7 +49,8 @@ class Dims:
 
     def allocate(self, backend, name: str, num_blocks: int) -> KVCache:
         dim = self.k_dim + (self.v_dim if self.latent else 0)
-        facts = (LayerFacts(self.heads, self.heads, dim, self.v_dim, 1.0, latent=self.latent),) * self.layers
+        layer = LayerFacts(self.heads, self.heads, dim, self.v_dim, Softmax(1.0), latent=self.latent)
+        facts = (layer,) * self.layers
         like = torch.empty(0)
         return backend.allocate(facts, num_blocks, self.block_size, like=like, kv_format=FORMATS[name])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import KVCache
 
 
@@ -35,7 +35,7 @@ class Shape:
         return self.v_dim or self.dim
 
     def facts(self) -> tuple[LayerFacts, ...]:
-        return (LayerFacts(self.heads, self.kv_heads, self.dim, self.value_dim, 1.0),) * self.layers
+        return (LayerFacts(self.heads, self.kv_heads, self.dim, self.value_dim, Softmax(1.0)),) * self.layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,5 +112,5 @@ def attend_both(w: Twins, layer: int = 0, *, q: Tensor | None = None, **how: obj
     # The reference takes no sequence without queries; they have no rows in q.
     asking = tuple(seq for seq in w.batch.sequences if seq.query_len)
     batch = AttentionBatch(asking, w.batch.slot_mapping, w.batch.block_size)
-    want = reference.paged_attention(q, w.reference, layer, batch, **how)
-    return native.paged_attention(q, w.native, layer, w.batch, **how), want
+    want = reference.paged_attention(q, w.reference, layer, batch, Softmax(**how))
+    return native.paged_attention(q, w.native, layer, w.batch, Softmax(**how)), want

@@ -26,6 +26,7 @@ from paged_oracle import Ask, Shape, World, world
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -85,7 +86,7 @@ def compile_instead_of_launching(capability: int) -> None:
 
 
 def launch_attention(w: World, **how: Any) -> None:
-    kernels.paged_attention(w.q[0], w.cache, 0, w.batch, scale=0.1, **how)
+    kernels.paged_attention(w.q[0], w.cache, 0, w.batch, Softmax(0.1, **how))
 
 
 def launch_the_rest(w: World) -> None:

@@ -30,6 +30,7 @@ from triton_pair import DEVICE
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -119,7 +120,7 @@ def test_one_set_of_tables_serves_step_after_step(name: str) -> None:
         lengths.zero_()[:n] = arrays.seq_lens.to(DEVICE)
         q = torch.ones(3, shape.heads, shape.dim, device=DEVICE)
         q[:n] = w.q[0].to(DEVICE)
-        got = kernels.decode_attention(q, w.cache, 0, tables, scale=0.25)
+        got = kernels.decode_attention(q, w.cache, 0, tables, Softmax(0.25))
         want = expected(w, scale=0.25)
         torch.testing.assert_close(got[:n].cpu().double(), want, rtol=1e-5, atol=1e-4)
         assert not got[n:].any()

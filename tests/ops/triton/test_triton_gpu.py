@@ -16,6 +16,7 @@ from triton_pair import DEVICE, DTYPES, assert_close, attend_both, make_pair
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_writes_and_a_decode_captured_in_a_graph(name: str) -> None:
     def run() -> torch.Tensor:
         kernels.write_kv(cache, 0, k, v, slots)
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
-        return kernels.decode_attention(q, cache, 0, tables, scale=0.125)
+        return kernels.decode_attention(q, cache, 0, tables, Softmax(0.125))
 
     run()
     torch.cuda.synchronize()
@@ -101,7 +102,7 @@ def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
 
     def run() -> torch.Tensor:
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
-        return kernels.decode_attention(q, cache, 0, tables, scale=0.125)
+        return kernels.decode_attention(q, cache, 0, tables, Softmax(0.125))
 
     run()
     torch.cuda.synchronize()
@@ -112,4 +113,4 @@ def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
     assert not out.any()
     lengths.copy_(arrays.seq_lens)
     graph.replay()
-    assert_close(out, reference.paged_attention(w.q[0], w.cache, 0, w.batch, scale=0.125))
+    assert_close(out, reference.paged_attention(w.q[0], w.cache, 0, w.batch, Softmax(0.125)))

@@ -12,7 +12,7 @@ from triton_pair import DEVICE
 
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.backend import Need
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.triton import support
 
@@ -25,7 +25,7 @@ def need(
     rank: int = 0,
 ) -> Need:
     """rank: of a latent cache, whose keys have dim dims behind it."""
-    facts = LayerFacts(8, 1, rank + dim, rank or dim, 0.125, latent=bool(rank))
+    facts = LayerFacts(8, 1, rank + dim, rank or dim, Softmax(0.125), latent=bool(rank))
     return Need((facts,), 16, dtype, device, FORMATS[name])
 
 

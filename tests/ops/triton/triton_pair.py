@@ -13,6 +13,7 @@ from torch import Tensor
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.support import is_interpreted
 
@@ -69,7 +70,7 @@ def wanted(w: World, layer: int = 0, **how) -> Tensor:
     if not asking:
         return w.q[layer]
     batch = AttentionBatch.build(asking, w.shape.block_size, torch.device("cpu"))
-    return reference.paged_attention(w.q[layer], w.cache, layer, batch, **how)
+    return reference.paged_attention(w.q[layer], w.cache, layer, batch, Softmax(**how))
 
 
 def attend_both(w: World, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def attend_both(w: World, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
     there = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in how.items()}
     batch = AttentionBatch.build(tuple(moved(seq) for seq in w.batch.sequences), w.shape.block_size, DEVICE)
     q = w.q[layer].to(DEVICE)
-    return kernels.paged_attention(q, poisoned(w), layer, batch, **there), want
+    return kernels.paged_attention(q, poisoned(w), layer, batch, Softmax(**there)), want
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:

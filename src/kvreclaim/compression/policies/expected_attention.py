@@ -57,7 +57,7 @@ class ExpectedAttention(CompressionPolicy):
     def score(self, view: LayerView) -> Tensor:
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
-        scale, rope = view.facts.scale, view.facts.rope
+        scale, rope = view.facts.softmax.scale, view.facts.rope
         keys = as_real(view.keys)
         turn = offset_phases(view.logical_len, range(self.horizon), rope).mean(dim=0, keepdim=True)
         logits = scale * grouped_products(turned_queries(view.stats.q_mean, turn, rope), keys)[:, 0]

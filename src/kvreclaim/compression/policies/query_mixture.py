@@ -70,7 +70,7 @@ class QueryMixture(CompressionPolicy):
             turns = turns.mean(dim=0, keepdim=True)
         centers = turned_queries(view.stats.centers, turns, view.facts.rope)
         over = slice(None) if self.normalise == "all" else view.candidates
-        variances, scale = view.stats.center_var, view.facts.scale / self.temperature
+        variances, scale = view.stats.center_var, view.facts.softmax.scale / self.temperature
         if self.form == "expected":
             return view.source.mixture_scores(centers, variances, scale, over)
         if self.form == "sum":

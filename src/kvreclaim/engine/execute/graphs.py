@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kvreclaim.config import EngineConfig
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -37,16 +38,7 @@ class GraphBackend(Protocol):
     ) -> Any: ...
 
     def decode_attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        layer: int,
-        tables: Any,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, cache: KVCache, layer: int, tables: Any, softmax: Softmax
     ) -> Tensor: ...
 
 
@@ -105,16 +97,7 @@ class _ReplayedKVBatch:
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.ops.write_kv(self.cache, call.layer, call.k, call.v, self.slot_mapping)
-        return self.ops.decode_attention(
-            call.q,
-            self.cache,
-            call.layer,
-            self.tables,
-            scale=call.scale,
-            softcap=call.softcap,
-            window=call.window,
-            sinks=call.sinks,
-        )
+        return self.ops.decode_attention(call.q, self.cache, call.layer, self.tables, call.softmax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ class ExpandedPart:
         """Write its rows of out [T, H, dv]; its latents are in the cache."""
         tokens = PagedTokens(cache, call.call.layer, self.block_ids, self.num_tokens)
         query = call.call.q[self.rows]
-        out[self.rows] = expanded_attention(ops, tokens, query, call.weights, scale=call.call.scale)
+        out[self.rows] = expanded_attention(ops, tokens, query, call.weights, scale=call.call.softmax.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class AbsorbedPart:
     def attend(self, call: LatentCall, ops: Backend, cache: KVCache, out: Tensor) -> None:
         """Write their rows of out [T, H, dv]; their latents are in the cache."""
         own = call.absorbed(self.rows)
-        found = ops.paged_attention(own.q, cache, own.layer, self.batch, scale=own.scale)
+        found = ops.paged_attention(own.q, cache, own.layer, self.batch, own.softmax)
         out[self.rows] = call.finish(found)
 
 
@@ -53,8 +53,8 @@ def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
     Expanded are those whom it saves multiplications (UpProjection.expands): long prompts and chunks of them.
     Slots that are masked one by one stay absorbed, and so do layers with a window, soft-capping or sinks.
     """
-    plain = call.call
-    if plain.window is not None or plain.softcap is not None or plain.sinks is not None:
+    plain, softmax = call.call, call.call.softmax
+    if softmax.window is not None or softmax.softcap is not None or softmax.sinks is not None:
         return ()
     rotary = plain.k.shape[-1] - plain.v.shape[-1]
 

@@ -46,16 +46,7 @@ class PagedKVBatch:
             for part in self.parts:
                 part.attend(call, out)
             return out
-        return self.ops.paged_attention(
-            call.q,
-            self.cache,
-            call.layer,
-            self.batch,
-            scale=call.scale,
-            softcap=call.softcap,
-            window=call.window,
-            sinks=call.sinks,
-        )
+        return self.ops.paged_attention(call.q, self.cache, call.layer, self.batch, call.softmax)
 
     def attend_latent(self, call: LatentCall) -> Tensor:
         """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
@@ -106,7 +97,7 @@ class ModelRunner:
         self.cache = cache
         self.ops = backend
         self.signals = signals
-        self._has_windows = any(layer.sliding_window is not None for layer in loaded.facts.layers)
+        self._has_windows = any(layer.softmax.window is not None for layer in loaded.facts.layers)
         self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()

@@ -229,10 +229,7 @@ class Signals:
                 self.cache,
                 call.layer,
                 batch,
-                scale=call.scale,
-                softcap=call.softcap,
-                window=call.window,
-                sinks=call.sinks,
+                call.softmax,
             )
             store.add(rows, call.layer, sums)
 

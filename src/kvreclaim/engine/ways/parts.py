@@ -42,14 +42,7 @@ class PlainPart:
 
     def attend(self, call: AttentionCall, out: Tensor) -> None:
         out[self.rows] = self.ops.paged_attention(
-            call.q[self.rows],
-            self.cache,
-            call.layer,
-            self.batch,
-            scale=call.scale,
-            softcap=call.softcap,
-            window=call.window,
-            sinks=call.sinks,
+            call.q[self.rows], self.cache, call.layer, self.batch, call.softmax
         )
 
 
@@ -69,8 +62,9 @@ class HeadPart:
     batches: Callable[[int, Tensor], CellBatch]
 
     def attend(self, call: AttentionCall, out: Tensor) -> None:
-        assert call.window is None, f"layer {call.layer}: window {call.window}, which check_policy refuses"
-        assert call.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
+        softmax = call.softmax
+        assert softmax.window is None, f"layer {call.layer}: window {softmax.window}, refused by check_policy"
+        assert softmax.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
         num_kv_heads = call.k.shape[1]
         rows = call.q[self.rows]
         q = rows.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
@@ -79,8 +73,7 @@ class HeadPart:
             self.cells,
             0,
             self.batches(call.layer, rows),
-            scale=call.scale,
-            softcap=call.softcap,
+            softmax,
         )
         if self.order is not None:
             sorted_found, found = found, torch.empty_like(found)

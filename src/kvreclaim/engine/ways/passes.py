@@ -61,7 +61,7 @@ class CompressionPass:
         self.cache = cache
         self.uneven = UnevenPass(memory, cache, backend, signals)
         self.rotations = [layer.rope for layer in facts.layers if layer.rope is not None]
-        self.tracks_positions = any(layer.sliding_window is not None for layer in facts.layers)
+        self.tracks_positions = any(layer.softmax.window is not None for layer in facts.layers)
 
     def run(self, seq: Sequence, totals: EngineTotals) -> None:
         """Bring the sequence back to its budget, or postpone it whole when blocks are missing."""

@@ -23,7 +23,7 @@ NO_VALUES = 8
 
 def staged_layer(facts: LayerFacts) -> LayerFacts:
     """The layer as the copy holds it: keys alone."""
-    return LayerFacts(facts.num_heads, facts.num_kv_heads, facts.head_dim, NO_VALUES, facts.scale)
+    return LayerFacts(facts.num_heads, facts.num_kv_heads, facts.head_dim, NO_VALUES, facts.softmax)
 
 
 class Stage:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
@@ -15,11 +15,7 @@ def paged_attention(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
 
@@ -30,8 +26,15 @@ def paged_attention(
     depends neither on the rest of the batch nor on the number of threads.
     """
     out = q.new_empty((q.shape[0], q.shape[1], cache.v_head_dim))
-    sinks = sinks if sinks is None or sinks.dtype == torch.float32 else sinks.float()
     native().paged_attention(
-        q, out, cache_view(cache), layer, batch_view(batch), scale, softcap or 0.0, window or 0, sinks
+        q,
+        out,
+        cache_view(cache),
+        layer,
+        batch_view(batch),
+        softmax.scale,
+        softmax.softcap or 0.0,
+        softmax.window or 0,
+        softmax.sinks,
     )
     return out

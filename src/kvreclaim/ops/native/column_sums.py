@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
@@ -15,11 +16,7 @@ def column_sums(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """reference.column_sums: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [N, K, C] fp32.
 
@@ -30,8 +27,15 @@ def column_sums(
     """
     columns = int(batch.lengths.max(initial=0))
     sums = torch.empty((len(batch.sequences), cache.num_kv_heads, columns), dtype=torch.float32)
-    sinks = sinks if sinks is None or sinks.dtype == torch.float32 else sinks.float()
     native().column_sums(
-        q, sums, cache_view(cache), layer, batch_view(batch), scale, softcap or 0.0, window or 0, sinks
+        q,
+        sums,
+        cache_view(cache),
+        layer,
+        batch_view(batch),
+        softmax.scale,
+        softmax.softcap or 0.0,
+        softmax.window or 0,
+        softmax.sinks,
     )
     return sums

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.dense import attend_rows, probabilities
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.reference.rows import group_rows
 
@@ -19,41 +20,25 @@ def paged_attention(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """Attend each sequence's new tokens over its paged keys and values, causally.
 
     Args:
-        q:       [T, H, D], rows in the order of batch.sequences; head h reads KV head h // (H / K)
-        scale:   multiplies q.k before the softmax
-        softcap: scores become softcap * tanh(score / softcap)
-        window:  a key is seen while query position - key position < window (logical positions)
-        sinks:   [H] logits that join the softmax's denominator and carry no value
+        q: [T, H, D], rows in the order of batch.sequences; head h reads KV head h // (H / K)
 
     Returns: [T, H, Dv], dtype of q. Mutates nothing. Computes in fp32.
     A row without any visible key is zero.
-    Source: arXiv 2309.06180 section 4; sinks as in GPT-OSS; soft-capping as in Gemma 2.
+    Source: arXiv 2309.06180 section 4.
     """
     out = q.new_zeros((q.shape[0], q.shape[1], cache.v_head_dim))
     for group in batch.groups:
         k, v = group_rows(cache, layer, group)
-        mask = group.mask(layer, window)
+        mask = group.mask(layer, softmax.window)
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
-            part = attend_rows(
-                q[rows].float(),
-                k,
-                v,
-                mask[:, :, start : start + step],
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            part = attend_rows(q[rows].float(), k, v, mask[:, :, start : start + step], softmax)
             out[rows.reshape(-1)] = part.reshape(-1, *part.shape[2:]).to(q.dtype)
     return out
 
@@ -63,14 +48,10 @@ def column_sums(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """How much attention each slot receives from the new tokens: the probabilities that paged_attention
-    weighs the values with (the parameters are the same), summed over the queries and query heads of each
+    weighs the values with, summed over the queries and query heads of each
     KV head.
 
     Returns: [N, K, C] fp32 for the N sequences of the batch, C = the greatest seq_len; zero beyond a
@@ -81,30 +62,21 @@ def column_sums(
     out = torch.zeros((len(batch.sequences), cache.num_kv_heads, columns), device=q.device)
     for group in batch.groups:
         k, _ = group_rows(cache, layer, group)
-        mask = group.mask(layer, window) & group.is_query[:, None, :, None]
+        mask = group.mask(layer, softmax.window) & group.is_query[:, None, :, None]
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
             part = mask[:, :, start : start + step]
-            probs = probabilities(q[rows].float(), k, part, scale=scale, softcap=softcap, sinks=sinks)
+            probs = probabilities(q[rows].float(), k, part, softmax)
             width = min(columns, k.shape[2])
             out[group.places, :, :width] += probs.sum(2)[..., :width]
     return out
 
 
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """One whole document attends to itself, without a cache: q [T, H, D], k and v [T, K, D].
 
-    Returns: [T, H, Dv], dtype of q; the parameters mean what they mean in paged_attention.
+    Returns: [T, H, Dv], dtype of q.
     """
     keys, values = k.transpose(0, 1)[None].float(), v.transpose(0, 1)[None].float()
     columns = torch.arange(q.shape[0], device=q.device)
@@ -112,17 +84,7 @@ def causal_attention(
     parts = []
     for rows in columns.split(step):
         mask = columns <= rows[:, None]
-        if window is not None:
-            mask &= rows[:, None] - columns < window
-        parts.append(
-            attend_rows(
-                q[rows][None].float(),
-                keys,
-                values,
-                mask[None, None],
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )[0]
-        )
+        if softmax.window is not None:
+            mask &= rows[:, None] - columns < softmax.window
+        parts.append(attend_rows(q[rows][None].float(), keys, values, mask[None, None], softmax)[0])
     return torch.cat(parts).to(q.dtype)

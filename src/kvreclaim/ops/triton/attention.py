@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
@@ -30,24 +31,6 @@ DECODE_ROWS = 16
 LATENT_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Softmax:
-    """What makes a score of q.k: see ops.reference.paged_attention."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
-    sinks: Tensor | None
-
-    def scalars(self) -> dict[str, Any]:
-        """scale and cap with log2(e) in them: the kernels' exponentials are base 2."""
-        if self.softcap is None:
-            scale, cap = self.scale * LOG2_E, 0.0
-        else:
-            scale, cap = self.scale / self.softcap * LOG2_E, self.softcap * LOG2_E
-        return {"scale": scale, "cap": cap, "window": self.window or 0}
-
-
 @dataclass(frozen=True, slots=True)
 class HeadTile:
     """rows of a tile, the queries among them, and how many tiles the query heads of a KV head take."""
@@ -62,17 +45,12 @@ def paged_attention(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """ops.reference.paged_attention: sequences with one query are split over their keys, the others
     are cut into tiles of queries."""
     q = _with_rows(q)
     out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
-    softmax = Softmax(scale, softcap, window, sinks)
     masks = batch_masks(batch)
     tables = decode_tables(batch, cache.num_kv_heads * _heads(q, cache, DECODE_ROWS).pieces)
     if tables is not None:
@@ -89,22 +67,18 @@ def decode_attention(
     cache: KVCache,
     layer: int,
     tables: DecodeTables,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """One query per sequence, everything about lengths read from the tables' tensors.
 
     Args:
-        q: [n, H, D]; the other parameters as in ops.reference.paged_attention
+        q: [n, H, D]
 
     Returns: [n, H, Dv], dtype of q; zero rows for sequences of length 0. Mutates nothing.
     """
     q = _with_rows(q)
     out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
-    _decode(q, cache, layer, tables, Softmax(scale, softcap, window, sinks), None, out)
+    _decode(q, cache, layer, tables, softmax, None, out)
     return out.to(q.dtype)
 
 
@@ -223,7 +197,7 @@ def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Mask
         "store": store_of(cache, layer),
         "masks": q if masks is None else masks.table,
         "sinks": q if softmax.sinks is None else softmax.sinks,
-        **softmax.scalars(),
+        **_scalars(softmax),
         "layer": layer,
         "q_stride_t": q.stride(0),
         "q_stride_h": q.stride(1),
@@ -240,6 +214,15 @@ def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Mask
         "num_warps": 4 if layout.BLOCK_DV <= 128 else 8,
         "num_stages": _stages(cache.format, operands.itemsize, max(layout.BLOCK_D, layout.BLOCK_DV)),
     }
+
+
+def _scalars(softmax: Softmax) -> dict[str, Any]:
+    """scale and cap with log2(e) in them: the kernels' exponentials are base 2."""
+    if softmax.softcap is None:
+        scale, cap = softmax.scale * LOG2_E, 0.0
+    else:
+        scale, cap = softmax.scale / softmax.softcap * LOG2_E, softmax.softcap * LOG2_E
+    return {"scale": scale, "cap": cap, "window": softmax.window or 0}
 
 
 def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:

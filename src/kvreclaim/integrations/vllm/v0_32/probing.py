@@ -18,7 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.rotation import frequencies_in, rotary_frequencies
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.rope_probe import POSITIONS, loudest
 
 CANDIDATES = 512
@@ -75,15 +75,18 @@ def attention_layers(runner: Any) -> list[Attention]:
 
 def shape_of(layer: Attention) -> LayerFacts:
     """The layer as this rank holds it, without its rotation."""
+    sinks: Tensor | None = getattr(layer.impl, "sinks", None)
     return LayerFacts(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_size,
         v_head_dim=layer.head_size_v,
-        scale=float(layer.impl.scale),
-        sliding_window=layer.sliding_window,
-        softcap=float(layer.impl.logits_soft_cap or 0) or None,
-        sinks=getattr(layer.impl, "sinks", None),
+        softmax=Softmax(
+            scale=float(layer.impl.scale),
+            softcap=float(layer.impl.logits_soft_cap or 0) or None,
+            window=layer.sliding_window,
+            sinks=None if sinks is None else sinks.float(),
+        ),
     )
 
 
