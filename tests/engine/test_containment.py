@@ -87,7 +87,7 @@ def fail_in(llm, monkeypatch, where):
     if where in ("commit", "can_grow", "grow", "fork", "table", "indexed_len"):
         breaks(engine.memory, where, lambda seq_id, *rest: seq_id == seq.seq_id)
     elif where == "match_prefix":
-        breaks(engine.memory, where, lambda tokens, **_: tokens is seq.token_ids)
+        breaks(engine.memory, where, lambda keys, **_: keys is seq.keys)
     elif where == "generator":
         seq.generator = "none"
     elif where == "finish":

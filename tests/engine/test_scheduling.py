@@ -177,3 +177,15 @@ def test_priorities_of_a_batch(make_llm):
         llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0])
     with pytest.raises(InvalidArgumentError, match=r"prompt 1: priority is 3, but scheduling_policy is fcfs"):
         make_llm().generate(tiny.prompts((9, 10)), greedy(), priority=[0, 3])
+
+
+def test_a_prompt_that_waits_or_is_preempted_is_hashed_once(make_llm, monkeypatch):
+    engine = make_llm(num_blocks=16, block_size=8, max_num_batched_tokens=64).engine
+    hashing = engine.memory._hashing
+    hash_once, seen = hashing._function, []
+    monkeypatch.setattr(hashing, "_function", lambda message: seen.append(message) or hash_once(message))
+    requests = [add(engine, f"r{i}", length=60, max_tokens=30, seed=i) for i in range(4)]
+    finish(engine, requests)
+    assert sum(engine.totals.preemptions.values()) > 0
+    filled = sum((len(request.sequences[0].token_ids) - 1) // 8 for request in requests)
+    assert len(seen) == len(requests) + filled, "a root each, and every block that was full"

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory import BlockTable
+from kvreclaim.memory import BlockKeys, BlockTable
+from kvreclaim.memory.block_keys import BlockHash
+
+KEYS = BlockKeys(BlockHash(4), [])
 
 
 def table_of(blocks: list[int], length: int) -> BlockTable:
-    table = BlockTable(None)
+    table = BlockTable(KEYS, None)
     table.append(blocks)
     table.advance(length)
     return table
@@ -90,10 +93,9 @@ def test_a_drop_that_names_an_entry_twice_changes_nothing():
 
 def test_a_fork_is_independent():
     parent = table_of([4, 2, 7], 7)
-    parent.tail = [1, 2, 3]
-    child = parent.fork(2)
-    assert (child.block_ids, child.logical_len, child.physical_len, child.tail) == ([4, 2], 7, 7, [1, 2, 3])
+    keys = KEYS.fork([])
+    child = parent.fork(2, keys)
+    assert (child.block_ids, child.logical_len, child.physical_len, child.keys) == ([4, 2], 7, 7, keys)
     child.append([9])
-    child.tail.append(4)
     child.advance(1)
-    assert (parent.block_ids, parent.logical_len, parent.tail) == ([4, 2, 7], 7, [1, 2, 3])
+    assert (parent.block_ids, parent.logical_len, parent.keys) == ([4, 2, 7], 7, KEYS)

@@ -7,7 +7,7 @@ import pytest
 from kvreclaim.memory import MemoryManager, Retention, eviction_orders
 from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
 
-from .sequences import run
+from .sequences import run, token_list
 
 
 def lose_a_block(memory):
@@ -64,17 +64,21 @@ def index_what_is_not_exact(memory):
     table._exact_len = 3
 
 
-def lose_a_waiting_token(memory):
-    memory.table(0).tail.pop()
+def lose_a_written_token(memory):
+    token_list(memory.table(0).keys).pop()
 
 
-def hash_after_a_loss(memory):
+def index_after_a_loss(memory):
     memory.table(0).exact = False
     memory.table(0)._exact_len = 10
 
 
-def keep_tokens_without_a_chain(memory):
-    memory.table(0).chain = None
+def forget_an_entry(memory):
+    memory.table(0).entries.pop()
+
+
+def go_on_from_another_entry(memory):
+    memory.table(0).chain = memory.table(0).entries[0]
 
 
 def underestimate_the_peak(memory):
@@ -129,9 +133,10 @@ def miscount_the_first_blocks(memory):
         more_physical_than_logical,
         a_hole_that_is_written_next,
         index_what_is_not_exact,
-        lose_a_waiting_token,
-        hash_after_a_loss,
-        keep_tokens_without_a_chain,
+        lose_a_written_token,
+        index_after_a_loss,
+        forget_an_entry,
+        go_on_from_another_entry,
         underestimate_the_peak,
         miscount_the_free,
         mark_what_is_not_indexed,

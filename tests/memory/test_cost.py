@@ -12,7 +12,7 @@ from kvreclaim.bench import blocks
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import MemoryManager, Retention, eviction_orders
 
-from .sequences import Plan
+from .sequences import Plan, find
 
 
 def lines(work: Callable[[], object]) -> int:
@@ -35,22 +35,22 @@ def lines(work: Callable[[], object]) -> int:
 
 def costs(num_blocks: int, order: str) -> list[int]:
     """Of every operation, on a sequence of eight blocks, of which three are pinned."""
-    memory, prompt = MemoryManager(num_blocks, 4, eviction_policy=order), range(33)
+    memory, prompt = MemoryManager(num_blocks, 4, eviction_policy=order), list(range(33))
 
     def admit(seq_id: int) -> None:
-        memory.admit(seq_id, memory.match_prefix(prompt), token_ids=prompt)
+        memory.admit(seq_id, find(memory, prompt))
 
     return [
         lines(work)
         for work in (
             lambda: admit(0),
             lambda: memory.grow(0, 33),
-            lambda: memory.commit(0, prompt),
+            lambda: memory.commit(0, 33),
             lambda: memory.pin(0, [Retention(12, 60)]),
             lambda: memory.free(0),
             lambda: admit(1),
-            lambda: (memory.grow(1, 1), memory.commit(1, [32])),
-            lambda: memory.fork(1, 2),
+            lambda: (memory.grow(1, 1), memory.commit(1, 1)),
+            lambda: memory.fork(1, 2, memory.table(1).keys.fork(prompt)),
             lambda: memory.grow(2, 5),
             lambda: memory.shrink(Plan(2, 9, (None, None, None))),
             lambda: memory.punch(1, [0, 3]),

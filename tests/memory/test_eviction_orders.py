@@ -17,7 +17,7 @@ from kvreclaim.memory import EvictionOrder, MemoryManager, Retention, eviction_o
 from kvreclaim.memory.eviction.lru import LRU
 
 from .naive_orders import NAIVE
-from .sequences import run
+from .sequences import find, run
 
 
 def test_the_known_orders_begin_with_the_default():
@@ -214,10 +214,10 @@ def test_no_block_is_reused_before_those_behind_it_in_its_chain(name, prompts, n
     for seq_id, (tokens, priority) in enumerate(prompts):
         if len(live) == 2:
             memory.free(live.pop(rng.randrange(2)))
-        match = memory.match_prefix(tokens)
-        memory.admit(seq_id, match, token_ids=tokens, priority=priority)
+        match = find(memory, tokens)
+        memory.admit(seq_id, match, priority=priority)
         memory.grow(seq_id, len(tokens) - match.num_tokens)
-        memory.commit(seq_id, tokens[match.num_tokens :])
+        memory.commit(seq_id, len(tokens) - match.num_tokens)
         live.append(seq_id)
         if rng.random() < 0.5:
             memory.pin(seq_id, [Retention(rng.randrange(10), 20)])
@@ -229,7 +229,8 @@ def test_no_block_is_reused_before_those_behind_it_in_its_chain(name, prompts, n
 
 def check_children_first(memory: MemoryManager) -> None:
     memory.check()
-    entries = [entry for block in memory.pool.reuse_order() if (entry := memory.pool.index.of(block))]
+    cached = {entry.block: entry for entry in memory.pool.index}
+    entries = [cached[block] for block in memory.pool.reuse_order() if block in cached]
     place = {entry.serial: i for i, entry in enumerate(entries)}
     for i, entry in enumerate(entries):
         assert place.get(entry.parent, i + 1) > i, f"block {entry.block} is reused after its parent"
@@ -264,8 +265,8 @@ def test_the_age_of_gdsf_is_what_was_reused_not_what_a_pin_passed_over():
     held = begin(chain[:4097]), begin(single)
     first, alone = (memory.table(seq_id).blocks()[0] for seq_id in held)
     run(memory, next(seq_ids), range(30_000, 34_097))
-    assert memory.match_prefix(least).num_tokens == 0, "reused"
-    assert memory.match_prefix(most).num_tokens == 4096, "passed over"
+    assert find(memory, least).num_tokens == 0, "reused"
+    assert find(memory, most).num_tokens == 4096, "passed over"
     for seq_id in held:
         memory.free(seq_id)
     order = memory.pool.reuse_order()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory import Growth, MemoryManager, PrefixMatch
+from kvreclaim.memory import Growth, MemoryManager
 
-from .sequences import run, write
+from .sequences import find, fork, run, token_list, write
 
 
 def test_golden_lru_trace():
@@ -19,9 +19,9 @@ def test_golden_lru_trace():
     memory.free(1)
     assert list(memory.pool.free_queue) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
     prompt = [*range(12), *range(100, 120)]
-    match = memory.match_prefix(prompt)
-    assert match == PrefixMatch((0, 1, 2), 12)
-    memory.admit(2, match, token_ids=prompt)
+    match = find(memory, prompt)
+    assert (match.block_ids, match.num_tokens) == ((0, 1, 2), 12)
+    memory.admit(2, match)
     assert memory.grow(2, 20).new_blocks == (7, 8, 9, 4, 3)
 
 
@@ -29,14 +29,14 @@ def test_golden_lru_trace():
 def test_a_hit_is_whole_blocks_and_leaves_a_token(length, hit):
     memory = MemoryManager(8, 4)
     run(memory, 0, range(13))
-    assert memory.match_prefix(range(length)).num_tokens == hit
+    assert find(memory, range(length)).num_tokens == hit
 
 
 @pytest.mark.parametrize(("max_tokens", "hit"), [(None, 12), (12, 12), (11, 8), (4, 4), (3, 0), (0, 0)])
 def test_a_hit_is_bounded(max_tokens, hit):
     memory = MemoryManager(8, 4)
     run(memory, 0, range(13))
-    assert memory.match_prefix(range(13), max_tokens=max_tokens).num_tokens == hit
+    assert find(memory, range(13), max_tokens=max_tokens).num_tokens == hit
 
 
 def test_a_match_changes_nothing():
@@ -44,14 +44,14 @@ def test_a_match_changes_nothing():
     run(memory, 0, range(13))
     memory.free(0)
     before = (memory.stats(), list(memory.pool.free_queue), list(memory.pool.refs))
-    assert memory.match_prefix(range(13)).num_tokens == 12
+    assert find(memory, range(13)).num_tokens == 12
     assert (memory.stats(), list(memory.pool.free_queue), list(memory.pool.refs)) == before
 
 
 def test_salts_and_switch_decide_who_hits():
     memory = MemoryManager(16, 4)
     run(memory, 0, range(9), "a")
-    assert [memory.match_prefix(range(9), cache_salt=s).num_tokens for s in ("a", "b", "", None)] == [
+    assert [find(memory, range(9), salt=s).num_tokens for s in ("a", "b", "", None)] == [
         8,
         0,
         0,
@@ -59,7 +59,7 @@ def test_salts_and_switch_decide_who_hits():
     ]
     off = MemoryManager(16, 4, enable_prefix_caching=False)
     run(off, 0, range(9))
-    assert off.match_prefix(range(9)).num_tokens == 0
+    assert find(off, range(9)).num_tokens == 0
     assert off.indexed(0) == (False, False, False)
     assert (off.stats().prefix_query_tokens, off.stats().prefix_hit_tokens) == (9, 0)
 
@@ -69,18 +69,18 @@ def test_generated_tokens_are_hit_too():
     run(memory, 0, range(3))
     for token in range(3, 9):
         write(memory, 0, [token])
-    assert memory.match_prefix(range(20)).num_tokens == 8
+    assert find(memory, range(20)).num_tokens == 8
 
 
 def test_a_queued_hit_is_not_free_any_more():
     memory = MemoryManager(4, 4)
     run(memory, 0, range(9))
     memory.free(0)
-    match = memory.match_prefix(range(9))
+    match = find(memory, range(9))
     assert memory.stats().free + memory.stats().cached == 4
     assert memory.can_admit(match, 8)
     assert not memory.can_admit(match, 9)
-    memory.admit(1, match, token_ids=range(9))
+    memory.admit(1, match)
     assert memory.can_grow(1, 8)
     assert not memory.can_grow(1, 9)
 
@@ -89,29 +89,25 @@ def test_a_match_that_went_stale_is_not_admitted():
     memory = MemoryManager(3, 4)
     run(memory, 0, range(9))
     memory.free(0)
-    match = memory.match_prefix(range(9))
+    match = find(memory, range(9))
     run(memory, 1, range(50, 62))
-    with pytest.raises(AssertionError, match="block 0, number 0 of the match, holds other tokens"):
-        memory.admit(2, match, token_ids=range(9))
-    match = memory.match_prefix(range(50, 60))
-    with pytest.raises(AssertionError, match="8 tokens in 2 blocks for 8 tokens"):
-        memory.admit(2, match, token_ids=range(50, 58))
-    with pytest.raises(AssertionError, match="holds other tokens"):
-        memory.admit(2, match, token_ids=range(50, 60), cache_salt="another")
+    with pytest.raises(AssertionError, match="block 0, number 0 of the match, was reused"):
+        memory.admit(2, match)
+    match = find(memory, range(50, 60))
     memory.reset_prefix_cache()
-    with pytest.raises(AssertionError, match="not indexed any more"):
-        memory.admit(2, match, token_ids=range(50, 60))
+    with pytest.raises(AssertionError, match="was reused"):
+        memory.admit(2, match)
     memory.check()
 
 
 def test_growth_counts_from_what_is_written():
     memory = MemoryManager(8, 4)
-    memory.admit(0, memory.match_prefix([]), token_ids=[])
+    memory.admit(0, find(memory, range(5)))
     assert memory.grow(0, 5) == Growth((0, 1), ())
     assert memory.grow(0, 8) is memory.grow(0, 1)
     assert memory.table(0).physical_len == 0
     version = memory.table(0).version
-    memory.commit(0, range(5))
+    memory.commit(0, 5)
     assert memory.grow(0, 4) == Growth((2,), ())
     assert memory.table(0).version == version + 1
 
@@ -120,7 +116,7 @@ def test_a_full_pool_is_an_answer():
     memory = MemoryManager(2, 4)
     run(memory, 0, range(8))
     assert not memory.can_grow(0, 1)
-    assert not memory.can_admit(memory.match_prefix([9]), 1)
+    assert not memory.can_admit(find(memory, [9]), 1)
     assert memory.can_grow(0, 0)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
         memory.grow(0, 1)
@@ -131,19 +127,20 @@ def test_tokens_without_room_are_not_committed():
     memory = MemoryManager(2, 4)
     run(memory, 0, range(3))
     with pytest.raises(AssertionError, match="2 tokens written, room for 1"):
-        memory.commit(0, [1, 2])
+        memory.commit(0, 2)
 
 
 def test_a_forked_tail_is_copied_before_it_is_written():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(6))
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert memory.table(1).block_ids == [0, 1]
     assert memory.ref_counts(1) == (2, 2)
+    token_list(memory.table(0).keys).append(6)
     with pytest.raises(AssertionError, match="wrote a shared block"):
-        memory.commit(0, [6])
+        memory.commit(0, 1)
     assert memory.grow(0, 1) == Growth((), ((1, 2),))
-    memory.commit(0, [6])
+    memory.commit(0, 1)
     assert (memory.table(0).block_ids, memory.table(1).block_ids) == ([0, 2], [0, 1])
     assert memory.grow(1, 3) == Growth((3,), ())
     assert memory.stats().cow_copies == 1
@@ -153,7 +150,7 @@ def test_a_forked_tail_is_copied_before_it_is_written():
 def test_a_copy_needs_a_block():
     memory = MemoryManager(2, 4)
     run(memory, 0, range(6))
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert not memory.can_grow(1, 1)
     assert memory.can_grow(1, 0)
     memory.free(0)
@@ -164,7 +161,7 @@ def test_a_fork_shares_no_room():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(4))
     memory.grow(0, 8)
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert (memory.table(0).block_ids, memory.table(1).block_ids) == ([0, 1, 2], [0])
     memory.check()
 
@@ -172,22 +169,22 @@ def test_a_fork_shares_no_room():
 def test_fork_and_evict_the_parent():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(6))
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert memory.free(0) == 0
     write(memory, 1, [6, 7, 8])
-    assert memory.match_prefix([*range(9), 9]).num_tokens == 8
+    assert find(memory, [*range(9), 9]).num_tokens == 8
 
 
 def test_of_two_equal_blocks_the_first_is_hit_and_the_chain_goes_on():
     memory = MemoryManager(8, 4)
     for seq_id in (0, 1):
-        memory.admit(seq_id, memory.match_prefix(range(6)), token_ids=range(6))
+        memory.admit(seq_id, find(memory, range(6)))
     for seq_id in (0, 1):
         write(memory, seq_id, range(6))
     assert (memory.indexed(0), memory.indexed(1)) == ((True, False), (False, False))
     write(memory, 1, [6, 7])
     assert memory.indexed(1) == (False, True)
-    assert memory.match_prefix(range(9)).block_ids == (0, 3)
+    assert find(memory, range(9)).block_ids == (0, 3)
 
 
 def test_nothing_is_indexed_after_a_loss():
@@ -197,7 +194,7 @@ def test_nothing_is_indexed_after_a_loss():
     write(memory, 0, range(6, 16))
     assert memory.indexed(0) == (True, False, False, False)
     assert memory.table(0).exact_len == 6
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     write(memory, 1, range(16, 20))
     assert memory.indexed(1) == (True, False, False, False, False)
 
@@ -223,7 +220,7 @@ def test_a_finished_prompt_is_cached_until_its_blocks_are_needed():
     assert (stats.free, stats.cached, stats.in_use, stats.peak_in_use) == (2, 2, 0, 3)
     assert run(memory, 1, range(50, 62)) == 0
     assert memory.stats().prefix_evictions == 1
-    assert memory.match_prefix(range(10)).num_tokens == 4
+    assert find(memory, range(10)).num_tokens == 4
     memory.free(1)
     memory.reset_peak()
     assert memory.stats().peak_in_use == 0
@@ -243,8 +240,8 @@ def test_hits_are_counted_in_prompt_tokens():
         lambda memory: memory.table(9),
         lambda memory: memory.can_grow(9, 1),
         lambda memory: memory.grow(9, 1),
-        lambda memory: memory.commit(9, [1]),
-        lambda memory: memory.fork(9, 10),
+        lambda memory: memory.commit(9, 1),
+        lambda memory: memory.fork(9, 10, memory.keys([])),
         lambda memory: memory.free(9),
         lambda memory: memory.punch(9, [0]),
         lambda memory: memory.mark_inexact(9),
@@ -265,9 +262,9 @@ def test_an_id_names_one_sequence():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(6))
     with pytest.raises(InvalidArgumentError, match="sequence 0 exists already"):
-        memory.admit(0, memory.match_prefix([1]), token_ids=[1])
+        memory.admit(0, find(memory, [1]))
     with pytest.raises(InvalidArgumentError, match="sequence 0 exists already"):
-        memory.fork(0, 0)
+        fork(memory, 0, 0)
     memory.free(0)
     run(memory, 0, range(6))
 

@@ -6,10 +6,11 @@ import hashlib
 
 import pytest
 
-from kvreclaim.memory import MISS_REASONS, MemoryManager
+from kvreclaim.memory import MISS_REASONS, BlockKeys, MemoryManager
+from kvreclaim.memory.block_keys import BlockHash
 from kvreclaim.memory.prefix_index import PrefixIndex
 
-from .sequences import Plan, run
+from .sequences import Plan, find, run
 
 
 def missed(memory: MemoryManager) -> dict[str, int]:
@@ -25,8 +26,8 @@ def ask(
 ) -> dict[str, int]:
     """What a request misses, which is not computed."""
     before = memory.stats().misses
-    match = memory.match_prefix(tokens, cache_salt=salt, max_tokens=max_tokens)
-    memory.admit(-1, match, token_ids=tokens, cache_salt=salt)
+    match = find(memory, tokens, salt=salt, max_tokens=max_tokens)
+    memory.admit(-1, match)
     memory.free(-1)
     after = memory.stats().misses
     missed(memory)
@@ -106,20 +107,15 @@ def test_a_child_whose_parent_was_evicted_is_evicted():
 
 
 def test_how_many_are_remembered():
-    index = PrefixIndex(1, remembered=3)
+    index = PrefixIndex(remembered=3)
     root = index.root(None)
     seen = []
     for token in range(8):
-        tokens = index.pack([token])
-        seen.append((index.digest(root, tokens), tokens))
-        index.add(root, *seen[-1], token)
+        seen.append(BlockKeys(BlockHash(1), [token])[0])
+        index.add(root, seen[-1], token)
         index.evict([token])
         index.check()
-        known = [
-            i
-            for i, (digest, tokens) in enumerate(seen)
-            if index.why_missing(root, digest, tokens) == "evicted"
-        ]
+        known = [i for i, key in enumerate(seen) if index.why_missing(root, key) == "evicted"]
         assert known == list(range(known[0], token + 1)), "the last ones, without a gap"
         assert min(token + 1, 3) <= len(known) <= 6
 
@@ -168,5 +164,5 @@ def test_another_content_under_the_same_digest():
 def test_a_question_alone_counts_nothing():
     memory = MemoryManager(8, 4)
     for _ in range(3):
-        memory.match_prefix(range(9))
+        find(memory, range(9))
     assert missed(memory) == {}

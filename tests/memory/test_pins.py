@@ -9,7 +9,7 @@ from kvreclaim.memory import MemoryManager, Retention, eviction_orders
 from kvreclaim.memory.marks import INDEXED, PINNED
 from kvreclaim.memory.pins import ttls
 
-from .sequences import Plan, run, write
+from .sequences import Plan, find, fork, run, write
 
 
 class Clock:
@@ -35,7 +35,7 @@ def serve(memory: MemoryManager, seq_id: int, tokens, *retention: Retention, sal
 
 
 def hits(memory: MemoryManager, tokens, salt: str | None = None) -> int:
-    return memory.match_prefix(tokens, cache_salt=salt).num_tokens
+    return find(memory, tokens, salt=salt).num_tokens
 
 
 PINNED_PROMPT, OTHER, THIRD = range(9), range(100, 109), range(200, 209)
@@ -56,7 +56,7 @@ def test_a_pin_is_no_lock(order):
     memory, _ = memory_of(6, 1.0, eviction_policy=order)
     serve(memory, 0, range(24), Retention(24, 60))
     assert memory.stats().pinned == 6
-    assert memory.can_admit(memory.match_prefix(OTHER), 24)
+    assert memory.can_admit(find(memory, OTHER), 24)
     run(memory, 1, range(100, 124))
     memory.check()
     assert (memory.stats().pinned, hits(memory, range(24))) == (0, 0)
@@ -151,7 +151,7 @@ def test_the_twin_that_can_be_hit_is_pinned():
     """Two compute the same prompt at once: only the blocks of the first are indexed."""
     memory, _ = memory_of(8)
     for seq_id in (0, 1):
-        memory.admit(seq_id, memory.match_prefix(PINNED_PROMPT), token_ids=PINNED_PROMPT)
+        memory.admit(seq_id, find(memory, PINNED_PROMPT))
     for seq_id in (0, 1):
         write(memory, seq_id, PINNED_PROMPT)
     memory.pin(1, [Retention(8, 60)])
@@ -197,7 +197,7 @@ def test_indexed_len_counts_what_was_served_and_what_was_entered():
     assert memory.indexed_len(1) == 8
     write(memory, 1, [11])
     assert memory.indexed_len(1) == 12
-    memory.fork(1, 2)
+    fork(memory, 1, 2)
     write(memory, 2, range(4))
     assert (memory.indexed_len(1), memory.indexed_len(2)) == (12, 16)
     memory.mark_inexact(1)

@@ -3,16 +3,17 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory import BlockPool
-from kvreclaim.memory.prefix_index import PrefixIndex
+from kvreclaim.memory import BlockKeys, BlockPool
+from kvreclaim.memory.block_keys import BlockHash, BlockKey
 
 
-def pool_of(num_blocks: int, block_size: int = 2) -> BlockPool:
-    return BlockPool(num_blocks, PrefixIndex(block_size))
+def key(*blocks: list[int]) -> BlockKey:
+    """Of the last one of these blocks."""
+    return BlockKeys(BlockHash(2), [token for block in blocks for token in block])[len(blocks) - 1]
 
 
 def test_allocates_the_least_recently_used():
-    pool = pool_of(4)
+    pool = BlockPool(4)
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.release([2, 0]) == 2
     assert pool.allocate(3) == [3, 2, 0]
@@ -21,7 +22,7 @@ def test_allocates_the_least_recently_used():
 
 
 def test_a_shared_block_is_freed_by_its_last_holder():
-    pool = pool_of(2)
+    pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.touch(block)
     assert pool.ref_count(block) == 2
@@ -31,9 +32,9 @@ def test_a_shared_block_is_freed_by_its_last_holder():
 
 
 def test_a_cached_block_is_free_and_can_be_taken_back():
-    pool = pool_of(3)
+    pool = BlockPool(3)
     (block,) = pool.allocate(1)
-    entry = pool.enter(block, pool.index.root(None), [7, 8])
+    entry = pool.enter(block, pool.index.root(None), key([7, 8]))
     assert entry is not None
     assert entry.block == block
     assert pool.num_cached == 0
@@ -46,19 +47,19 @@ def test_a_cached_block_is_free_and_can_be_taken_back():
 
 
 def test_reuse_forgets_what_was_cached():
-    pool = pool_of(2)
+    pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    pool.enter(block, pool.index.root(None), [7, 8])
+    pool.enter(block, pool.index.root(None), key([7, 8]))
     pool.release([block])
     assert pool.allocate(2) == [1, 0]
     assert (len(pool.index), pool.num_cached, pool.num_evictions) == (0, 0, 1)
 
 
 def test_writable_means_one_holder_and_no_hit():
-    pool = pool_of(2)
+    pool = BlockPool(2)
     a, b = pool.allocate(2)
     assert pool.is_writable(a)
-    pool.enter(a, pool.index.root(None), [7, 8])
+    pool.enter(a, pool.index.root(None), key([7, 8]))
     assert not pool.is_writable(a)
     pool.strip(a)
     assert pool.is_writable(a)
@@ -69,49 +70,48 @@ def test_writable_means_one_holder_and_no_hit():
 
 
 def test_the_first_of_two_equal_blocks_stays_indexed():
-    pool = pool_of(3)
+    pool = BlockPool(3)
     a, b, c = pool.allocate(3)
     root = pool.index.root(None)
-    first = pool.enter(a, root, [7, 8])
+    first = pool.enter(a, root, key([7, 8]))
     assert first is not None
-    assert pool.enter(b, root, [7, 8]) is first
+    assert pool.enter(b, root, key([7, 8])) is first
     assert b not in pool.index
-    after = pool.enter(c, first, [9, 9])
+    after = pool.enter(c, first, key([7, 8], [9, 9]))
     assert after is not None
     assert after.parent == first.serial
 
 
 def test_nothing_is_indexed_after_a_parent_that_is_gone():
-    pool = pool_of(2)
+    pool = BlockPool(2)
     a, b = pool.allocate(2)
-    parent = pool.enter(a, pool.index.root(None), [7, 8])
+    parent = pool.enter(a, pool.index.root(None), key([7, 8]))
     assert parent is not None
     pool.strip(a)
-    assert pool.enter(b, parent, [9, 9]) is None
+    assert pool.enter(b, parent, key([7, 8], [9, 9])) is None
     assert len(pool.index) == 0
 
 
 def test_an_orphan_makes_way_for_its_recomputed_twin():
-    pool = pool_of(4)
+    pool = BlockPool(4)
     a, b, c, d = pool.allocate(4)
-    root = pool.index.root(None)
-    parent = pool.enter(a, root, [1, 1])
+    root, second = pool.index.root(None), key([1, 1], [2, 2])
+    parent = pool.enter(a, root, key([1, 1]))
     assert parent is not None
-    pool.enter(b, parent, [2, 2])
+    pool.enter(b, parent, second)
     pool.strip(a)
-    again = pool.enter(c, root, [1, 1])
+    again = pool.enter(c, root, key([1, 1]))
     assert again is not None
-    tokens = pool.index.pack([2, 2])
-    assert pool.index.find(again, tokens) is None
-    assert pool.enter(d, again, [2, 2]) is pool.index.find(again, tokens)
+    assert pool.index.find(again, second) is None
+    assert pool.enter(d, again, second) is pool.index.find(again, second)
     assert b not in pool.index
     pool.check()
 
 
 def test_clear_index_keeps_blocks_and_order():
-    pool = pool_of(3)
+    pool = BlockPool(3)
     blocks = pool.allocate(2)
-    pool.enter(blocks[0], pool.index.root(None), [7, 8])
+    pool.enter(blocks[0], pool.index.root(None), key([7, 8]))
     pool.release(blocks)
     pool.clear_index()
     assert (pool.num_cached, len(pool.index)) == (0, 0)
@@ -120,7 +120,7 @@ def test_clear_index_keeps_blocks_and_order():
 
 
 def test_peak_is_measured_anew_after_a_reset():
-    pool = pool_of(4)
+    pool = BlockPool(4)
     blocks = pool.allocate(3)
     pool.release(blocks[:2])
     assert pool.peak_in_use == 3
@@ -131,12 +131,12 @@ def test_peak_is_measured_anew_after_a_reset():
 
 
 def test_refuses_misuse():
-    pool = pool_of(2)
+    pool = BlockPool(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
         pool.allocate(3)
     with pytest.raises(AssertionError, match="block 0 is released but not referenced"):
         pool.release([0])
     with pytest.raises(AssertionError, match="not in use"):
-        pool.enter(0, pool.index.root(None), [7, 8])
+        pool.enter(0, pool.index.root(None), key([7, 8]))
     with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
         BlockPool(0)

@@ -8,7 +8,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import BlockResidency, MemoryManager
 from kvreclaim.memory.marks import SAMPLED
 
-from .sequences import Plan, run
+from .sequences import Plan, find, run
 
 
 class Clock:
@@ -71,13 +71,13 @@ def test_the_clock_is_looked_at_for_sampled_blocks_alone(sample):
     looks = 0
     for seq_id in range(100):
         tokens = range(seq_id // 2, seq_id // 2 + 60)
-        match = memory.match_prefix(tokens)
+        match = find(memory, tokens)
         looks += sum(memory.pool.marks[block] & SAMPLED > 0 for block in match.block_ids)
         begun = len(memory.pool.residency)
-        memory.admit(seq_id, match, token_ids=tokens)
+        memory.admit(seq_id, match)
         memory.grow(seq_id, 60 - match.num_tokens)
         ended = begun - len(memory.pool.residency)
-        memory.commit(seq_id, tokens[match.num_tokens :])
+        memory.commit(seq_id, len(tokens) - match.num_tokens)
         looks += ended + len(memory.pool.residency) - begun + ended
         memory.free(seq_id)
     assert clock.calls == looks

@@ -5,7 +5,7 @@ import pytest
 from kvreclaim.errors import UnknownRequestError
 from kvreclaim.memory import MemoryManager, Shrunk
 
-from .sequences import Plan, run, write
+from .sequences import Plan, find, fork, run, write
 
 
 def private(length: int = 14, num_blocks: int = 10) -> MemoryManager:
@@ -56,7 +56,7 @@ def test_shared_blocks_are_left_to_the_others():
     shrunk = memory.shrink(Plan(0, 8, (None, None)))
     assert shrunk == Shrunk((5, 6), (5, 6), 0)
     assert memory.table(1).block_ids == before
-    assert memory.match_prefix(range(9)).block_ids == (0, 1)
+    assert find(memory, range(9)).block_ids == (0, 1)
     assert memory.indexed(0) == (False, False)
     memory.check()
 
@@ -64,7 +64,7 @@ def test_shared_blocks_are_left_to_the_others():
 def test_the_gain_comes_when_the_last_holder_lets_go():
     memory = MemoryManager(10, 4)
     run(memory, 0, range(8))
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert memory.shrink(Plan(0, 4, (None,))).blocks_freed == -1
     assert memory.stats().blocks_freed_by_compression == -1
     assert memory.shrink(Plan(1, 4, (None,))).blocks_freed == 1
@@ -78,7 +78,7 @@ def test_an_indexed_block_is_stripped_before_it_is_a_target():
     assert shrunk == Shrunk((3, 2), (), 0)
     assert memory.indexed(0) == (False, False)
     assert memory.writable(0) == (True, True)
-    assert memory.match_prefix(range(14)).block_ids == (0, 1)
+    assert find(memory, range(14)).block_ids == (0, 1)
     memory.check()
 
 
@@ -94,7 +94,7 @@ def test_dropped_indexed_blocks_stay_cached():
     run(memory, 0, range(14))
     memory.shrink(Plan(0, 4, (3,)))
     assert memory.stats().cached == 3
-    assert memory.match_prefix(range(14)).block_ids == (0, 1, 2)
+    assert find(memory, range(14)).block_ids == (0, 1, 2)
     memory.check()
 
 
@@ -178,7 +178,7 @@ def test_punch_leaves_a_shared_block_to_the_others():
     memory = shared()
     assert memory.punch(0, [0, 2]) == 1
     assert memory.table(1).block_ids == [0, 1, 4]
-    assert memory.match_prefix(range(9)).num_tokens == 8
+    assert find(memory, range(9)).num_tokens == 8
     assert memory.indexed(0) == (False, True, False, False)
     assert not memory.table(0).exact
     memory.check()
@@ -197,7 +197,7 @@ def test_only_full_blocks_are_punched(index):
 def test_punched_tables_fork_and_shrink():
     memory = private(14)
     memory.punch(0, [1])
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert memory.table(1).block_ids == [0, None, 2, 3]
     assert memory.shrink(Plan(1, 3, (None,))).blocks_freed == -1
     assert memory.shrink(Plan(0, 3, (2,))).blocks_freed == 2
@@ -223,7 +223,7 @@ def test_a_dropped_shared_block_stays_with_the_others_and_in_the_index():
     memory = shared()
     assert memory.drop_blocks(0, [0]) == 0
     assert memory.table(1).block_ids == [0, 1, 4]
-    assert memory.match_prefix(range(9)).num_tokens == 8
+    assert find(memory, range(9)).num_tokens == 8
     assert memory.indexed(0) == (True, True, False)
     assert memory.table(0).exact_len == 10
     memory.check()
@@ -235,7 +235,7 @@ def test_a_dropped_private_block_that_is_indexed_stays_cached():
     memory = shared()
     assert memory.drop_blocks(0, [2]) == 1
     assert memory.stats().cached == 1
-    assert memory.match_prefix(range(14)).block_ids == (0, 1, 2)
+    assert find(memory, range(14)).block_ids == (0, 1, 2)
     memory.check()
 
 
@@ -252,10 +252,10 @@ def test_only_full_blocks_are_dropped(index):
 def test_dropped_tables_fork_and_a_shared_tail_is_copied():
     memory = private(14)
     memory.drop_blocks(0, [1])
-    memory.fork(0, 1)
+    fork(memory, 0, 1)
     assert memory.table(1).block_ids == [0, 2, 3]
     assert memory.grow(1, 1).copies == ((3, 4),)
-    memory.commit(1, [7])
+    memory.commit(1, 1)
     assert memory.drop_blocks(1, [0, 1]) == 0
     assert memory.table(1).block_ids == [4]
     memory.check()

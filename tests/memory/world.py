@@ -9,10 +9,10 @@ from itertools import count
 
 import pytest
 
-from kvreclaim.memory import MemoryManager, PrefixMatch, Retention
-from kvreclaim.memory.prefix_index import HashFunction, sha256
+from kvreclaim.memory import BlockKeys, MemoryManager, PrefixMatch, Retention
+from kvreclaim.memory.block_keys import HashFunction, sha256
 
-from .sequences import Plan
+from .sequences import Plan, token_list
 from .shadow import Shadow, ShadowSequence
 from .world_check import check_world, count_misses
 
@@ -59,7 +59,11 @@ class World:
         self, tokens: Sequence[int], salt: str | None, max_tokens: int | None = None, priority: int = 0
     ) -> int | None:
         """Admit a prompt and write all of it. Returns: its id, None if the pool is too full."""
-        match = self._match(tokens, salt, max_tokens)
+        return self._admit(self.memory.keys(list(tokens), salt), max_tokens, priority)
+
+    def _admit(self, keys: BlockKeys, max_tokens: int | None, priority: int) -> int | None:
+        tokens, salt = token_list(keys), keys.salt
+        match = self._match(keys, max_tokens)
         rest = len(tokens) - match.num_tokens
         queued = sum(1 for block in match.block_ids if block in self.shadow.order)
         size = self.shadow.block_size
@@ -69,7 +73,7 @@ class World:
         if not fits:
             return None
         seq_id = next(self.ids)
-        self.memory.admit(seq_id, match, token_ids=tokens, cache_salt=salt, priority=priority)
+        self.memory.admit(seq_id, match, priority=priority)
         count_misses(self, match, tokens, salt, max_tokens)
         self._shadow_admit(seq_id, match, tokens, salt)
         self._shadow_hit(seq_id, priority)
@@ -90,8 +94,9 @@ class World:
             self.memory.pin(seq_id, [Retention(*kept) for kept in retention])
             self.shadow.pin(self.shadow.sequences[seq_id], retention)
 
-    def _match(self, tokens: Sequence[int], salt: str | None, max_tokens: int | None) -> PrefixMatch:
-        match = self.memory.match_prefix(tokens, cache_salt=salt, max_tokens=max_tokens)
+    def _match(self, keys: BlockKeys, max_tokens: int | None) -> PrefixMatch:
+        tokens, salt = token_list(keys), keys.salt
+        match = self.memory.match_prefix(keys, max_tokens=max_tokens)
         limit = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
         if self.foretold:
             assert list(match.block_ids) == self.shadow.match(salt, tokens, limit)
@@ -163,13 +168,16 @@ class World:
             sequence.logical_len += 1
             if self.foretold and slot == shadow.block_size - 1 and sequence.node is not None:
                 shadow.enter(sequence, index)
-        self.memory.commit(seq_id, tokens)
+        known = token_list(self.memory.table(seq_id).keys)
+        known += tokens[len(known) - (sequence.logical_len - len(tokens)) :]
+        self.memory.commit(seq_id, len(tokens))
         return True
 
     def fork(self, parent_id: int) -> int:
         shadow, parent = self.shadow, self.shadow.sequences[parent_id]
         child_id = next(self.ids)
-        self.memory.fork(parent_id, child_id)
+        keys = self.memory.table(parent_id).keys
+        self.memory.fork(parent_id, child_id, keys.fork(token_list(keys).copy()))
         written = -(-len(parent.contents) // shadow.block_size)
         shadow.sequences[child_id] = child = ShadowSequence(
             parent.salt,
@@ -273,9 +281,10 @@ class World:
 
     def preempt(self, seq_id: int) -> int | None:
         """Free a sequence and compute all its tokens anew. Returns: its new id, None if it waits."""
-        sequence = self.shadow.sequences[seq_id]
+        sequence, keys = self.shadow.sequences[seq_id], self.memory.table(seq_id).keys
+        assert token_list(keys) == sequence.tokens
         self.free(seq_id)
-        return self.start(sequence.tokens, sequence.salt, priority=sequence.priority)
+        return self._admit(keys, None, sequence.priority)
 
     def reset_prefix_cache(self) -> None:
         self.memory.reset_prefix_cache()

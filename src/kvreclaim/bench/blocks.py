@@ -97,9 +97,9 @@ def _prompt(seq_id: int) -> list[int]:
 def _serve(memory: MemoryManager, seq_id: int) -> None:
     """A prompt comes, is computed and finishes: its full blocks stay cached."""
     tokens = _prompt(seq_id)[:-1]
-    memory.admit(seq_id, memory.match_prefix(tokens), token_ids=tokens)
+    memory.admit(seq_id, memory.match_prefix(memory.keys(tokens)))
     memory.grow(seq_id, len(tokens))
-    memory.commit(seq_id, tokens)
+    memory.commit(seq_id, len(tokens))
     memory.free(seq_id)
 
 
@@ -108,13 +108,13 @@ def _time_once(memory: MemoryManager, seq_ids: Iterator[int]) -> Iterator[tuple[
     seq_id = next(seq_ids)
     tokens = _prompt(seq_id)
     full = tokens[:-1]
-    memory.admit(seq_id, memory.match_prefix(full), token_ids=full)
+    memory.admit(seq_id, memory.match_prefix(memory.keys(full)))
     yield "allocate", _seconds(lambda: memory.grow(seq_id, len(full))), PROMPT_BLOCKS
-    memory.commit(seq_id, full)
+    memory.commit(seq_id, len(full))
     yield "free", _seconds(lambda: memory.free(seq_id)), PROMPT_BLOCKS
 
     def hit() -> None:
-        memory.admit(seq_id, memory.match_prefix(tokens), token_ids=tokens)
+        memory.admit(seq_id, memory.match_prefix(memory.keys(tokens)))
 
     yield "prefix hit", _seconds(hit), PROMPT_BLOCKS
     assert memory.table(seq_id).physical_len == len(full), "the prompt was not hit as a whole"
@@ -123,7 +123,8 @@ def _time_once(memory: MemoryManager, seq_ids: Iterator[int]) -> Iterator[tuple[
         for token in range(DECODED_TOKENS):
             assert memory.can_grow(seq_id, 1)
             memory.grow(seq_id, 1)
-            memory.commit(seq_id, (token,))
+            tokens.append(token)
+            memory.commit(seq_id, 1)
 
     yield "grow", _seconds(decode), DECODED_TOKENS
     memory.free(seq_id)

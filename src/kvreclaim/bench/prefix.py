@@ -18,6 +18,7 @@ from kvreclaim.bench.common import Row, table
 from kvreclaim.bench.prefix_trace import TOKENS_PER_HASH, TracedRequest, read_trace
 from kvreclaim.checks import check_choice, require
 from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, eviction_orders, make_order
+from kvreclaim.memory.block_keys import BlockHash, BlockKeys
 from kvreclaim.memory.prefix_index import Entry, Link
 
 BY_REQUEST: Final = "by request"
@@ -87,12 +88,11 @@ def serve(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: st
 
 def begin(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
     """What serve does, without the end."""
-    prompt = (*block_ids, BEYOND)
-    match = memory.match_prefix(prompt, cache_salt=salt)
-    memory.admit(seq_id, match, token_ids=prompt, cache_salt=salt)
-    rest = block_ids[match.num_tokens :]
-    memory.grow(seq_id, len(rest))
-    memory.commit(seq_id, rest)
+    match = memory.match_prefix(memory.keys((*block_ids, BEYOND), salt))
+    memory.admit(seq_id, match)
+    missed = len(block_ids) - match.num_tokens
+    memory.grow(seq_id, missed)
+    memory.commit(seq_id, missed)
     return match.num_tokens
 
 
@@ -112,14 +112,15 @@ def replay_by_block(requests: Sequence[TracedRequest], order: str, num_blocks: i
 
 def _walk(pool: BlockPool, block_ids: Sequence[int]) -> int:
     """Returns: blocks hit before the first that was not."""
+    keys = BlockKeys(BlockHash(1), block_ids)
     link: Link = pool.index.root(None)
     hits, unbroken = 0, True
-    for block_id in block_ids:
-        entry: Entry | None = pool.index.find(link, pool.index.pack((block_id,)))
+    for i in range(len(block_ids)):
+        entry: Entry | None = pool.index.find(link, keys[i])
         if entry is None:
             unbroken = False
             (block,) = pool.allocate(1)
-            entry = pool.enter(block, link, [block_id])
+            entry = pool.enter(block, link, keys[i])
             assert entry is not None, f"block {block} took the place of the block before it"
         else:
             block = entry.block

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.prefix_index import Entry, Link
 
 
@@ -16,23 +17,24 @@ class BlockTable:
                   back while the later ones stayed. May exceed what physical_len needs (room)
     logical_len:  tokens processed: positions, stop rules, usage
     physical_len: slots written: attention length, next slot
-    exact:        nothing lossy has happened; once False never True again, and never hashed again
+    exact:        nothing lossy has happened; once False never True again, and never indexed again
     exact_len:    leading slots that hold what full attention would; ends with exact
     version:      changes whenever block_ids change
-    chain, tail:  where the prefix hash stands, and the tokens after it; no chain: not hashed
+    keys:         of its full blocks
+    chain:        what its next full block follows in the prefix index; None: its blocks enter no more
     entries:      of the leading full blocks, those that they were served from or entered as, whatever
                   became of the blocks since: of an equal block of another sequence, too
     repeated_len: tokens computed although the index had them by the time they were entered
     priority:     of the request; a lower number is more important
     """
 
+    keys: BlockKeys
     chain: Link | None
     block_ids: list[int | None] = field(default_factory=list)
     logical_len: int = 0
     physical_len: int = 0
     exact: bool = True
     version: int = 0
-    tail: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     repeated_len: int = 0
     priority: int = 0
@@ -65,15 +67,15 @@ class BlockTable:
         self.logical_len += num_tokens
         self.physical_len += num_tokens
 
-    def fork(self, num_blocks: int) -> BlockTable:
+    def fork(self, num_blocks: int, keys: BlockKeys) -> BlockTable:
         """A copy with the first num_blocks entries."""
         return BlockTable(
-            chain=self.chain,
+            keys,
+            self.chain,
             block_ids=self.block_ids[:num_blocks],
             logical_len=self.logical_len,
             physical_len=self.physical_len,
             exact=self.exact,
-            tail=self.tail.copy(),
             entries=self.entries.copy(),
             repeated_len=self.repeated_len,
             priority=self.priority,
@@ -85,7 +87,6 @@ class BlockTable:
         self._exact_len = self.exact_len
         self.exact = False
         self.chain = None
-        self.tail = []
 
     def shrink(self, block_ids: Sequence[int], num_tokens: int) -> None:
         """Survivors were compacted into num_tokens slots of these blocks; no token is unprocessed."""

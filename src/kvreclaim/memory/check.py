@@ -49,8 +49,10 @@ def _check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: in
 
 def _check_chain(name: str, table: BlockTable, block_size: int) -> None:
     if table.chain is None:
-        assert not table.tail, f"{name}: {len(table.tail)} tokens wait for a chain that has ended"
         return
-    assert table.exact, f"{name}: still hashed after {table.num_evicted} tokens were evicted"
-    waiting = table.physical_len % block_size
-    assert len(table.tail) == waiting, f"{name}: {len(table.tail)} tokens wait in a tail of {waiting}"
+    assert table.exact, f"{name}: still indexed after {table.num_evicted} tokens were evicted"
+    full, known = table.physical_len // block_size, table.keys.num_tokens
+    assert table.physical_len <= known, f"{name}: {table.physical_len} slots written of {known} known tokens"
+    assert len(table.entries) == full, f"{name}: {len(table.entries)} entries for {full} full blocks"
+    last = table.entries[-1] if full else None
+    assert last is None or last is table.chain, f"{name}: its chain does not stand at its last entry"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.memory.block_keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.check import check_memory
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
@@ -14,9 +15,8 @@ from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_is_shared, unshare_t
 from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix_cache import PrefixCache
-from kvreclaim.memory.prefix_index import NUM_REMEMBERED, HashFunction, PrefixIndex, sha256
-from kvreclaim.memory.prefix_match import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
+from kvreclaim.memory.prefix_index import NUM_REMEMBERED, PrefixIndex
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.shrink import ShrinkPlan, Shrunk, check_plan
 from kvreclaim.memory.stats import MemoryStats, memory_stats
@@ -63,13 +63,14 @@ class MemoryManager:
         self.block_size = block_size
         self.pool = BlockPool(
             num_blocks,
-            PrefixIndex(block_size, fingerprint, hash_function, remembered=remembered),
+            PrefixIndex(remembered),
             order=eviction_policy,
             max_pinned=int(max_pinned_fraction * num_blocks),
             residency_sample=residency_sample,
             clock=clock,
         )
-        self.prefix = PrefixCache(self.pool, enabled=enable_prefix_caching)
+        self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
+        self._hashing = BlockHash(block_size, fingerprint, hash_function)
         self._tables: dict[int, BlockTable] = {}
         self._freed_by_compression = 0
         self._cow_copies = 0
@@ -112,42 +113,34 @@ class MemoryManager:
         tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
         return [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
 
-    def match_prefix(
-        self, token_ids: Sequence[int], *, cache_salt: str | None = None, max_tokens: int | None = None
-    ) -> PrefixMatch:
-        """The longest run of indexed full blocks that begins this prompt.
+    def keys(self, token_ids: Sequence[int], cache_salt: str | None = None) -> BlockKeys:
+        """For a sequence that is to begin: what its blocks are found by. To be made once and kept as long
+        as the sequence lives; token_ids is its own list, which only grows at its end."""
+        return BlockKeys(self._hashing, token_ids, cache_salt)
+
+    def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
+        """The longest run of indexed full blocks that begins these keys' prompt, all its tokens.
 
         At least one token of the prompt stays to be computed, and max_tokens is not exceeded.
         A pure question: no order, count or statistic changes.
         """
-        return self.prefix.match(token_ids, cache_salt, max_tokens)
+        return self.prefix.match(keys, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed: a queued hit is no longer free."""
         refs = self.pool.refs
-        queued = sum(1 for block in match.block_ids if refs[block] == 0)
-        needed = -(-(match.num_tokens + num_tokens) // self.block_size) - len(match.block_ids)
+        queued = sum(1 for entry in match.entries if refs[entry.block] == 0)
+        needed = -(-num_tokens // self.block_size)
         return needed <= self.pool.num_free - queued
 
-    def admit(
-        self,
-        seq_id: int,
-        match: PrefixMatch,
-        *,
-        token_ids: Sequence[int],
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> None:
-        """Begin a sequence with the blocks of a match of this very prompt and salt, made in this step.
+    def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
+        """Begin a sequence with the blocks of a match that was made in this step.
 
         A pin of one of these blocks begins anew. priority: of the request, a lower number is more
         important; the eviction order may look at it.
         """
         self._refuse_known(seq_id)
-        assert match.num_tokens == len(match.block_ids) * self.block_size <= max(0, len(token_ids) - 1), (
-            f"{match.num_tokens} tokens in {len(match.block_ids)} blocks for {len(token_ids)} tokens"
-        )
-        self._tables[seq_id] = self.prefix.begin(match, token_ids, cache_salt, priority)
+        self._tables[seq_id] = self.prefix.begin(match, priority)
 
     def pin(self, seq_id: int, retention: Sequence[Retention]) -> None:
         """Keep the full blocks of this sequence's beginning when others are reused, as long as
@@ -157,11 +150,14 @@ class MemoryManager:
         """
         self.prefix.pin(self.table(seq_id), retention)
 
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Begin a sequence that shares every written block of another; room past them is not shared."""
+    def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
+        """Begin a sequence that shares every written block of another; room past them is not shared.
+
+        keys: of the child, a fork of its parent's
+        """
         parent = self.table(parent_id)
         self._refuse_known(child_id)
-        child = parent.fork(-(-parent.physical_len // self.block_size))
+        child = parent.fork(-(-parent.physical_len // self.block_size), keys)
         for block in child.blocks():
             self.pool.touch(block)
         self._tables[child_id] = child
@@ -202,10 +198,10 @@ class MemoryManager:
         table.append(blocks)
         return Growth(tuple(blocks), copies)
 
-    def commit(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """The K/V of these tokens have been written at the next slots; full blocks become hits."""
+    def commit(self, seq_id: int, num_tokens: int) -> None:
+        """The K/V of the next num_tokens tokens have been written; full blocks become hits."""
         table = self.table(seq_id)
-        start, num_tokens = table.physical_len, len(token_ids)
+        start = table.physical_len
         room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
         assert not num_tokens or not tail_is_shared(table, self.pool, self.block_size), (
@@ -213,10 +209,7 @@ class MemoryManager:
         )
         table.advance(num_tokens)
         if table.chain is not None:
-            tail = table.tail
-            tail.extend(token_ids)
-            if len(tail) >= self.block_size:
-                self.prefix.enter_full_blocks(table, start // self.block_size)
+            self.prefix.enter_full_blocks(table, start // self.block_size)
 
     def can_shrink(self, plan: ShrinkPlan) -> bool:
         """Whether the fresh blocks that the plan needs are free now."""

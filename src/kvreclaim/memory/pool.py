@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.block_keys import BlockKey
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
@@ -44,7 +45,7 @@ class BlockPool:
                 f"num_blocks is {num_blocks}; a pool has at least 1 block; give the KV cache more memory"
             )
         self.num_blocks = num_blocks
-        self.index = PrefixIndex(1) if index is None else index
+        self.index = PrefixIndex() if index is None else index
         self.refs = array("i", bytes(array("i").itemsize * num_blocks))
         self.marks = bytearray(num_blocks)
         self.free_queue: EvictionOrder = LRU(num_blocks) if order is None else order
@@ -133,7 +134,7 @@ class BlockPool:
         self.num_free += freed
         return freed
 
-    def enter(self, block: int, parent: Link, token_ids: list[int], priority: int = 0) -> Entry | None:
+    def enter(self, block: int, parent: Link, key: BlockKey, priority: int = 0) -> Entry | None:
         """Index a full block that is in use, whose content will not change any more.
 
         If an equal prefix is indexed already, that entry stays and this block is not indexed.
@@ -145,11 +146,9 @@ class BlockPool:
         assert self.refs[block] > 0, f"block {block} is indexed but not in use"
         if not self.index.is_live(parent):
             return None
-        tokens = self.index.pack(token_ids)
-        digest = self.index.digest(parent, tokens)
-        entry = self.index.at(digest)
+        entry = self.index.at(key.digest)
         if entry is not None:
-            if self.index.follows(entry, parent, tokens):
+            if self.index.follows(entry, parent, key):
                 if self.free_queue.watches:
                     self.free_queue.used(entry.block, priority)
                 return entry
@@ -162,7 +161,7 @@ class BlockPool:
         self.residency.until_next -= 1
         if not self.residency.until_next:
             self.residency.begin(block)
-        return self.index.add(parent, digest, tokens, block)
+        return self.index.add(parent, key, block)
 
     def strip(self, block: int) -> None:
         """Forget what the block caches, if anything; it keeps its references."""

@@ -3,47 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.misses import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.pins import Retention, ttls
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix_match import PrefixMatch, find_match, matched_entries
+from kvreclaim.memory.prefix_index import Entry, Link
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Full blocks that hold a prompt's beginning. Valid until blocks are next allocated.
+
+    keys:    of the prompt
+    entries: of these blocks, in order
+    miss:    the reason why the next full block is not among them, which stands for all behind it; says
+             nothing if there is none
+    """
+
+    keys: BlockKeys
+    entries: tuple[Entry, ...]
+    miss: str
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple(entry.block for entry in self.entries)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.entries) * self.keys.block_size
 
 
 class PrefixCache:
     """The pool's index as sequences use it, with counts. enabled: off: nothing is hashed or found."""
 
-    def __init__(self, pool: BlockPool, *, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
         self.enabled = enabled
         self.query_tokens = 0
         self.hit_tokens = 0
         self.misses = dict.fromkeys(MISS_REASONS, 0)
         self._pool = pool
-        self._size = pool.index.block_size
+        self._size = block_size
 
-    def match(self, token_ids: Sequence[int], salt: str | None, max_tokens: int | None) -> PrefixMatch:
-        """The longest run of indexed full blocks that begins this prompt, less than all of it."""
+    def match(self, keys: BlockKeys, max_tokens: int | None) -> PrefixMatch:
+        """The longest run of indexed full blocks that begins this prompt, less than all of it.
+
+        Asks for one key more than it finds. Changes nothing.
+        """
         if not self.enabled:
-            return PrefixMatch((), 0, INELIGIBLE)
-        limit = len(token_ids) - 1 if max_tokens is None else min(len(token_ids) - 1, max_tokens)
-        return find_match(self._pool.index, token_ids, limit, salt)
-
-    def begin(
-        self, match: PrefixMatch, token_ids: Sequence[int], salt: str | None, priority: int
-    ) -> BlockTable:
-        """The table of a sequence that begins with the blocks of a match, which it now references."""
+            return PrefixMatch(keys, (), INELIGIBLE)
+        limit = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
         index = self._pool.index
-        entries = matched_entries(index, match, token_ids, salt)
-        chain = (entries[-1] if entries else index.root(salt)) if self.enabled else None
+        link: Link = index.root(keys.salt)
+        entries: list[Entry] = []
+        miss = INELIGIBLE
+        for i in range(limit // self._size):
+            key = keys[i]
+            entry = index.find(link, key)
+            if entry is None:
+                miss = index.why_missing(link, key)
+                break
+            entries.append(entry)
+            link = entry
+        return PrefixMatch(keys, tuple(entries), miss)
+
+    def begin(self, match: PrefixMatch, priority: int) -> BlockTable:
+        """The table of a sequence that begins with the blocks of a match, which it now references."""
+        keys, index, entries = match.keys, self._pool.index, match.entries
+        for i, entry in enumerate(entries):
+            assert index.is_live(entry), f"block {entry.block}, number {i} of the match, was reused"
+        chain = (entries[-1] if entries else index.root(keys.salt)) if self.enabled else None
         self._pool.hit(match.block_ids, priority)
-        self._count(match, len(token_ids))
-        table = BlockTable(chain, list(match.block_ids), entries=entries, priority=priority)
+        self._count(match)
+        table = BlockTable(keys, chain, list(match.block_ids), entries=list(entries), priority=priority)
         table.advance(match.num_tokens)
         return table
 
-    def _count(self, match: PrefixMatch, num_tokens: int) -> None:
+    def _count(self, match: PrefixMatch) -> None:
         """Every token of the prompt is a hit or a miss of one reason."""
+        num_tokens = match.keys.num_tokens
         in_full_blocks = max(0, num_tokens - 1) // self._size * self._size
         self.query_tokens += num_tokens
         self.hit_tokens += match.num_tokens
@@ -51,18 +91,16 @@ class PrefixCache:
         self.misses[SUB_BLOCK] += num_tokens - in_full_blocks
 
     def enter_full_blocks(self, table: BlockTable, first: int) -> None:
-        """Index the table's entries from first on, as far as the tail's tokens fill them."""
-        size, tail, done = self._size, table.tail, 0
-        while len(tail) - done >= size and table.chain is not None:
-            block = table.block_ids[first]
-            assert block is not None, f"entry {first} was written and is a hole"
-            tokens = tail[done : done + size]
-            table.chain = entry = self._pool.enter(block, table.chain, tokens, table.priority)
+        """Index the table's entries from first on, as far as they are full."""
+        for index in range(first, table.physical_len // self._size):
+            if table.chain is None:
+                return
+            block = table.block_ids[index]
+            assert block is not None, f"entry {index} was written and is a hole"
+            table.chain = entry = self._pool.enter(block, table.chain, table.keys[index], table.priority)
             if entry is not None:
                 table.entries.append(entry)
-                table.repeated_len += size * (entry.block != block)
-            first, done = first + 1, done + size
-        table.tail = [] if table.chain is None else tail[done:]
+                table.repeated_len += self._size * (entry.block != block)
 
     def pin(self, table: BlockTable, retention: Sequence[Retention]) -> None:
         """Pin the blocks under which this sequence's beginning can be hit, as far as they still can be."""

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from struct import Struct
 
+from kvreclaim.memory.block_keys import BlockKey
 from kvreclaim.memory.misses import COLD, CORRUPT, EVICTED, SALT
 
-HashFunction = Callable[[bytes], bytes]
 NUM_REMEMBERED = 65_536
-
-
-def sha256(message: bytes) -> bytes:
-    return hashlib.sha256(message).digest()
-
-
-def _field(tag: bytes, payload: bytes) -> bytes:
-    """One typed, length-prefixed field: no two lists of fields give the same bytes."""
-    return tag + len(payload).to_bytes(8, "little") + payload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +20,6 @@ class Link:
     serial is never given twice, so equal serials mean the very same entry (or the same root epoch).
     """
 
-    digest: bytes
     serial: int
     salt: str | None
 
@@ -40,9 +28,10 @@ class Link:
 class Entry(Link):
     """A full block that can be hit.
 
-    tokens: the block's token ids, packed; parent: serial of the link that it follows.
+    digest, tokens: its key; parent: serial of the link that it follows.
     """
 
+    digest: bytes
     block: int
     tokens: bytes
     parent: int
@@ -56,26 +45,12 @@ class PrefixIndex:
     equal whatever the hash function does. An entry whose parent is gone can't be reached.
 
     Args:
-        block_size:    tokens per block
-        fingerprint:   what else the K/V depend on (model, dtype, KV format)
-        hash_function: bytes to digest; tests inject one that collides
-        remembered:    digests of evicted blocks that are remembered: the last ones, at least so many
-                       and at most twice as many
+        remembered: digests of evicted blocks that are remembered: the last ones, at least so many and
+                    at most twice as many
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        fingerprint: str = "",
-        hash_function: HashFunction = sha256,
-        *,
-        remembered: int = NUM_REMEMBERED,
-    ) -> None:
-        self.block_size = block_size
+    def __init__(self, remembered: int = NUM_REMEMBERED) -> None:
         self.remembered = remembered
-        self._hash = hash_function
-        self._fingerprint = _field(b"f", fingerprint.encode("utf-8", "surrogatepass"))
-        self._packer = Struct(f"<{block_size}q")
         self._serials = count()
         self._root_serial = next(self._serials)
         self._by_digest: dict[bytes, Entry] = {}
@@ -93,36 +68,23 @@ class PrefixIndex:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_digest.values())
 
-    def pack(self, token_ids: Sequence[int]) -> bytes:
-        """The tokens of one full block, 8 bytes each."""
-        return self._packer.pack(*token_ids)
-
     def root(self, salt: str | None) -> Link:
-        """Where the chains of this salt begin; None and "" are different salts."""
-        field = _field(b"n", b"") if salt is None else _field(b"s", salt.encode("utf-8", "surrogatepass"))
-        return Link(self._hash(self._fingerprint + field), self._root_serial, salt)
-
-    def digest(self, parent: Link, tokens: bytes) -> bytes:
-        """The key of a block with these packed tokens after parent."""
-        return self._hash(_field(b"p", parent.digest) + _field(b"t", tokens))
+        """Where the chains of this salt begin."""
+        return Link(self._root_serial, salt)
 
     def at(self, digest: bytes) -> Entry | None:
-        """The entry under this key, unverified."""
+        """The entry under this digest, unverified."""
         return self._by_digest.get(digest)
 
-    def of(self, block: int) -> Entry | None:
-        """The entry of this block."""
-        return self._by_block.get(block)
-
-    def find(self, parent: Link, tokens: bytes) -> Entry | None:
-        """The entry that holds exactly these packed tokens after exactly this prefix."""
-        entry = self._by_digest.get(self.digest(parent, tokens))
-        return entry if entry is not None and self.follows(entry, parent, tokens) else None
+    def find(self, parent: Link, key: BlockKey) -> Entry | None:
+        """The entry that holds exactly this key's tokens after exactly this prefix."""
+        entry = self._by_digest.get(key.digest)
+        return entry if entry is not None and self.follows(entry, parent, key) else None
 
     @staticmethod
-    def follows(entry: Entry, parent: Link, tokens: bytes) -> bool:
-        """Whether the entry holds these packed tokens after this prefix: compared, not hashed."""
-        return entry.parent == parent.serial and entry.tokens == tokens and entry.salt == parent.salt
+    def follows(entry: Entry, parent: Link, key: BlockKey) -> bool:
+        """Whether the entry holds the key's tokens after this prefix: compared, not hashed."""
+        return entry.parent == parent.serial and entry.tokens == key.tokens and entry.salt == parent.salt
 
     def is_live(self, link: Link) -> bool:
         """Whether a walk can still come through this link's own entry (or root)."""
@@ -130,12 +92,13 @@ class PrefixIndex:
             return self._by_digest.get(link.digest) is link
         return link.serial == self._root_serial
 
-    def add(self, parent: Link, digest: bytes, tokens: bytes, block: int) -> Entry:
-        """Enter a block under a free key; the parent must be live."""
+    def add(self, parent: Link, key: BlockKey, block: int) -> Entry:
+        """Enter a block under a free digest; the parent must be live."""
+        digest, tokens = key
         assert digest not in self._by_digest, f"block {block}: its key leads to another block"
         assert block not in self._by_block, f"block {block} is indexed already"
         assert self.is_live(parent), f"block {block}: its parent (serial {parent.serial}) is gone"
-        entry = Entry(digest, next(self._serials), parent.salt, block, tokens, parent.serial)
+        entry = Entry(next(self._serials), parent.salt, digest, block, tokens, parent.serial)
         self._by_digest[digest] = entry
         self._by_block[block] = entry
         if parent.serial == self._root_serial:
@@ -168,8 +131,9 @@ class PrefixIndex:
         else:
             del self._firsts[entry.tokens]
 
-    def why_missing(self, parent: Link, digest: bytes, tokens: bytes) -> str:
-        """The reason (misses.py) why find(parent, tokens) is None. Changes nothing."""
+    def why_missing(self, parent: Link, key: BlockKey) -> str:
+        """The reason (misses.py) why find(parent, key) is None. Changes nothing."""
+        digest, tokens = key
         entry = self._by_digest.get(digest)
         if entry is not None and (entry.tokens != tokens or entry.salt != parent.salt):
             return CORRUPT

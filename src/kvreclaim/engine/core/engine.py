@@ -215,7 +215,7 @@ class Engine:
         seq, start = item.seq, item.seq.num_computed
         if seq.finish_reason is not None:
             return
-        self.memory.commit(seq.seq_id, seq.token_ids[start : start + item.num_tokens])
+        self.memory.commit(seq.seq_id, item.num_tokens)
         seq.num_computed += item.num_tokens
         seq.note_blocks(len(self.memory.table(seq.seq_id).blocks()))
         self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - start)

@@ -16,6 +16,7 @@ from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.core.scheduler import Listener, Scheduler
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 
@@ -44,7 +45,8 @@ class Lifecycle:
 
     def begin(self, request: Request, token_ids: list[int]) -> None:
         """Queue the request with its first sequence."""
-        seq = self._new_sequence(request, 0, token_ids)
+        keys = self.memory.keys(token_ids, request.params.cache_salt)
+        seq = self._new_sequence(request, 0, token_ids, keys)
         seq.waits_for_fork = request.params.n > 1
         self.requests[request.request_id] = request
         self.scheduler.add(seq)
@@ -55,10 +57,11 @@ class Lifecycle:
         request = parent.request
         children = []
         for index in range(1, request.params.n):
-            child = self._new_sequence(request, index, list(parent.token_ids))
+            token_ids = list(parent.token_ids)
+            child = self._new_sequence(request, index, token_ids, parent.keys.fork(token_ids))
             child.num_computed = parent.num_computed
             child.state = parent.state.fork()
-            self.memory.fork(parent.seq_id, child.seq_id)
+            self.memory.fork(parent.seq_id, child.seq_id, child.keys)
             self.scheduler.running.append(child)
             self.signals.fork(parent.seq_id, child.seq_id)
             children.append(child)
@@ -107,12 +110,12 @@ class Lifecycle:
     def _scheduling_failed(self, seq: Sequence, error: Exception) -> None:
         self.fail(seq.request, error, "scheduling")
 
-    def _new_sequence(self, request: Request, index: int, token_ids: list[int]) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, token_ids: list[int], keys: BlockKeys) -> Sequence:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0:
             generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = Detokenizer(tokenizer, params.stop_strings) if tokenizer is not None else None
-        seq = Sequence(next(self._seq_ids), request, index, token_ids, generator, detokenizer)
+        seq = Sequence(next(self._seq_ids), request, index, token_ids, keys, generator, detokenizer)
         request.sequences.append(seq)
         return seq

@@ -23,6 +23,7 @@ from kvreclaim.engine.core.outputs import (
     ScoreOutput,
 )
 from kvreclaim.engine.ways.state import CompressionState
+from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.pins import Retention
 
 
@@ -31,6 +32,7 @@ class Sequence:
     """One output in the making.
 
     token_ids:    prompt, then what was generated (or is given, for a request that is scored)
+    keys:         by which the prefix index finds its blocks
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
     row_cache:    (version, block ids) of the block table as the kernels want it
     cell_cache:   (version, cells of each head), where heads have their own tables
@@ -40,6 +42,7 @@ class Sequence:
     request: Request
     index: int
     token_ids: list[int]
+    keys: BlockKeys
     generator: torch.Generator | None = None
     detokenizer: Detokenizer | None = None
     num_computed: int = 0

@@ -137,14 +137,11 @@ class Scheduler:
             return False
         request = seq.request
         most_hit, most_held = self._limits(seq)
-        salt = request.params.cache_salt
-        match = self.memory.match_prefix(seq.token_ids, cache_salt=salt, max_tokens=most_hit)
+        match = self.memory.match_prefix(seq.keys, max_tokens=most_hit)
         needed = max(1, most_held - match.num_tokens) + self._known_growth()
         if not self.memory.can_admit(match, needed):
             return False
-        self.memory.admit(
-            seq.seq_id, match, token_ids=seq.token_ids, cache_salt=salt, priority=request.priority
-        )
+        self.memory.admit(seq.seq_id, match, priority=request.priority)
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.num_computed = match.num_tokens

@@ -1,0 +1,98 @@
+"""The keys of a sequence's full blocks: what the prefix index finds them by. Each is hashed once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import NamedTuple
+
+HashFunction = Callable[[bytes], bytes]
+
+
+def sha256(message: bytes) -> bytes:
+    return hashlib.sha256(message).digest()
+
+
+def _field(tag: bytes, payload: bytes) -> bytes:
+    """One typed, length-prefixed field: no two lists of fields give the same bytes."""
+    return tag + len(payload).to_bytes(8, "little") + payload
+
+
+class BlockKey(NamedTuple):
+    """digest: finds a candidate; tokens: what must be equal besides, the block's packed token ids."""
+
+    digest: bytes
+    tokens: bytes
+
+
+class BlockHash:
+    """How tokens become keys. A block's digest depends on the digest before it and on its own tokens; the
+    first one follows a root that depends on the salt and on what else the K/V depend on.
+
+    Args:
+        block_size:  tokens per block
+        fingerprint: what else the K/V depend on (model, dtype, KV format)
+        function:    bytes to digest; tests inject one that collides
+    """
+
+    def __init__(self, block_size: int, fingerprint: str = "", function: HashFunction = sha256) -> None:
+        self.block_size = block_size
+        self._function = function
+        self._fingerprint = _field(b"f", fingerprint.encode("utf-8", "surrogatepass"))
+        self._packer = Struct(f"<{block_size}q")
+
+    def root(self, salt: str | None) -> bytes:
+        """What the first block of this salt follows; None and "" are different salts."""
+        field = _field(b"n", b"") if salt is None else _field(b"s", salt.encode("utf-8", "surrogatepass"))
+        return self._function(self._fingerprint + field)
+
+    def key(self, parent: bytes, token_ids: Sequence[int]) -> BlockKey:
+        """Of one full block after the digest of the block before it, 8 bytes a token."""
+        tokens = self._packer.pack(*token_ids)
+        return BlockKey(self._function(_field(b"p", parent) + _field(b"t", tokens)), tokens)
+
+
+class BlockKeys:
+    """The keys of one sequence, made when they are first asked for and kept for its whole life: whatever
+    becomes of its blocks, of the index or of the sequence's place in the queue, nothing is hashed again.
+
+    The memory asks for block_size, num_tokens, salt and keys[i], and never for a token, so keys may
+    as well come from a trace that has digests only.
+
+    Args:
+        hashing:   makes them
+        token_ids: the sequence's own list, which from now on only grows at its end
+        salt:      blocks are found by sequences of the same salt alone
+    """
+
+    __slots__ = ("_hashing", "_known", "_token_ids", "salt")
+
+    def __init__(self, hashing: BlockHash, token_ids: Sequence[int], salt: str | None = None) -> None:
+        self.salt = salt
+        self._hashing = hashing
+        self._token_ids = token_ids
+        self._known: list[BlockKey] = []
+
+    @property
+    def block_size(self) -> int:
+        return self._hashing.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens of the sequence, computed or not."""
+        return len(self._token_ids)
+
+    def __getitem__(self, index: int) -> BlockKey:
+        """The key of a block whose tokens are all known; index >= 0."""
+        known, size = self._known, self._hashing.block_size
+        for i in range(len(known), index + 1):
+            parent = known[-1].digest if known else self._hashing.root(self.salt)
+            known.append(self._hashing.key(parent, self._token_ids[i * size : (i + 1) * size]))
+        return known[index]
+
+    def fork(self, token_ids: Sequence[int]) -> BlockKeys:
+        """The keys of another sequence that has the same tokens so far."""
+        child = BlockKeys(self._hashing, token_ids, self.salt)
+        child._known = self._known.copy()
+        return child
