@@ -15,6 +15,7 @@ from models import make_stats, random_prompts
 from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -57,6 +58,7 @@ LONG = {
     "original_max_position_embeddings": 128,
 }
 EXPERTS = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, heads wider than the model": ("Qwen3Config", {"head_dim": 64}),
     "qwen3 of experts": ("Qwen3MoeConfig", EXPERTS),
@@ -67,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("MistralConfig", {"sliding_window": None}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "granite, own scale": ("GraniteConfig", {"attention_multiplier": 0.3}),
-    "phi3, three quarters of a head": ("Phi3Config", {"partial_rotary_factor": 0.75}),
+    "phi3, three quarters of a head": ("Phi3Config", {"partial_rotary_factor": 0.75, **WIDE}),
     "glm4, half of a head, interleaved": ("Glm4Config", {"head_dim": 32}),
     "ernie, interleaved": ("Ernie4_5Config", {"head_dim": 32}),
     "phi by vLLM's transformers backend": ("PhiConfig", {"partial_rotary_factor": 0.5}),
@@ -90,6 +92,12 @@ def save_model(kind: str, fields: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def check_rotations(model: torch.nn.Module) -> None:
+    """vLLM's bf16 kernel rotates eight pairs at a time, beyond the end of pairs that are no such multiple."""
+    sizes = {layer.rotary_dim for layer in model.modules() if isinstance(layer, RotaryEmbeddingBase)}
+    assert all(size % 16 == 0 for size in sizes), f"vLLM's kernels do not take {sizes} rotary dims"
+
+
 @contextmanager
 def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator[Any]:
     """vLLM's model runner with the model in it, before there is a cache. more: of EngineArgs."""
@@ -108,6 +116,7 @@ def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator
             worker = CPUWorker(config, 0, 0, f"tcp://127.0.0.1:{get_open_port()}", is_driver_worker=True)
             worker.init_device()
             worker.load_model()
+        check_rotations(worker.get_model())
         yield worker.model_runner
     finally:
         cleanup_dist_env_and_memory()
