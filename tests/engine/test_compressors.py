@@ -6,7 +6,7 @@ import pytest
 from settings import small
 
 from kvreclaim.compression import QueryStats
-from kvreclaim.engine.face.compressors import MAX_KEPT
+from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.engine.face.llm import STATS_FILE
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
 from kvreclaim.compression import CompressionConfig, Compressor
-from kvreclaim.integrations.vllm.applier import MAX_COMPRESSORS, Applier
+from kvreclaim.compression.config import MAX_KEPT
+from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
@@ -202,11 +203,11 @@ def test_a_rehearsal_reads_what_a_pass_reads_and_moves_nothing(monkeypatch: pyte
 
 def test_settings_of_requests_have_their_own_compressors() -> None:
     applier, _ = make_applier(CacheViews(make_layers("plain"), B))
-    own = [replace(SETTINGS, budget=17 + n) for n in range(MAX_COMPRESSORS)]
+    own = [replace(SETTINGS, budget=17 + n) for n in range(MAX_KEPT)]
     found = [applier.compressor(settings) for settings in own]
     assert [one.budget for one in found] == [settings.budget for settings in own]
     assert applier.compressor(own[0]) is found[0]
     applier.compressor(replace(SETTINGS, budget=99))
     assert applier.compressor(own[0]) is found[0]
     assert applier.compressor(own[1]) is not found[1]
-    assert len(applier.compressors) == MAX_COMPRESSORS
+    assert applier.compressor.cache_info().currsize == MAX_KEPT

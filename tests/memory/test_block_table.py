@@ -58,6 +58,19 @@ def test_holes_keep_their_place():
     assert (table.logical_len, table.physical_len, table.exact) == (10, 10, False)
 
 
+def test_holes_are_not_counted():
+    table = table_of([4, 2, 7, 5, 3], 17)
+    assert table.num_blocks == 5
+    table.punch([0, 2])
+    assert (table.num_blocks, table.fork(5, KEYS).num_blocks) == (3, 3)
+    assert table.drop([0, 1], 4) == [2]
+    assert (table.block_ids, table.num_blocks) == ([None, 5, 3], 2)
+    table.append([8])
+    assert table.num_blocks == 3
+    table.shrink((5,), 4)
+    assert table.num_blocks == 1
+
+
 @pytest.mark.parametrize("indices", [[0, 0], [1]])
 def test_a_refused_punch_changes_nothing(indices):
     table = table_of([4, 2, 7], 10)

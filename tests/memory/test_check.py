@@ -53,6 +53,10 @@ def more_physical_than_logical(memory):
     memory.table(0).physical_len += 1
 
 
+def miscount_the_holes(memory):
+    memory.table(0)._num_holes += 1
+
+
 def a_hole_that_is_written_next(memory):
     memory.pool.release([memory.table(0).block_ids[2]])
     memory.table(0).block_ids[2] = None
@@ -131,6 +135,7 @@ def miscount_the_first_blocks(memory):
         table_with_a_block_twice,
         write_past_the_room,
         more_physical_than_logical,
+        miscount_the_holes,
         a_hole_that_is_written_next,
         index_what_is_not_exact,
         lose_a_written_token,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvreclaim.checks import check_bool, check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, Mode
@@ -13,6 +14,8 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.way import Way
 
+MAX_KEPT: Final = 16
+"""Settings whose compressors are kept at a time, the last ones used: callers may invent ever new ones."""
 StatsSource = str | os.PathLike[str] | QueryStats
 
 

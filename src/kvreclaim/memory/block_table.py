@@ -39,6 +39,12 @@ class BlockTable:
     repeated_len: int = 0
     priority: int = 0
     _exact_len: int = 0
+    _num_holes: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held: entries that are no holes."""
+        return len(self.block_ids) - self._num_holes
 
     @property
     def num_evicted(self) -> int:
@@ -80,6 +86,7 @@ class BlockTable:
             repeated_len=self.repeated_len,
             priority=self.priority,
             _exact_len=self._exact_len,
+            _num_holes=self._num_holes,
         )
 
     def mark_inexact(self) -> None:
@@ -92,7 +99,7 @@ class BlockTable:
         """Survivors were compacted into num_tokens slots of these blocks; no token is unprocessed."""
         self.mark_inexact()
         self._exact_len = 0
-        self.block_ids = list(block_ids)
+        self.block_ids, self._num_holes = list(block_ids), 0
         self.physical_len = num_tokens
         self.version += 1
 
@@ -103,6 +110,7 @@ class BlockTable:
         self.mark_inexact()
         for index in indices:
             self.block_ids[index] = None
+        self._num_holes += len(blocks)
         self.version += 1
         return blocks
 
@@ -114,8 +122,9 @@ class BlockTable:
         self.mark_inexact()
         lost = (min(max(exact_len - index * block_size, 0), block_size) for index in indices)
         self._exact_len = exact_len - sum(lost)
-        blocks = [self.block_ids[index] for index in indices]
+        blocks = [block for block in map(self.block_ids.__getitem__, indices) if block is not None]
+        self._num_holes -= len(gone) - len(blocks)
         self.block_ids = [block for index, block in enumerate(self.block_ids) if index not in gone]
         self.physical_len -= len(gone) * block_size
         self.version += 1
-        return [block for block in blocks if block is not None]
+        return blocks

@@ -32,6 +32,7 @@ def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable]) -> None:
 
 def _check_table(seq_id: int, table: BlockTable, pool: BlockPool, block_size: int) -> None:
     name, blocks = f"sequence {seq_id}", table.blocks()
+    assert table.num_blocks == len(blocks), f"{name}: {len(blocks)} blocks held, {table.num_blocks} counted"
     assert len(set(blocks)) == len(blocks), f"{name}: a block occurs twice in {table.block_ids}"
     assert 0 <= table.exact_len <= table.physical_len <= table.logical_len, (
         f"{name}: exact {table.exact_len}, physical {table.physical_len}, logical {table.logical_len}"

@@ -217,7 +217,7 @@ class Engine:
             return
         self.memory.commit(seq.seq_id, item.num_tokens)
         seq.num_computed += item.num_tokens
-        seq.note_blocks(len(self.memory.table(seq.seq_id).blocks()))
+        seq.note_blocks(self.memory.table(seq.seq_id).num_blocks)
         self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - start)
         request = seq.request
         if not request.prompt_done and seq.num_computed >= seq.num_prompt:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor
 
 from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
+from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.compression.refusals import STATISTICS, refuse_format
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
-
-MAX_KEPT = 16
-"""Settings whose compressors are kept at a time: callers may invent ever new ones."""
 
 
 class Compressors:
@@ -38,17 +37,13 @@ class Compressors:
         self._kv_format = kv_format
         self._stats_file = stats_file
         self._select_top = select_top
-        self._made: dict[CompressionConfig, Compressor] = {}
+        self._kept = lru_cache(MAX_KEPT)(self._make)
         self._stats: dict[str, QueryStats] = {}
 
     def of(self, config: CompressionConfig) -> Compressor:
         """The setting's compressor; the last 16 are kept. Raises what Compressor raises, and
         InvalidArgumentError for a policy that does not go with the KV format."""
-        compressor = self._made.pop(config, None) or self._make(config)
-        self._made[config] = compressor
-        if len(self._made) > MAX_KEPT:
-            del self._made[next(iter(self._made))]
-        return compressor
+        return self._kept(config)
 
     def _make(self, config: CompressionConfig) -> Compressor:
         refuse_format(config.make_policy(), self._kv_format)

@@ -11,7 +11,6 @@ from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.ways.passes import block_row
 from kvreclaim.memory import marks
-from kvreclaim.memory.block_table import BlockTable
 
 FREE: Final = 0
 CACHED: Final = 1
@@ -80,13 +79,7 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         num_sequences=len(sequences),
         logical_len=sum(table.logical_len for table in tables),
         physical_len=sum(table.physical_len for table in tables),
-        num_blocks=sum(map(_num_blocks, sequences, tables)),
+        num_blocks=sum(table.num_blocks for table in tables),
         num_evicted=sum(seq.state.num_evicted for seq in sequences),
         blocks_freed=sum(seq.state.blocks_freed for seq in sequences),
     )
-
-
-def _num_blocks(seq: Sequence, table: BlockTable) -> int:
-    """Blocks that the table holds; it can have holes only where tokens are evicted in place."""
-    holes = table.block_ids.count(None) if seq.state.evicted is not None else 0
-    return len(table.block_ids) - holes

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
@@ -26,9 +26,6 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import plain_format
 
 logger = logging.getLogger("vllm.kvreclaim")
-
-MAX_COMPRESSORS = 16
-"""Different settings of requests that are kept ready."""
 
 
 class Rows(Protocol):
@@ -83,7 +80,8 @@ class Applier:
         self.views, self.rows = views, rows
         self.kernels = _kernels(facts)
         self.stage = _stage(self.kernels, facts, views)
-        self.compressors: OrderedDict[CompressionConfig, Compressor] = OrderedDict()
+        self.compressor = lru_cache(MAX_KEPT)(self._compressor)
+        """Of these settings; the last 16 are kept."""
         self.clock: Clock = DeviceClock() if facts.device.type == "cuda" else HostClock()
         self.figures = Figures()
         self.trace: Trace | None = None
@@ -101,16 +99,6 @@ class Applier:
             for one in message.passes:
                 self._carry_out(one)
             self.clock.stop()
-
-    def compressor(self, settings: CompressionConfig) -> Compressor:
-        """Of these settings; kept as long as they are among the latest MAX_COMPRESSORS used."""
-        found = self.compressors.pop(settings, None)
-        if found is None:
-            found = Compressor(settings, self.facts, self.stats, self._select_top)
-            while len(self.compressors) >= MAX_COMPRESSORS:
-                self.compressors.popitem(last=False)
-        self.compressors[settings] = found
-        return found
 
     def rehearse(self) -> None:
         """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
@@ -142,6 +130,9 @@ class Applier:
                 request_id,
             )
         return seconds
+
+    def _compressor(self, settings: CompressionConfig) -> Compressor:
+        return Compressor(settings, self.facts, self.stats, self._select_top)
 
     def _select_top(self, scores: Tensor, places: int) -> Tensor:
         """Backend.select_top, where NaN is the least: one request's must not stop the engine of all."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from kvreclaim.integrations.vllm.asking import KEY, is_asked_for
+
 MARK = "_kvreclaim_original"
-KEY = "kv_compression"
-VARIABLE = "KVRECLAIM_VLLM"
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -32,11 +32,6 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
 def original_of(function: Any) -> Any:
     """vLLM's own function, whether it is wrapped by us or not."""
     return getattr(function, MARK, function)
-
-
-def is_asked_for(additional_config: object, environ: Mapping[str, str]) -> bool:
-    """Whether compression is asked for. Cheap: imports nothing, so that others pay nothing."""
-    return VARIABLE in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)
 
 
 def install() -> None:

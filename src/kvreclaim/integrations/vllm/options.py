@@ -17,7 +17,7 @@ from kvreclaim.checks import check_bool, require
 from kvreclaim.compression import CompressionConfig, CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.hooks import KEY, VARIABLE
+from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"

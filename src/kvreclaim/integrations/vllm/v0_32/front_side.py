@@ -7,7 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.hooks import is_asked_for, wrap
+from kvreclaim.integrations.vllm.asking import is_asked_for
+from kvreclaim.integrations.vllm.hooks import wrap
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, most_tokens
 from kvreclaim.integrations.vllm.v0_32 import signatures
