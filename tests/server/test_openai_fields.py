@@ -18,7 +18,7 @@ from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
-COMPRESSION = {"policy": "knorm", "budget": 32, "interval": 8, "sinks": 2, "recent": 8}
+COMPRESSION = {"policy": "knorm", "budget": 32, "interval": 16, "sinks": 2, "recent": 8}
 
 
 @pytest.fixture(scope="module")

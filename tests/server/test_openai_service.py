@@ -157,7 +157,7 @@ ASKED = [
     {},
     {"n": 2, "logprobs": True, "seed": 1},
     {"prompt_logprobs": 1, "return_token_ids": True, "temperature": 0},
-    {"kv_compression": {"policy": "knorm", "budget": 16, "interval": 4, "sinks": 2, "recent": 4}},
+    {"kv_compression": {"policy": "knorm", "budget": 16, "interval": 16, "sinks": 2, "recent": 4}},
 ]
 
 

@@ -21,6 +21,9 @@ class ServerConfig:
     max_n:             outputs per request
     max_queue_len:     requests waiting for blocks; more get a 429
     max_concurrent_requests_per_key: of one API key at once; more get a 429; None: no limit
+    min_kv_compression_interval, max_kv_budget, max_kv_query_window: bounds of what requests may ask with
+                       kv_compression: interval and budget in tokens, queries that a policy looks back on
+                       (snapkv's window); max_kv_budget None: no bound
     default_max_tokens: of a completion that names no limit (OpenAI's is 16)
     shutdown_timeout_s: what running requests have to finish after SIGTERM
     chat_template:     Jinja text instead of the tokenizer's own
@@ -38,6 +41,9 @@ class ServerConfig:
     max_n: int = 64
     max_queue_len: int = 1024
     max_concurrent_requests_per_key: int | None = None
+    min_kv_compression_interval: int = 16
+    max_kv_budget: int | None = None
+    max_kv_query_window: int = 64
     default_max_tokens: int = 16
     shutdown_timeout_s: float = 30.0
     chat_template: str | None = None
@@ -53,6 +59,10 @@ class ServerConfig:
         check_int("max_n", self.max_n, 1)
         check_int("max_queue_len", self.max_queue_len, 1)
         check_int("default_max_tokens", self.default_max_tokens, 1)
+        check_int("min_kv_compression_interval", self.min_kv_compression_interval, 1)
+        check_int("max_kv_query_window", self.max_kv_query_window, 0)
+        if self.max_kv_budget is not None:
+            check_int("max_kv_budget", self.max_kv_budget, 1)
         check_number("shutdown_timeout_s", self.shutdown_timeout_s, 0.0, 86_400.0)
         check_bool("log_prompts", self.log_prompts)
         if self.otlp_traces_endpoint is not None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any
 
-from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import KVCompression
 
 SHARED = (
     "temperature",
@@ -39,24 +36,6 @@ def sampling_of(given: Mapping[str, Any], cache_salt: str | None, fields: Contai
     except InvalidArgumentError as error:
         name = str(error).partition(" ")[0]
         raise ApiError(400, str(error), name if name in fields else None) from error
-
-
-def compression_of(
-    given: KVCompression | None, default: CompressionConfig | None
-) -> CompressionConfig | None:
-    """None takes the server's own settings. What is left out comes from these, if they are of the same
-    policy; statistics always do. Raises: ApiError 400."""
-    if given is None:
-        return None
-    fields = given.model_dump(exclude_none=True)
-    try:
-        if default is None:
-            return CompressionConfig(**fields)
-        if fields.get("policy", default.policy) == default.policy:
-            return dataclasses.replace(default, **fields)
-        return CompressionConfig(**fields, stats=default.stats)
-    except InvalidArgumentError as error:
-        raise ApiError(400, f"kv_compression: {error}", "kv_compression") from error
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

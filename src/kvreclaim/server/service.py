@@ -20,8 +20,10 @@ from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
 from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.engine.face.stream import RequestStream, Update
+from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
+from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.tenants import Tenant
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,10 @@ class Service:
         return render_chat(
             self.engine.llm.loaded, messages, chat_template=self.config.chat_template, **options
         )
+
+    def compression(self, given: KVCompression | None) -> CompressionConfig | None:
+        """What a request's `kv_compression` says; None: the server's own. Raises: ApiError 400."""
+        return compression_of(given, self.engine.llm.compression, self.config)
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:

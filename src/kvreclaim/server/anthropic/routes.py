@@ -14,7 +14,7 @@ from kvreclaim.server.anthropic.prompt import Rendered, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.sampling import SHARED, compression_of, sampling_of
+from kvreclaim.server.sampling import SHARED, sampling_of
 from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.tool_calls import ToolCallParser, make_parser
@@ -35,7 +35,7 @@ async def create_message(
     given = {name: getattr(body, name) for name in (*SHARED, "max_tokens")}
     given["stop"] = body.stop_sequences
     params = sampling_of(given, tenant.salt(body.cache_salt), MessageRequest.model_fields)
-    compression = compression_of(body.kv_compression, service.engine.llm.compression)
+    compression = service.compression(body.kv_compression)
     service.check_room()
     rendered = await _render(body, service)
     prompt = Prompt(

@@ -12,7 +12,7 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
-from kvreclaim.server.sampling import SHARED, compression_of, sampling_of
+from kvreclaim.server.sampling import SHARED, sampling_of
 from kvreclaim.server.service import Prompt, Service
 from kvreclaim.server.tenants import Tenant
 
@@ -56,7 +56,7 @@ def engine_prompt(
     return Prompt(
         token_ids=token_ids,
         params=params,
-        compression=compression_of(fields.kv_compression, service.engine.llm.compression),
+        compression=service.compression(fields.kv_compression),
         priority=fields.priority,
         retention=_retention(fields, len(token_ids)),
     )

@@ -1,0 +1,69 @@
+"""How a request's KV cache is compressed: what its body asks, within what the operator allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvreclaim.checks import require
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import KVCompression
+
+
+def compression_of(
+    given: KVCompression | None, own: CompressionConfig | None, limits: ServerConfig
+) -> CompressionConfig | None:
+    """None takes the server's own settings. What is left out comes from these, if they are of the same
+    policy; statistics always do. Raises: ApiError 400."""
+    if given is None:
+        return None
+    fields = given.model_dump(exclude_none=True)
+    try:
+        if own is None:
+            settings = CompressionConfig(**fields)
+        elif fields.get("policy", own.policy) == own.policy:
+            settings = dataclasses.replace(own, **fields)
+        else:
+            settings = CompressionConfig(**fields, stats=own.stats)
+        check_limits(settings, own, limits)
+    except InvalidArgumentError as error:
+        raise ApiError(400, f"kv_compression: {error}", "kv_compression") from error
+    return settings
+
+
+def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits: ServerConfig) -> None:
+    """What one request asks, all that share its steps and its memory pay for. The server's own settings are
+    never refused. Raises: InvalidArgumentError."""
+    policy = asked.make_policy()
+    least, most, window = (
+        limits.min_kv_compression_interval,
+        limits.max_kv_budget,
+        limits.max_kv_query_window,
+    )
+    keeps_all = True  # the server itself, for whoever asks for nothing
+    if own is not None:
+        chosen = own.make_policy()
+        keeps_all = not chosen.way.evicts
+        least, window = min(least, own.interval), max(window, chosen.query_window)
+        most = None if most is None else max(most, own.budget)
+    require(
+        asked.interval >= least or policy.prompt_only or not policy.way.evicts,
+        f"interval is {asked.interval} tokens, but this server has a pass once in {least} at most; "
+        f"ask for {least} or more.",
+    )
+    require(
+        policy.query_window <= window,
+        f"policy {asked.policy!r} looks back on {policy.query_window} queries, but this server keeps "
+        f"{window} at most; ask for a window of {window} or less.",
+    )
+    require(
+        most is None or asked.budget <= most,
+        f"budget is {asked.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
+    )
+    require(
+        most is None or keeps_all or policy.way.evicts,
+        f"policy {asked.policy!r} keeps every token, but this server keeps {most} at most; ask for a policy "
+        f"that evicts, with a budget of {most} or less.",
+    )

@@ -1,0 +1,117 @@
+"""What a request may ask with `kv_compression`: the operator's bounds, in both dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from running import MODEL, Running, running_server
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+from kvreclaim.compression import policy_names
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.compression import check_limits
+from kvreclaim.server.config import ServerConfig
+
+PROMPT = [5 + i % 200 for i in range(150)]
+BODIES = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "GO wind " * 80}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "GO wind " * 80}]},
+}
+SMALL = {"policy": "knorm", "budget": 64, "interval": 16, "sinks": 2, "recent": 16}
+LIMITS = ServerConfig(served_model_name=("m",), max_kv_budget=64)
+REFUSED = [
+    (
+        {**SMALL, "interval": 15},
+        "kv_compression: interval is 15 tokens, but this server has a pass once in 16 at most; "
+        "ask for 16 or more.",
+    ),
+    (
+        {**SMALL, "policy": "snapkv(window=65)"},
+        "kv_compression: policy 'snapkv(window=65)' looks back on 65 queries, but this server keeps 64 at "
+        "most; ask for a window of 64 or less.",
+    ),
+    (
+        {**SMALL, "budget": 65},
+        "kv_compression: budget is 65 tokens, but this server keeps 64 at most; ask for 64 or less.",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[Running]:
+    """Compresses nothing unless it is asked to."""
+    with running_server(LLM(demo_model(), num_blocks=128), max_kv_budget=64) as running:
+        yield running
+
+
+def ask(server: Running, path: str, compression: dict) -> httpx2.Response:
+    body = {"model": MODEL, "max_tokens": 2, **BODIES[path], "kv_compression": compression}
+    return httpx2.post(server.base_url + path, json=body, timeout=60)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("compression", "sentence"), REFUSED, ids=["pass", "window", "kept"])
+def test_what_is_beyond_is_one_sentence(
+    bounded: Running, path: str, compression: dict, sentence: str
+) -> None:
+    answer = ask(bounded, path, compression)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"] == sentence
+    assert error.get("param", "kv_compression") == "kv_compression"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("change", [{}, {"policy": "snapkv(window=64)"}], ids=["pass", "window"])
+def test_what_is_at_the_bound_is_served(bounded: Running, path: str, change: dict) -> None:
+    answer = ask(bounded, path, {**SMALL, **change})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["kv_cache"]["tokens_evicted"] > 0
+
+
+def test_the_window_inside_a_wrapper_counts() -> None:
+    asked = CompressionConfig("segments(snapkv(window=65))", 64, 16, 2, 16)
+    with pytest.raises(InvalidArgumentError, match="looks back on 65 queries"):
+        check_limits(asked, None, LIMITS)
+
+
+def test_the_servers_own_settings_are_never_refused() -> None:
+    """Whatever is not beyond both the bounds and what the operator chose."""
+    own = CompressionConfig("snapkv(window=100)", budget=200, interval=4, sinks=2, recent=16)
+    check_limits(own, own, LIMITS)
+    check_limits(CompressionConfig("snapkv(window=90)", 190, 5, 2, 16), own, LIMITS)
+    for asked, words in (
+        (CompressionConfig("knorm", 200, 3, 2, 16), "ask for 4 or more"),
+        (CompressionConfig("knorm", 201, 4, 2, 16), "ask for 200 or less"),
+        (CompressionConfig("snapkv(window=101)", 200, 4, 2, 16), "window of 100 or less"),
+        (CompressionConfig("full", 200), "'full' keeps every token, but this server keeps 200 at most"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            check_limits(asked, own, LIMITS)
+
+
+def test_keeping_everything_is_no_more_than_a_server_does_that_compresses_nothing() -> None:
+    check_limits(CompressionConfig("full", 64, recent=16), None, LIMITS)
+    check_limits(
+        CompressionConfig("full"), CompressionConfig("knorm"), ServerConfig(served_model_name=("m",))
+    )
+
+
+def test_a_policy_without_passes_has_no_interval() -> None:
+    check_limits(CompressionConfig("full", interval=1), None, ServerConfig(served_model_name=("m",)))
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_the_defaults_take_every_policy_as_it_comes(policy: str) -> None:
+    check_limits(CompressionConfig(policy), None, ServerConfig(served_model_name=("m",)))
+
+
+def test_an_embedded_engine_has_no_such_bounds() -> None:
+    llm = LLM(demo_model(), num_blocks=64)
+    often = CompressionConfig("snapkv(window=100)", budget=128, interval=1, sinks=2, recent=16)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    [output] = llm.generate([PROMPT], params, often)
+    assert output.metrics.tokens_evicted > len(PROMPT) - 128, "a pass for the prompt and one per token"
