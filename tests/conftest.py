@@ -1,4 +1,4 @@
-"""One thread, no network, and each tiny model written to disk once per session.
+"""One thread, no network, nothing timed, and each tiny model written to disk once per session.
 
 Set by environment, so that tests of the integer rooms run without importing torch.
 """
@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 os.environ.update(
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",

@@ -31,7 +31,7 @@ def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
             news = [
                 new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
             ]
-            streams = await asyncio.gather(*(engine.add(each) for each in news))
+            streams = await engine.add_all(news)
             return await asyncio.gather(*(read(stream) for stream in streams))
 
     for answers, length, compression in zip(run(main()), lengths, compressions, strict=True):
@@ -126,13 +126,14 @@ def test_the_first_and_the_last_update_bring_metrics(make_llm) -> None:
     async def main() -> list[Update]:
         async with serving(make_llm()) as engine:
             await read(await engine.add(new("first", 40)))
-            return [update async for update in await engine.add(new("again", 40))]
+            engine.halt_at = 0
+            stream, updates = await engine.add(new("again", 40)), []
+            for engine.halt_at in range(1, 13):
+                updates.append(await stream.next())
+            return updates
 
     updates = run(main())
-    assert [update.metrics is not None for update in updates if update is not updates[-1]] == [
-        True,
-        *[False] * (len(updates) - 2),
-    ]
+    assert [update.metrics is not None for update in updates] == [True, *[False] * 10, True]
     assert updates[0].metrics.num_cached_tokens == updates[-1].metrics.num_cached_tokens == 32
     assert updates[-1].metrics.num_generated_tokens == 12
 
@@ -173,6 +174,7 @@ def test_stopping_ends_what_runs_and_refuses_the_rest(make_llm) -> None:
 
     async def main() -> None:
         async with serving(llm) as engine:
+            engine.halt_at = 3
             stream = await engine.add(new("long", 9, long))
             await stream.next()
             adding = asyncio.ensure_future(engine.add(new("late", 9, long)))

@@ -168,11 +168,15 @@ def test_engine_options_are_checked_by_name_and_value(options, message, make_llm
         make_llm(**options)
 
 
-def test_priorities_of_a_batch(make_llm):
-    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
-    outputs = llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0, 1])
-    waited = [out.metrics.queue_s for out in outputs]
-    assert waited[1] < waited[2] < waited[0]
+def test_priorities_of_a_batch(make_llm, monkeypatch):
+    llm, requests = make_llm(scheduling_policy="priority", max_num_seqs=1), []
+    add = llm.engine.add_request
+    monkeypatch.setattr(
+        llm.engine, "add_request", lambda *args, **more: requests.append(add(*args, **more)) or requests[-1]
+    )
+    llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0, 1])
+    began = [request.arrival_s + request.metrics.queue_s for request in requests]
+    assert began[1] < began[2] < began[0]
     with pytest.raises(InvalidArgumentError, match="priority has 2 entries for 3 prompts"):
         llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0])
     with pytest.raises(InvalidArgumentError, match=r"prompt 1: priority is 3, but scheduling_policy is fcfs"):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx2
+import web
 from running import MODEL, Running
 
 from kvreclaim.server.anthropic.schemas import AnsweredMessage
@@ -38,7 +39,7 @@ def post(server: Running, path: str = "", **fields: Any) -> httpx2.Response:
     if not path:
         body = {"max_tokens": 12, "temperature": 0.0, **body}
     content, headers = json.dumps(body), {"content-type": "application/json"}
-    return httpx2.post(f"{server.base_url}/v1/messages{path}", content=content, headers=headers, timeout=60)
+    return web.post(f"{server.base_url}/v1/messages{path}", content=content, headers=headers)
 
 
 def answer(server: Running, **fields: Any) -> AnsweredMessage:

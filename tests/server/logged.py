@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import web
 from running import MODEL, Running
 from steering import until
 
@@ -67,7 +68,7 @@ class Log:
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx2.Response:
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
     headers = {"content-type": "application/json", **options.pop("headers", {})}
-    return httpx2.post(server.base_url + path, content=content, headers=headers, timeout=60, **options)
+    return web.post(server.base_url + path, content=content, headers=headers, **options)
 
 
 def complete(server: Running, **fields: Any) -> httpx2.Response:

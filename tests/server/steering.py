@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx2
+import web
 from running import Running
+from web import LIMIT_S
 
-LIMIT_S = 60.0
-"""What is awaited happens long before; a test that gets here has failed."""
+from kvreclaim import LLM, SamplingParams
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -41,6 +43,68 @@ def paused(server: Running) -> Iterator[None]:
     finally:
         go.set()
         held.result(LIMIT_S)
+
+
+@contextmanager
+def stepping(server: Running, may: Callable[[], object]) -> Iterator[None]:
+    """The engine does what it is told, but takes a step only where may() holds; asked in its thread."""
+    engine = server.service.engine
+    step = engine._step
+
+    def step_or_wait(inner: Any) -> None:
+        if may():
+            step(inner)
+        else:
+            time.sleep(0.001)
+
+    engine._step = step_or_wait
+    try:
+        yield
+    finally:
+        engine._step = step
+
+
+@contextmanager
+def halted(server: Running, num_tokens: int = 3, num_requests: int = 1) -> Iterator[Callable[[], None]]:
+    """In the block the engine halts whenever every output has so many tokens, so that no answer ends by
+    itself. Call what is yielded to wait until so many requests are there and have come so far."""
+    halt = threading.Event()
+
+    def may() -> bool:
+        requests = server.llm.engine.requests.values()
+        if any(seq.num_generated < num_tokens for request in requests for seq in request.sequences):
+            return True
+        if len(requests) >= num_requests:
+            halt.set()
+        return False
+
+    def wait() -> None:
+        assert halt.wait(LIMIT_S), "the engine did not get so far"
+
+    with stepping(server, may):
+        yield wait
+
+
+@contextmanager
+def read_at_once(server: Running) -> Iterator[None]:
+    """No step before every reader has taken what the last one brought: no two steps come in one piece."""
+    engine = server.service.engine
+
+    async def all_taken() -> bool:
+        readers = [cursor.stream for cursor in list(engine._cursors.values())]
+        return not engine._outbox and all(reader._pending is None for reader in readers)
+
+    def may() -> bool:
+        return asyncio.run_coroutine_threadsafe(all_taken(), server.loop).result(LIMIT_S)
+
+    with stepping(server, may):
+        yield
+
+
+def pieces(llm: LLM, prompt: str, params: SamplingParams) -> list[str]:
+    """The text of each step that brings text: what an answer's stream is made of if nothing is merged."""
+    texts = ["", *(output.outputs[0].text for output in llm.stream(prompt, params))]
+    return [after[len(before) :] for before, after in pairwise(texts) if after != before]
 
 
 def blocks_in_use(server: Running) -> int:
@@ -78,9 +142,7 @@ class Asking:
 
     def _ask(self) -> None:
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        self._answer = httpx2.post(
-            self._server.base_url + self._path, json=self._body, headers=headers, timeout=LIMIT_S
-        )
+        self._answer = web.post(self._server.base_url + self._path, json=self._body, headers=headers)
 
     def answer(self) -> httpx2.Response:
         """Wait for it."""

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import tiny
+import web
 from running import MODEL, Running, running_server
 from tokenizers.processors import TemplateProcessing
 
@@ -50,7 +50,7 @@ class Talker:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": SAID, **fields})
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = httpx2.post(self.running.base_url + path, json=body, timeout=60)
+        answer = web.post(self.running.base_url + path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -59,7 +59,7 @@ class Talker:
 
     def refused(self, path: str = "/v1/completions", **fields: Any) -> str:
         ask = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": SAID}
-        answer = httpx2.post(self.running.base_url + path, json={"model": MODEL, **ask, **fields})
+        answer = web.post(self.running.base_url + path, json={"model": MODEL, **ask, **fields})
         assert answer.status_code in (400, 404), answer.text
         return answer.json()["error"]["param"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
+import web
 from anthropic.types import Usage
 from running import MODEL, Running, running_server
 
@@ -72,7 +72,7 @@ class Cached:
             num_blocks -= 400 // SIZE
 
     def load(self) -> dict[str, int]:
-        return httpx2.get(f"{self.server.base_url}/load").json()
+        return web.get(f"{self.server.base_url}/load").json()
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from itertools import count
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
+import web
 from bare_messages import HELLO
 from messaging import GREEDY, Connect, ask, expected
 from running import MODEL, Running, running_server
-from steering import LIMIT_S, paused
+from steering import LIMIT_S, paused, read_at_once, until
 
 from kvreclaim import LLM
 from kvreclaim.server.anthropic import answer as answers
@@ -56,8 +56,7 @@ def test_keys_limits_and_sizes(tiny_oracle: LLM, connect: Connect):
             client.messages.create(**{**given, "system": "x" * 4000})
         with paused(server):
             waiting = asyncio.run_coroutine_threadsafe(_ask_async(server, given), server.loop)
-            while server.service.engine.num_queued < 1:
-                assert not waiting.done()
+            until(lambda: server.service.engine.num_queued)
             with pytest.raises(anthropic.RateLimitError, match="limit is 1") as refused:
                 client.messages.create(**given)
             assert refused.value.response.headers["retry-after"] == "1"
@@ -98,10 +97,11 @@ def test_a_failing_request_is_a_500_or_the_last_event_of_its_stream(
             assert error.value.body["error"]["type"] == "api_error"
             assert error.value.body["request_id"] in caplog.text
         failing.good_calls = 3
-        stream = client.messages.create(**given, stream=True)
-        assert next(stream).type == "message_start"
-        with pytest.raises(anthropic.APIStatusError, match="failed inside the engine") as error:
-            list(stream)
+        with read_at_once(server):
+            stream = client.messages.create(**given, stream=True)
+            assert next(stream).type == "message_start"
+            with pytest.raises(anthropic.APIStatusError, match="failed inside the engine") as error:
+                list(stream)
         assert error.value.body["error"]["type"] == "api_error"
         failing.good_calls = 10**9
         assert client.messages.create(**given).usage.output_tokens == 12, "the next request is served"
@@ -123,7 +123,7 @@ def test_pings_fill_the_silence(tiny_oracle: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiny_oracle.engine.runner, "forward", held)
     monkeypatch.setattr(answers, "PING_S", 0.01)
     body = {"model": MODEL, "max_tokens": 12, "messages": HELLO, "stream": True, **GREEDY}
-    with running_server(tiny_oracle) as server, httpx2.Client(timeout=LIMIT_S) as http:
+    with running_server(tiny_oracle) as server, web.Client() as http:
         request = http.build_request("POST", f"{server.base_url}/v1/messages", json=body)
         lines = http.send(request, stream=True).iter_lines()
         assert [next(lines) for _ in range(2)] == ["event: ping", 'data: {"type":"ping"}']

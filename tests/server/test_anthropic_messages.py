@@ -6,12 +6,12 @@ import asyncio
 import json
 
 import anthropic
-import httpx2
 import pytest
+import web
 from bare_messages import HELLO, RENDERED
 from messaging import GREEDY, Connect, ask, expected
 from running import MODEL, Running, running_server
-from steering import LIMIT_S
+from steering import LIMIT_S, halted, pieces, read_at_once
 
 from kvreclaim import LLM, SamplingParams, demo_model
 
@@ -31,14 +31,16 @@ def test_the_answer_is_the_engines(client: anthropic.Anthropic, tiny_oracle: LLM
     assert message.usage.output_tokens == 12
 
 
-def test_a_stream_is_the_answer_in_pieces(client: anthropic.Anthropic, tiny_oracle: LLM):
+def test_a_stream_is_the_answer_in_pieces(
+    client: anthropic.Anthropic, tiny_server: Running, tiny_oracle: LLM
+):
     text = expected(tiny_oracle).text
     given = {"model": MODEL, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
-    with client.messages.stream(**given) as stream:
-        pieces = list(stream.text_stream)
+    with read_at_once(tiny_server), client.messages.stream(**given) as stream:
+        found = list(stream.text_stream)
         final = stream.get_final_message()
-    assert "".join(pieces) == final.content[0].text == text
-    assert len(pieces) > 3
+    assert found == pieces(tiny_oracle, RENDERED, SamplingParams(temperature=0.0, max_tokens=12))
+    assert "".join(found) == final.content[0].text == text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
     raw = list(client.messages.create(**given, stream=True))
     assert "".join(e.delta.text for e in raw if e.type == "content_block_delta") == text
@@ -46,7 +48,7 @@ def test_a_stream_is_the_answer_in_pieces(client: anthropic.Anthropic, tiny_orac
 
 def test_what_a_stream_looks_like_on_the_wire(tiny_server: Running):
     body = {"model": MODEL, "max_tokens": 5, "messages": HELLO, "stream": True, **GREEDY}
-    response = httpx2.post(f"{tiny_server.base_url}/v1/messages", json=body)
+    response = web.post(f"{tiny_server.base_url}/v1/messages", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [event.split("\n") for event in response.text.removesuffix("\n\n").split("\n\n")]
     names = [name.removeprefix("event: ") for name, _ in lines]
@@ -150,8 +152,9 @@ def test_a_server_that_shuts_down_pauses_the_turn(tiny_oracle: LLM, connect: Con
     with running_server(tiny_oracle) as server:
         client = connect(server)
         given = {"model": MODEL, "max_tokens": 400, "messages": HELLO}
-        with client.messages.stream(**given) as stream:
+        with halted(server) as wait, client.messages.stream(**given) as stream:
             assert next(iter(stream)).type == "message_start"
+            wait()
             engine = server.service.engine
             asyncio.run_coroutine_threadsafe(engine.abort_all(), server.loop).result(LIMIT_S)
             final = stream.get_final_message()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
+import web
 from bare_messages import HELLO, TEMPLATE, TOOL, USE, post, refused
 from running import MODEL, Running, running_server
 
@@ -112,7 +112,7 @@ def test_refusals_name_the_field(own: Running, fields: dict[str, Any], named: st
     if len(body) < len(fields):
         whole = {"model": MODEL, "max_tokens": 12, "messages": HELLO}
         whole = {key: value for key, value in whole.items() if key not in fields}
-        response = httpx2.post(f"{own.base_url}/v1/messages", json=whole)
+        response = web.post(f"{own.base_url}/v1/messages", json=whole)
         assert response.status_code == 400
         assert named in response.json()["error"]["message"]
     else:

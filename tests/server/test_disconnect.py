@@ -7,10 +7,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
+import web
 from running import MODEL, Running, running_server
-from steering import LIMIT_S, assert_empty, blocks_in_use, paused, until
+from steering import LIMIT_S, assert_empty, blocks_in_use, halted, paused, stepping, until
 
 from kvreclaim import LLM, demo_model
 
@@ -67,29 +67,24 @@ class Client:
         self.socket.close()
 
 
-def num_finished(server: Running) -> int:
-    return server.llm.engine.totals.finished.get("length", 0)
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_leaving_a_stream_gives_its_blocks_back(busy: Running, path: str) -> None:
-    finished = num_finished(busy)
-    client = Client(busy, path, {**BODIES[path], "stream": True})
-    client.read_until(b"data: ")
-    assert blocks_in_use(busy) > 0
-    client.leave()
-    assert_empty(busy)
-    assert num_finished(busy) == finished
+    with halted(busy):
+        client = Client(busy, path, {**BODIES[path], "stream": True})
+        client.read_until(b"data: ")
+        assert blocks_in_use(busy) > 0
+        client.leave()
+        assert_empty(busy)
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_leaving_while_waiting_for_the_whole_answer_gives_its_blocks_back(busy: Running, path: str) -> None:
-    finished = num_finished(busy)
-    client = Client(busy, path, BODIES[path])
-    until(lambda: blocks_in_use(busy) > 0)
-    client.leave()
-    assert_empty(busy)
-    assert num_finished(busy) == finished
+    with halted(busy) as wait:
+        client = Client(busy, path, BODIES[path])
+        wait()
+        assert blocks_in_use(busy) > 0
+        client.leave()
+        assert_empty(busy)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -107,16 +102,17 @@ def test_leaving_the_queue_leaves_nothing_in_it(busy: Running, path: str, stream
 def test_leaving_the_waiting_line_behind_others_leaves_the_others(busy: Running) -> None:
     path = "/v1/completions"
     scheduler = busy.llm.engine.scheduler
-    first = [Client(busy, path, {**BODIES[path], "stream": True}) for _ in range(4)]
-    until(lambda: len(scheduler.running) == 4)
-    last = Client(busy, path, {**BODIES[path], "stream": True})
-    until(lambda: len(scheduler.waiting) == 1)
-    last.leave()
-    until(lambda: not scheduler.waiting)
-    assert len(scheduler.running) == 4
-    for client in first:
-        client.leave()
-    assert_empty(busy)
+    with stepping(busy, lambda: scheduler.waiting and len(scheduler.running) < 4):
+        first = [Client(busy, path, {**BODIES[path], "stream": True}) for _ in range(4)]
+        until(lambda: len(scheduler.running) == 4)
+        last = Client(busy, path, {**BODIES[path], "stream": True})
+        until(lambda: len(scheduler.waiting) == 1)
+        last.leave()
+        until(lambda: not scheduler.waiting)
+        assert len(scheduler.running) == 4
+        for client in first:
+            client.leave()
+        assert_empty(busy)
 
 
 def test_leaving_takes_every_prompt_and_every_output_along(busy: Running) -> None:
@@ -133,11 +129,12 @@ def test_a_client_that_does_not_read_holds_up_nobody(busy: Running) -> None:
     path, num_tokens, room = "/v1/completions", 600, 8192
     busy.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
     long = {"max_tokens": num_tokens, "min_tokens": num_tokens, "logprobs": 5, "stream": True}
-    stuck = Client(busy, path, BODIES[path] | long, buffer=room)
-    until(lambda: blocks_in_use(busy) > 0)
+    with halted(busy) as wait:
+        stuck = Client(busy, path, BODIES[path] | long, buffer=room)
+        wait()
     short = {"model": MODEL, "prompt": "GO wind", "max_tokens": 8, "temperature": 0.0}
     for _ in range(5):
-        assert httpx2.post(busy.base_url + path, json=short, timeout=LIMIT_S).status_code == 200
+        assert web.post(busy.base_url + path, json=short).status_code == 200
     assert_empty(busy)  # its own request has come to its end without a reader
     chunks = [
         json.loads(line[6:])["choices"]

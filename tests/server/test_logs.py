@@ -8,10 +8,11 @@ import logging
 import re
 from collections.abc import Iterator
 
-import httpx2
 import pytest
+import web
 from logged import Log, complete, post
 from running import MODEL, Running, running_server
+from steering import halted
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.errors import InvalidArgumentError
@@ -91,16 +92,17 @@ def test_tenants_are_digests() -> None:
 
 def test_a_client_that_leaves_is_a_499(server: Running, log: Log) -> None:
     body = {"model": MODEL, "prompt": "GO", "max_tokens": 200, "stream": True, "ignore_eos": True}
-    with httpx2.stream("POST", f"{server.base_url}/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
-    line = log.access(answer.headers["x-request-id"])
+    with halted(server):
+        with web.stream("POST", f"{server.base_url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        line = log.access(answer.headers["x-request-id"])
     assert line["status"] == 499
     assert line["finish_reasons"] == ["abort"]
     assert 1 <= line["completion_tokens"] < 200
 
 
 def test_what_machines_ask_again_and_again_is_quiet(server: Running, log: Log) -> None:
-    ids = [httpx2.get(server.base_url + path).headers["x-request-id"] for path in logs.QUIET_ROUTES]
+    ids = [web.get(server.base_url + path).headers["x-request-id"] for path in logs.QUIET_ROUTES]
     assert [log.access(request_id)["level"] for request_id in ids] == ["debug"] * len(ids)
 
 

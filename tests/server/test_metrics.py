@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 import httpx2
-import openai
 import pytest
+import web
 from exposition import Scrape
-from running import MODEL, Running, running_server
-from steering import until
+from running import MODEL, Running, openai_client, running_server
+from steering import assert_empty, halted, until
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.server.metrics.catalogue import CATALOGUE, Kind
@@ -45,12 +45,12 @@ def counted() -> Iterator[Running]:
 
 
 def scrape(server: Running, **headers: str) -> Scrape:
-    return Scrape.of(httpx2.get(f"{server.base_url}/metrics", headers=headers).text)
+    return Scrape.of(web.get(f"{server.base_url}/metrics", headers=headers).text)
 
 
 def complete(server: Running, **fields) -> httpx2.Response:
     body = {"model": MODEL, "prompt": "GO wind", "max_tokens": 4, **fields}
-    return httpx2.post(f"{server.base_url}/v1/completions", json=body, timeout=60)
+    return web.post(f"{server.base_url}/v1/completions", json=body)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ SCRAPERS = (
 
 @pytest.mark.parametrize("accept", SCRAPERS)
 def test_every_scraper_gets_the_same_names(counted: Running, accept: str | None) -> None:
-    answer = httpx2.get(f"{counted.base_url}/metrics", headers={"accept": accept} if accept else {})
+    answer = web.get(f"{counted.base_url}/metrics", headers={"accept": accept} if accept else {})
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
     assert sum(line.startswith("vllm:num_requests_running{") for line in lines) == 1
@@ -138,7 +138,7 @@ def test_answers_by_route_and_status(counted: Running) -> None:
     before = scrape(counted)
     for fields in ({}, {"nonsense": 1}, {"model": "other"}):
         complete(counted, **fields)
-    httpx2.get(f"{counted.base_url}/no/such/route/4711")
+    web.get(f"{counted.base_url}/no/such/route/4711")
 
     def grown(status: int, handler: str) -> float:
         labels = {"status": str(status), "handler": handler}
@@ -156,12 +156,13 @@ def test_answers_by_route_and_status(counted: Running) -> None:
 def test_a_client_that_leaves(counted: Running) -> None:
     before = scrape(counted)
     extra = {"ignore_eos": True}
-    with openai.OpenAI(base_url=f"{counted.base_url}/v1", api_key="x", max_retries=0) as client:
+    with halted(counted), openai_client(counted) as client:
         stream = client.completions.create(
             model=MODEL, prompt="GO wind", max_tokens=400, stream=True, extra_body=extra
         )
         next(iter(stream))
         stream.close()
+        assert_empty(counted)
 
     def grown(name: str, **labels: str) -> float:
         return scrape(counted).total(name, **labels) - before.total(name, **labels)
@@ -176,7 +177,7 @@ def test_only_the_operator_reads_metrics() -> None:
     with running_server(llm, api_keys=("tenant",), operator_key="operator") as server:
         for key, status in (("tenant", 401), ("operator", 200), (None, 401)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            assert httpx2.get(f"{server.base_url}/metrics", headers=headers).status_code == status
+            assert web.get(f"{server.base_url}/metrics", headers=headers).status_code == status
         names = scrape(server, authorization="Bearer operator").names
         assert "vllm:num_requests_running" in names
 

@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 
-import httpx2
 import openai
 import pytest
+import web
 from running import MODEL, Running, openai_client
+from steering import pieces, read_at_once
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 
@@ -51,14 +52,16 @@ def test_the_answer_is_the_engines(client: openai.OpenAI, tiny_oracle: LLM):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
 
 
-def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, tiny_oracle: LLM):
+def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, tiny_server: Running, tiny_oracle: LLM):
     expected = tiny_oracle.generate(PROMPT, GREEDY)[0].outputs[0].text
     options = {"include_usage": True}
-    chunks = list(
-        client.completions.create(prompt=PROMPT, **GREEDY_FIELDS, stream=True, stream_options=options)
-    )
+    with read_at_once(tiny_server):
+        chunks = list(
+            client.completions.create(prompt=PROMPT, **GREEDY_FIELDS, stream=True, stream_options=options)
+        )
     assert gather(chunks) == {0: expected}
-    assert len(chunks) > 3
+    found = [choice.text for chunk in chunks for choice in chunk.choices if choice.text]
+    assert found == pieces(tiny_oracle, PROMPT, GREEDY)
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == []
@@ -68,7 +71,7 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI, tiny_oracle: LL
 
 def test_what_a_stream_looks_like_on_the_wire(tiny_server: Running):
     body = {**GREEDY_FIELDS, "prompt": PROMPT, "stream": True}
-    answer = httpx2.post(f"{tiny_server.base_url}/v1/completions", json=body)
+    answer = web.post(f"{tiny_server.base_url}/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, end = answer.text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
+import web
 from running import MODEL, Running, openai_client, running_server
 from steering import LIMIT_S, Asking, paused, until
 
@@ -257,7 +257,7 @@ def test_a_failure_after_the_answer_has_begun(
 )
 def test_bodies_that_are_no_request(limited: Running, body: bytes):
     headers = {"authorization": "Bearer k1", "content-type": "application/json"}
-    answer = httpx2.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
+    answer = web.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
@@ -267,7 +267,7 @@ def test_half_a_character(limited: Running, field: str):
     body = {**COMPLETION, field: "\ud800"}
     headers = {"authorization": "Bearer k1", "content-type": "application/json"}
     address = f"{limited.base_url}/v1/completions"
-    answer = httpx2.post(address, content=json.dumps(body).encode(), headers=headers)
+    answer = web.post(address, content=json.dumps(body).encode(), headers=headers)
     assert answer.status_code == (404 if field == "model" else 400)
 
 
@@ -291,5 +291,5 @@ def test_numbers_beyond_all_bounds(client: openai.OpenAI):
 def test_a_name_that_is_half_a_character(limited: Running):
     body = b'{"model": "m", "prompt": "a", "\\ud800": 1}'
     headers = {"authorization": "Bearer k1", "content-type": "application/json"}
-    answer = httpx2.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
+    answer = web.post(f"{limited.base_url}/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400

@@ -10,6 +10,7 @@ from pathlib import Path
 import anthropic
 import httpx2
 import pytest
+import web
 from running import MODEL, Running, openai_client, running_server
 from steering import LIMIT_S, Asking
 
@@ -27,7 +28,7 @@ def named(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 
 def post(server: Running, path: str, **body) -> httpx2.Response:
-    return httpx2.post(server.base_url + path, json=body)
+    return web.post(server.base_url + path, json=body)
 
 
 def test_models_for_openai(named: Running):
@@ -54,7 +55,7 @@ def test_models_for_anthropic(named: Running):
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "zoo=1"])
 def test_a_list_that_nobody_can_give(named: Running, query: str):
-    answer = httpx2.get(f"{named.base_url}/v1/models?{query}")
+    answer = web.get(f"{named.base_url}/v1/models?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
@@ -94,7 +95,7 @@ def test_a_conversation_is_rendered_aside(tiny_server: Running, monkeypatch: pyt
     limit = {} if path == "/tokenize" else {"max_tokens": 1}
     asking = Asking(tiny_server, path, {"model": MODEL, "messages": MESSAGES, **limit})
     assert entered.wait(LIMIT_S)
-    assert httpx2.get(f"{tiny_server.base_url}/health").status_code == 200
+    assert web.get(f"{tiny_server.base_url}/health").status_code == 200
     go.set()
     assert asking.answer().status_code == 200
 

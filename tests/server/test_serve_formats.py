@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import httpx2
 import openai
 import pytest
+import web
 from exposition import Scrape
 from running import MODEL, Running, openai_client, running_server
 
@@ -45,7 +45,7 @@ def test_a_compressed_request_frees_blocks(server):
 
 
 def test_metrics_name_the_format(server):
-    scrape = Scrape.of(httpx2.get(f"{server.base_url}/metrics").text)
+    scrape = Scrape.of(web.get(f"{server.base_url}/metrics").text)
     [(labels, value)] = scrape.rows("vllm:cache_config_info")
     assert (labels["cache_dtype"], labels["kv_cache_dtype"], value) == ("int8", "int8", 1)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx2
 import openai
 import pytest
+import web
 from running import MODEL, Running, running_server
 from steering import LIMIT_S
 
@@ -83,7 +83,7 @@ def test_both_dialects_and_all_ways_to_send_a_key(server: Running):
     assert complete(server, "bob") == 0
     assert complete(server, "alice") > 0
     body = {"model": MODEL, "prompt": TEXT, "max_tokens": 1}
-    by_header = httpx2.post(f"{server.base_url}/v1/completions", json=body, headers={"x-api-key": "alice"})
+    by_header = web.post(f"{server.base_url}/v1/completions", json=body, headers={"x-api-key": "alice"})
     assert by_header.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
@@ -113,7 +113,7 @@ def work_for_bob(directory: Path, *before: tuple[str, str]) -> tuple[Any, ...]:
         def post(key: str, prompt: str) -> tuple[list[tuple[int, ...]], Any, Any]:
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0.0}
             headers = {"authorization": f"Bearer {key}"}
-            answer = httpx2.post(f"{server.base_url}/v1/completions", json=body, headers=headers).json()
+            answer = web.post(f"{server.base_url}/v1/completions", json=body, headers=headers).json()
             settled = engine.call(lambda _: None)  # the last step has been observed
             asyncio.run_coroutine_threadsafe(settled, server.loop).result(LIMIT_S)
             return work.take(), answer["usage"], answer["choices"]
@@ -141,14 +141,14 @@ def test_what_concerns_all_is_the_operators(server: Running):
     """Counts and charts of everybody's traffic would tell what a tenant's own answers do not."""
     for path in ("/metrics", "/load", "/", "/openapi.json"):
         for key in KEYS:
-            refused = httpx2.get(f"{server.base_url}{path}", headers={"x-api-key": key})
+            refused = web.get(f"{server.base_url}{path}", headers={"x-api-key": key})
             assert refused.status_code == 401, path
             assert "operator" in refused.json()["error"]["message"]
-        allowed = httpx2.get(f"{server.base_url}{path}", headers={"x-api-key": "operator"})
+        allowed = web.get(f"{server.base_url}{path}", headers={"x-api-key": "operator"})
         assert allowed.status_code == 200, path
-    assert httpx2.get(f"{server.base_url}/health").status_code == 200
-    assert httpx2.get(f"{server.base_url}/version").status_code == 401
-    assert httpx2.get(f"{server.base_url}/version", headers={"x-api-key": "bob"}).status_code == 200
+    assert web.get(f"{server.base_url}/health").status_code == 200
+    assert web.get(f"{server.base_url}/version").status_code == 401
+    assert web.get(f"{server.base_url}/version", headers={"x-api-key": "bob"}).status_code == 200
 
 
 def test_pins_of_one_tenant_do_not_starve_another(server: Running):
@@ -158,7 +158,7 @@ def test_pins_of_one_tenant_do_not_starve_another(server: Running):
             text = {"type": "text", "text": f"{number} " + "x" * 300, "cache_control": {**MARK, "ttl": "1h"}}
             message = [{"role": "user", "content": [text]}]
             client.messages.create(model=MODEL, max_tokens=1, messages=message)
-    load = httpx2.get(f"{server.base_url}/load", headers={"x-api-key": "operator"}).json()
+    load = web.get(f"{server.base_url}/load", headers={"x-api-key": "operator"}).json()
     assert load["blocks_pinned"] == 64
     _, created = ask(server, "bob")
     assert created > 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import web
 from collecting import Collector, collector, named
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, http_attributes, url_attributes
@@ -38,7 +39,7 @@ def traced(ask: Callable[[Running], Any], **config: Any) -> tuple[Any, Collector
 
 
 def post(server: Running, path: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
-    return httpx2.post(server.base_url + path, json={"model": MODEL, **body}, headers=headers, timeout=60)
+    return web.post(server.base_url + path, json={"model": MODEL, **body}, headers=headers)
 
 
 def test_a_span_says_what_was_asked_and_what_came() -> None:
@@ -166,9 +167,9 @@ def test_what_is_not_traced() -> None:
 
     def ask(server: Running) -> None:
         for path in ("/health", "/metrics", "/load"):
-            httpx2.get(server.base_url + path)
+            web.get(server.base_url + path)
         post(server, "/v1/completions", {"prompt": "GO"}, traceparent=UNSAMPLED)
-        httpx2.get(f"{server.base_url}/v1/models", headers={"traceparent": "nonsense"})
+        web.get(f"{server.base_url}/v1/models", headers={"traceparent": "nonsense"})
 
     _, sink = traced(ask)
     assert [span.name for span in sink.spans] == ["GET /v1/models"]

@@ -158,7 +158,11 @@ def test_nan_in_a_live_slot_is_not_hidden() -> None:
     assert not out[0, :3].isnan().any()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 700)), min_size=1, max_size=12),
     group=st.sampled_from([1, 2, 4, 8]),

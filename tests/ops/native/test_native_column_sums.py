@@ -149,7 +149,11 @@ def batches(draw) -> tuple[Shape, list[Ask], int | None]:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(batches())
 def test_any_batch(case: tuple[Shape, list[Ask], int | None]) -> None:
     shape, asked, window = case

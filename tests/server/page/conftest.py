@@ -11,11 +11,12 @@ from urllib.parse import urlparse
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from running import Running, running_server
+from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 1000 * LIMIT_S
 OpenPage = Callable[..., Page]
 
 

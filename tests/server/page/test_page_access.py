@@ -110,7 +110,7 @@ def test_the_pool_is_announced_now_and_then(page_server: Running, open_page: Ope
     page = open_page(page_server)
     announcer = page.locator("#pool-news")
     expect(announcer).to_have_attribute("aria-live", "polite")
-    expect(announcer).to_contain_text("of 1,024 blocks in use", timeout=60_000)
+    expect(announcer).to_contain_text("of 1,024 blocks in use")
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(page_server: Running, open_page: OpenPage) -> None:

@@ -9,7 +9,7 @@ import re
 import runpy
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -19,8 +19,9 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+import web
 from running import MODEL, Running, running_server
-from steering import until
+from steering import halted, until
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.face.pool_view import IN_USE
@@ -36,7 +37,7 @@ COMPRESSION = {"policy": "query_mixture", "budget": 256, "recent": 64, "interval
 def feed_of(server: Running, **headers: str) -> Iterator[Iterator[tuple[str, Any]]]:
     """(name, data) of the feed's events."""
     url = f"{server.base_url}/page/feed"
-    with httpx2.stream("GET", url, headers=headers, timeout=60) as response:
+    with web.stream("GET", url, headers=headers) as response:
         assert response.status_code == 200
         yield events_in(response)
 
@@ -50,6 +51,17 @@ def events_in(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
             yield name, json.loads(line[6:])
 
 
+def compactions_until(
+    events: Iterator[tuple[str, Any]], holds: Callable[[dict[str, Any]], object]
+) -> Iterator[dict[str, Any]]:
+    """What is told of compactions before the next frame of which this holds."""
+    for name, data in events:
+        if name == "compactions":
+            yield data
+        elif holds(data):
+            return
+
+
 def cells_of(frame: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(state, owner) of a pool without groups."""
     raw = zlib.decompress(base64.b64decode(frame["cells"]))
@@ -59,7 +71,7 @@ def cells_of(frame: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def complete(server: Running, **fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "prompt": EXAMPLES["demo"][0]["prompt"], "temperature": 0, **fields}
-    answer = httpx2.post(f"{server.base_url}/v1/completions", json=body, timeout=120)
+    answer = web.post(f"{server.base_url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -86,7 +98,7 @@ class Outside(HTMLParser):
 
 
 def test_the_page_loads_from_its_own_server_alone(page_server: Running) -> None:
-    answer = httpx2.get(page_server.base_url)
+    answer = web.get(page_server.base_url)
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -96,7 +108,7 @@ def test_the_page_loads_from_its_own_server_alone(page_server: Running) -> None:
     for url in parser.urls:
         assert url.startswith(("/", "#"))
         if url.startswith("/page/"):
-            file = httpx2.get(page_server.base_url + url)
+            file = web.get(page_server.base_url + url)
             assert file.status_code == 200
             assert file.headers["x-content-type-options"] == "nosniff"
     static = files("kvreclaim.server.page") / "static"
@@ -106,14 +118,14 @@ def test_the_page_loads_from_its_own_server_alone(page_server: Running) -> None:
 
 
 def test_a_browser_keeps_files_that_have_not_changed(page_server: Running) -> None:
-    first = httpx2.get(page_server.base_url)
-    again = httpx2.get(page_server.base_url, headers={"if-none-match": first.headers["etag"]})
+    first = web.get(page_server.base_url)
+    again = web.get(page_server.base_url, headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Froutes.py", "%2e%2e/routes.py", "../examples.json"])
 def test_other_files_are_not_served(page_server: Running, name: str) -> None:
-    assert httpx2.get(f"{page_server.base_url}/page/static/{name}").status_code == 404
+    assert web.get(f"{page_server.base_url}/page/static/{name}").status_code == 404
 
 
 def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
@@ -121,8 +133,9 @@ def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
         before = next(data for name, data in events if name == "frame")
         assert before["requests"] == []
         thread = threading.Thread(target=complete, args=(page_server,), kwargs={"max_tokens": 500})
-        thread.start()
-        frame = next(data for name, data in events if name == "frame" and data["requests"])
+        with halted(page_server):
+            thread.start()
+            frame = next(data for name, data in events if name == "frame" and data["requests"])
         request_id, logical, physical, blocks, evicted, freed = frame["requests"][0]
         state, owner = cells_of(frame)
         assert request_id.startswith("req-")
@@ -140,7 +153,7 @@ def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
 def test_every_compaction_is_told(page_server: Running) -> None:
     prompt = EXAMPLES["demo"][1]["prompt"]
     answers: list[dict[str, Any]] = []
-    told, cells = [], 0
+    told: list[dict[str, Any]] = []
 
     def ask() -> None:
         fields = {"kv_compression": COMPRESSION, "max_tokens": 300, "ignore_eos": True}
@@ -149,23 +162,17 @@ def test_every_compaction_is_told(page_server: Running) -> None:
     with feed_of(page_server) as events:
         next(events)
         thread = threading.Thread(target=ask)
-        thread.start()
-        seen = False
-        for name, data in events:
-            if name == "compactions":
-                told += data["passes"]
-                cells += len(np.frombuffer(base64.b64decode(data["cells"]), "<u2"))
-            elif data["requests"]:
-                seen = True
-            elif seen:
-                break
+        with halted(page_server, num_tokens=100):
+            thread.start()
+            told += compactions_until(events, lambda frame: frame["requests"])
+        told += compactions_until(events, lambda frame: not frame["requests"])
         thread.join()
-    cache = answers[0]["usage"]["kv_cache"]
-    assert len(told) > 3
-    assert sum(freed for *_, freed, _ in told) == cache["blocks_freed"]
-    assert sum(evicted for *_, evicted in told) == cache["tokens_evicted"]
-    assert all(before - after == freed for _, before, after, freed, _ in told)
-    assert cells > 0
+    cache, passes = answers[0]["usage"]["kv_cache"], [each for data in told for each in data["passes"]]
+    assert len(passes) > 3
+    assert sum(freed for *_, freed, _ in passes) == cache["blocks_freed"]
+    assert sum(evicted for *_, evicted in passes) == cache["tokens_evicted"]
+    assert all(before - after == freed for _, before, after, freed, _ in passes)
+    assert sum(len(np.frombuffer(base64.b64decode(data["cells"]), "<u2")) for data in told) > 0
 
 
 def test_nobody_reads_the_engine_while_nobody_watches(page_server: Running) -> None:
@@ -197,12 +204,12 @@ def test_a_viewer_that_does_not_read_gets_the_last_frame_and_bounded_news() -> N
 
 def test_there_is_room_for_so_many_viewers(page_server: Running) -> None:
     url = f"{page_server.base_url}/page/feed"
-    with httpx2.Client(timeout=60) as client:
+    with web.Client() as client:
         until(lambda: not is_watched(page_server))
         request = client.build_request("GET", url)
         open_feeds = [client.send(request, stream=True) for _ in range(MAX_VIEWERS)]
         assert [answer.status_code for answer in open_feeds] == [200] * MAX_VIEWERS
-        refused = httpx2.get(url)
+        refused = web.get(url)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "5"
         assert next(events_in(open_feeds[-1]))[0] == "frame"
@@ -215,25 +222,25 @@ def test_the_feed_ends_when_the_server_drains() -> None:
         next(events)
         server.loop.call_soon_threadsafe(server.service.draining.set)
         assert [data for name, data in events if name == "end"] == [{"reason": "draining"}]
-        assert httpx2.get(f"{server.base_url}/page/feed").status_code == 503
+        assert web.get(f"{server.base_url}/page/feed").status_code == 503
 
 
 def test_the_page_is_the_operators() -> None:
     with running_server(LLM(demo_model(), num_blocks=64), api_keys=("a", "b"), operator_key="op") as server:
         for path in ("/", "/page/static/main.js", "/page/feed", "/page/settings", "/page/example"):
             url = server.base_url + path
-            refused = httpx2.get(url, headers={"authorization": "Bearer a"})
+            refused = web.get(url, headers={"authorization": "Bearer a"})
             assert refused.status_code == 401, path
             assert refused.headers["www-authenticate"].startswith("Basic ")
             if path != "/page/feed":
-                assert httpx2.get(url, auth=("any", "op")).status_code == 200, path
+                assert web.get(url, auth=("any", "op")).status_code == 200, path
         basic = base64.b64encode(b"any:op").decode()
         with feed_of(server, authorization=f"Basic {basic}") as events:
             assert next(events)[0] == "frame"
 
 
 def test_every_policy_that_is_offered_runs(page_server: Running) -> None:
-    settings = httpx2.get(f"{page_server.base_url}/page/settings").json()
+    settings = web.get(f"{page_server.base_url}/page/settings").json()
     assert settings["models"] == [MODEL]
     assert {"query_mixture", "evict-only(query_mixture)", "streaming_llm", "h2o"} <= set(settings["policies"])
     for policy in settings["policies"]:
@@ -242,7 +249,7 @@ def test_every_policy_that_is_offered_runs(page_server: Running) -> None:
         assert answer["usage"]["completion_tokens"] == 2, policy
     body = {"model": MODEL, "prompt": "sun", "kv_compression": {"policy": "oracle"}}
     assert "oracle" not in settings["policies"]
-    assert httpx2.post(f"{page_server.base_url}/v1/completions", json=body).status_code == 400
+    assert web.post(f"{page_server.base_url}/v1/completions", json=body).status_code == 400
 
 
 def test_examples_are_those_of_their_script() -> None:
@@ -263,10 +270,10 @@ def test_each_example_is_answered_with_and_without_compression() -> None:
 
 
 def test_a_model_with_another_vocabulary_gets_a_text(tiny_server: Running) -> None:
-    assert httpx2.get(f"{tiny_server.base_url}/page/example").json() == EXAMPLES["text"][0]
+    assert web.get(f"{tiny_server.base_url}/page/example").json() == EXAMPLES["text"][0]
 
 
 def test_examples_go_round(page_server: Running) -> None:
     url = f"{page_server.base_url}/page/example"
-    got = [httpx2.get(url, params={"index": i}).json() for i in range(len(EXAMPLES["demo"]) + 1)]
+    got = [web.get(url, params={"index": i}).json() for i in range(len(EXAMPLES["demo"]) + 1)]
     assert got == [*EXAMPLES["demo"], EXAMPLES["demo"][0]]
