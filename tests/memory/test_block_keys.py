@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from kvreclaim.memory import BlockKeys, MemoryManager
-from kvreclaim.memory.block_keys import BlockHash
+from kvreclaim.memory.prefix.keys import BlockHash
 
 from .sequences import Plan, fork, write
 

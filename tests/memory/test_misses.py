@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from kvreclaim.memory import MISS_REASONS, BlockKeys, MemoryManager
-from kvreclaim.memory.block_keys import BlockHash
-from kvreclaim.memory.prefix_index import PrefixIndex
+from kvreclaim.memory.prefix.index import PrefixIndex
+from kvreclaim.memory.prefix.keys import BlockHash
 
 from .sequences import Plan, find, run
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory import BlockKeys
-from kvreclaim.memory.block_keys import BlockHash, BlockKey
-from kvreclaim.memory.prefix_index import Entry, Link, PrefixIndex
+from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
+from kvreclaim.memory.prefix.keys import BlockHash, BlockKey
 
 Blocks = list[list[int]]
 

@@ -18,8 +18,8 @@ from kvreclaim.bench.common import Row, table
 from kvreclaim.bench.prefix_trace import TOKENS_PER_HASH, TracedRequest, read_trace
 from kvreclaim.checks import check_choice, require
 from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, eviction_orders, make_order
-from kvreclaim.memory.block_keys import BlockHash, BlockKeys
-from kvreclaim.memory.prefix_index import Entry, Link
+from kvreclaim.memory.prefix.index import Entry, Link
+from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys
 
 BY_REQUEST: Final = "by request"
 """As the engine does: a request holds all its blocks until it ends, then gives them back last first."""

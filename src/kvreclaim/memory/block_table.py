@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvreclaim.memory.block_keys import BlockKeys
-from kvreclaim.memory.prefix_index import Entry, Link
+from kvreclaim.memory.prefix.index import Entry, Link
+from kvreclaim.memory.prefix.keys import BlockKeys
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory.block_keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.check import check_memory
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
@@ -15,8 +14,9 @@ from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_is_shared, unshare_t
 from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
-from kvreclaim.memory.prefix_index import NUM_REMEMBERED, PrefixIndex
+from kvreclaim.memory.prefix.cache import PrefixCache, PrefixMatch
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, PrefixIndex
+from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.shrink import ShrinkPlan, Shrunk, check_plan
 from kvreclaim.memory.stats import MemoryStats, memory_stats

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.block_keys import BlockKey
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
 from kvreclaim.memory.pins import Pins
-from kvreclaim.memory.prefix_index import Entry, Link, PrefixIndex
+from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
+from kvreclaim.memory.prefix.keys import BlockKey
 from kvreclaim.memory.residency import Residency
 
 

@@ -16,8 +16,8 @@ from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.core.scheduler import Listener, Scheduler
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from kvreclaim.engine.core.outputs import (
     ScoreOutput,
 )
 from kvreclaim.engine.ways.state import CompressionState
-from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.pins import Retention
+from kvreclaim.memory.prefix.keys import BlockKeys
 
 
 @dataclass(slots=True, eq=False)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvreclaim.memory.block_keys import BlockKeys
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.misses import INELIGIBLE, MISS_REASONS, SUB_BLOCK
 from kvreclaim.memory.pins import Retention, ttls
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix_index import Entry, Link
+from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK, Entry, Link
+from kvreclaim.memory.prefix.keys import BlockKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,10 @@ class PrefixCache:
         for i, entry in enumerate(entries):
             assert index.is_live(entry), f"block {entry.block}, number {i} of the match, was reused"
         chain = (entries[-1] if entries else index.root(keys.salt)) if self.enabled else None
-        self._pool.hit(match.block_ids, priority)
+        block_ids = match.block_ids
+        self._pool.hit(block_ids, priority)
         self._count(match)
-        table = BlockTable(keys, chain, list(match.block_ids), entries=list(entries), priority=priority)
+        table = BlockTable(keys, chain, list(block_ids), entries=list(entries), priority=priority)
         table.advance(match.num_tokens)
         return table
 

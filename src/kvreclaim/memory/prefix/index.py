@@ -6,11 +6,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
-from kvreclaim.memory.block_keys import BlockKey
-from kvreclaim.memory.misses import COLD, CORRUPT, EVICTED, SALT
+from kvreclaim.memory.prefix.keys import BlockKey
 
 NUM_REMEMBERED = 65_536
+
+COLD: Final = "cold"
+"""Never seen, or longer ago than is remembered."""
+EVICTED: Final = "evicted"
+"""Was there, and its block, or one before it, was reused lately."""
+SALT: Final = "salt"
+"""The prompt's first block is there, under another salt."""
+SUB_BLOCK: Final = "sub_block"
+"""The tail that fills no block; at least the one token that must be computed."""
+INELIGIBLE: Final = "ineligible"
+"""Nobody looked: caching is off, or the request may be served no longer prefix."""
+CORRUPT: Final = "corrupt"
+"""Another content lies under the same digest."""
+
+MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT)
+"""Why tokens of a prompt were not found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +148,7 @@ class PrefixIndex:
             del self._firsts[entry.tokens]
 
     def why_missing(self, parent: Link, key: BlockKey) -> str:
-        """The reason (misses.py) why find(parent, key) is None. Changes nothing."""
+        """The reason why find(parent, key) is None. Changes nothing."""
         digest, tokens = key
         entry = self._by_digest.get(digest)
         if entry is not None and (entry.tokens != tokens or entry.salt != parent.salt):
