@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_refused(case, monkeypatch):
     broken["gather_tokens"] = lambda *args: [x * 1.01 for x in reference.gather_tokens(*args)]
     if case.op == "write K/V":
         broken["gather_tokens"] = reference.gather_tokens
-        broken["write_kv"] = lambda cache, layer, k, v, slots: reference.write_kv(cache, layer, v, k, slots)
+        broken["write_kv"] = lambda layer, k, v, slots: reference.write_kv(layer, v, k, slots)
     backend = SimpleNamespace(NAME="broken", allocate=reference.allocate, **broken)
     monkeypatch.setattr(kernels, "_backend", lambda *_: backend)
     monkeypatch.setattr(kernels, "_time", lambda *_: pytest.fail("timed although it is wrong"))

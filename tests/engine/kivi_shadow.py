@@ -13,7 +13,7 @@ from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.ways.head_cells import head_cells, head_lengths
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import LayerCache, PagedTokens
 
 
 class KiviShadow(Shadow):
@@ -59,7 +59,7 @@ class KiviShadow(Shadow):
             for head, positions in enumerate(history.attended(layer)):
                 length = int(lengths[layer, head])
                 ids = cells[layer, head, : -(-length // cache.block_size)]
-                held = gather(engine.backend, cell_view(cache), 0, ids, length)
+                held = gather(engine.backend, cell_view(cache).layers[0], ids, length)
                 if seq.state.evicted is not None:
                     positions = torch.arange(length)
                 assert len(positions) == length
@@ -75,36 +75,39 @@ def watch_attention(llm: LLM, monkeypatch, see) -> None:
     backend = llm.engine.backend
     attend = backend.paged_attention
 
-    def watched(q: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, **how) -> Tensor:
-        out = attend(q, cache, layer, batch, **how)
+    def watched(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
+        out = attend(q, layer, batch)
         first = 0
         for slots in batch.sequences:
             rows = slice(first, first + slots.query_len)
             first = rows.stop
             if slots.query_len:
-                want = attention(backend, q[rows], cache, layer, slots, **how)
+                want = attention(backend, q[rows], layer, slots)
                 see(float((out[rows].double() - want).abs().max()))
         return out
 
     monkeypatch.setattr(backend, "paged_attention", watched)
 
 
-def gather(backend, cache: KVCache, layer: int, ids: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-    return backend.gather_tokens(PagedTokens(cache, layer, torch.from_numpy(ids.astype(np.int64)), length))
+def gather(backend, layer: LayerCache, ids: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    return backend.gather_tokens(PagedTokens(layer, torch.from_numpy(ids.astype(np.int64)), length))
 
 
-def attention(backend, q: Tensor, cache: KVCache, layer: int, slots: SequenceSlots, *, scale: float, **how):
+def attention(backend, q: Tensor, layer: LayerCache, slots: SequenceSlots) -> Tensor:
     """[t, H, Dv] fp64 by the definition; softcaps, windows and sinks are not of these models."""
-    assert all(x is None for x in how.values())
-    held = -(-slots.seq_len // cache.block_size)
-    k, v = (x.double() for x in gather(backend, cache, layer, slots.block_ids[:held], slots.seq_len))
+    softmax = layer.softmax
+    assert softmax.softcap is None
+    assert softmax.window is None
+    assert softmax.sinks is None
+    held = -(-slots.seq_len // layer.cache.block_size)
+    k, v = (x.double() for x in gather(backend, layer, slots.block_ids[:held], slots.seq_len))
     query = q.double().unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [K, G, t, D]
-    scores = torch.einsum("kgtd,ksd->kgts", query, k) * scale
+    scores = torch.einsum("kgtd,ksd->kgts", query, k) * softmax.scale
     places = torch.arange(slots.seq_len)
     hidden = places > places[-len(q) :, None]
     if slots.evicted is not None:
         gone = torch.zeros(k.shape[:2], dtype=torch.bool)
-        gone[:, : slots.evicted.shape[-1]] = slots.evicted[layer]
+        gone[:, : slots.evicted.shape[-1]] = slots.evicted[layer.index]
         hidden = hidden | gone[:, None, None]
     probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("kgts,ksd->kgtd", probs, v).flatten(0, 1).transpose(0, 1)

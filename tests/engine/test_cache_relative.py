@@ -270,12 +270,12 @@ def test_turning_what_moved_is_rotating_to_the_new_slot(style):
     mapping = (source[:, None] * 4 + torch.arange(4)).flatten()
     for layer in range(2):
         rotated = rotate(raw[layer], torch.arange(12), layout).float()
-        reference.write_kv(cache, layer, rotated.transpose(0, 1), torch.randn(12, 2, 4), mapping)
+        reference.write_kv(cache.layers[layer], rotated.transpose(0, 1), torch.randn(12, 2, 4), mapping)
     kept = torch.tensor([[[0, 1, 4, 9, 11], [0, 2, 3, 4, 5]], [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]])
     reference.compact(cache, kept, source, target)
     before = cache.k.clone(), cache.v.clone()
     turning.turn_moved_keys(reference, cache, kept, target, (layout, layout))
-    tokens_of = [reference.gather_tokens(PagedTokens(cache, layer, target, 5))[0] for layer in (0, 1)]
+    tokens_of = [reference.gather_tokens(PagedTokens(cache.layers[layer], target, 5))[0] for layer in (0, 1)]
     for layer in range(2):
         expected = rotate(raw[layer].take_along_dim(kept[layer][..., None], 1), torch.arange(5), layout)
         torch.testing.assert_close(tokens_of[layer].double(), expected, atol=1e-5, rtol=0)

@@ -72,7 +72,7 @@ def test_digests_are_those_of_the_keys_after_a_failed_pass(make_llm):
             full = (seq.num_computed if seq.seq_id in engine.signals.digests else 0) // 8
             ids = torch.tensor(engine.memory.table(seq.seq_id).blocks()[:full])
             for layer in range(engine.cache.num_layers if full else 0):
-                tokens = PagedTokens(engine.cache, layer, ids, full * 8)
+                tokens = PagedTokens(engine.cache.layers[layer], ids, full * 8)
                 keys = engine.backend.gather_tokens(tokens)[0].unflatten(1, (full, 8))
                 low, high = engine.signals.digests.row(seq.seq_id)[layer, :, :, :full]
                 assert torch.equal(low, keys.amin(2))

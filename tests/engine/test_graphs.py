@@ -17,8 +17,7 @@ from kvreclaim.engine.execute.runner import PagedKVBatch
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 S = 4
 MAX_LEN = 40
@@ -49,9 +48,9 @@ class Replayed:
 class ReferenceDecode:
     """decode_attention by the reference: reads its tables' tensors at every call, as kernels do."""
 
-    def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         real = slot_mapping >= 0
-        reference.write_kv(cache, layer, k[real], v[real], slot_mapping[real])
+        reference.write_kv(layer, k[real], v[real], slot_mapping[real])
 
     def static_tables(
         self, block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
@@ -60,15 +59,13 @@ class ReferenceDecode:
         assert num_kv_heads == 2
         return block_table, seq_lens, shifts
 
-    def decode_attention(
-        self, q: Tensor, cache: KVCache, layer: int, tables: tuple[Tensor, Tensor, Tensor], softmax: Softmax
-    ) -> Tensor:
+    def decode_attention(self, q: Tensor, layer: LayerCache, tables: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         rows = zip(*(x.tolist() for x in tables), strict=True)
         slots = [SequenceSlots(np.asarray(ids), 1, n, shift) for ids, n, shift in rows if n]
         out = torch.zeros_like(q)
         if slots:
             batch = AttentionBatch.build(tuple(slots), S, q.device)
-            out[: len(slots)] = reference.paged_attention(q[: len(slots)], cache, layer, batch, softmax)
+            out[: len(slots)] = reference.paged_attention(q[: len(slots)], layer, batch)
         return out
 
 
@@ -109,7 +106,7 @@ def world(tiny_dir) -> Callable[[str], World]:
         plain = reference.allocate(loaded.facts.layers, 60, S, like=like)
         for x in (plain.k, plain.v):
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
-        return World(loaded, plain, KVCache.plain(plain.k.clone(), plain.v.clone()))
+        return World(loaded, plain, KVCache.plain(plain.k.clone(), plain.v.clone(), plain.softmaxes))
 
     return make
 
@@ -229,7 +226,7 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
     plain = kernels.allocate(loaded.facts.layers, 60, S, like=like)
     plain.k.normal_()
     plain.v.normal_()
-    ours = KVCache.plain(plain.k.clone(), plain.v.clone())
+    ours = KVCache.plain(plain.k.clone(), plain.v.clone(), plain.softmaxes)
     graphs = DecodeGraphs(
         loaded.model, ours, kernels, max_num_seqs=5, max_model_len=MAX_LEN, capture=CudaCapture()
     )

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from column_sums_oracle import expected_sums, random_mask, random_positions
 from format_fill import CPU, Filled, Rig, fill, ids_on, inputs_of, open_blocks, read, write, written
-from paged_oracle import Ask, Shape, expected, noise
+from paged_oracle import Ask, Shape, expected, noise, under
 from torch import Tensor
 
 from kvreclaim.ops import scoring
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view, natural_cells
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS, KVFormat
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -82,7 +81,7 @@ def check_attention(rig: Rig, w: Filled, **how: Any) -> None:
     how = with_sinks(w.shape, how)
     batch, there = on_device(rig, w, how)
     for layer in range(w.shape.layers):
-        got = rig.backend.paged_attention(w.q[layer].to(rig.device), w.cache, layer, batch, Softmax(**there))
+        got = rig.backend.paged_attention(w.q[layer].to(rig.device), under(w.cache, layer, **there), batch)
         assert got.dtype == rig.dtype
         largest = max((v.abs().max().item() for v in w.values), default=0.0)
         tolerance = {**rig.tolerance, "atol": rig.tolerance["atol"] * max(1, largest) + rig.slack * largest}
@@ -93,7 +92,7 @@ def check_column_sums(rig: Rig, w: Filled, **how: Any) -> None:
     how = with_sinks(w.shape, how)
     batch, there = on_device(rig, w, how)
     for layer in range(w.shape.layers):
-        got = rig.backend.column_sums(w.q[layer].to(rig.device), w.cache, layer, batch, Softmax(**there))
+        got = rig.backend.column_sums(w.q[layer].to(rig.device), under(w.cache, layer, **there), batch)
         assert got.dtype == torch.float32
         want = expected_sums(w, layer, **how)
         most = max(1.0, want.max().item())
@@ -220,7 +219,7 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
     for layer in range(shape.layers):
         for head in range(shape.kv_heads):
             ids = ids_on(view, cells[layer, head])
-            k, v = rig.backend.gather_tokens(PagedTokens(view, 0, ids, num_tokens))
+            k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], ids, num_tokens))
             old = w.keys[0][layer, head], w.values[0][layer, head]
             assert same_bits(k[0].cpu(), old[0])
             assert same_bits(v[0].cpu(), old[1])
@@ -228,7 +227,7 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
             kept = random_kept(replace(shape, layers=1, kv_heads=1), num_tokens, count, seed=head)
             target = ids[: -(-count // shape.block_size)]
             rig.backend.compact(view, kept.to(rig.device), ids, target)
-            k, v = rig.backend.gather_tokens(PagedTokens(view, 0, target, count))
+            k, v = rig.backend.gather_tokens(PagedTokens(view.layers[0], target, count))
             for got, was in ((k[0].cpu(), old[0]), (v[0].cpu(), old[1])):
                 if not rig.fmt.has_open_blocks:
                     assert same_bits(got, was[kept[0, 0]])

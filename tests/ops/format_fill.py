@@ -54,7 +54,7 @@ class Filled(World):
     def tokens(self, ask: int, layer: int, cache: KVCache | None = None) -> PagedTokens:
         slots = self.batch.sequences[ask]
         cache = cache or self.cache
-        return PagedTokens(cache, layer, ids_on(cache, slots.block_ids), slots.seq_len)
+        return PagedTokens(cache.layers[layer], ids_on(cache, slots.block_ids), slots.seq_len)
 
 
 def ids_on(cache: KVCache, block_ids: np.ndarray) -> Tensor:
@@ -139,7 +139,7 @@ def write(
         mapping = (ids_on(cache, table).cpu()[slots // size] * size + slots % size).to(rig.device)
         for layer in range(cache.num_layers):
             k, v = (x[layer, :, first : first + chunk].transpose(0, 1).to(rig.device) for x in tokens)
-            rig.backend.write_kv(cache, layer, k, v, mapping)
+            rig.backend.write_kv(cache.layers[layer], k, v, mapping)
 
 
 def open_blocks(held: list[tuple[np.ndarray, int]], block_size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.reference import paged_attention
 
 TOLERANCE = {
@@ -125,10 +125,13 @@ def put(cache: KVCache, table: list[int], k: Tensor, v: Tensor) -> None:
             store[:, table[slot // cache.block_size], :, slot % cache.block_size] = x[:, :, slot]
 
 
+def under(cache: KVCache, layer: int, **softmax) -> LayerCache:
+    """A layer of the cache whose logits become weights in this way."""
+    return replace(cache.layers[layer], softmax=Softmax(**softmax))
+
+
 def attend(w: World, layer: int = 0, **how) -> Tensor:
-    return paged_attention(
-        w.q[layer], w.cache, layer, w.batch, Softmax(**{"scale": w.shape.dim**-0.5, **how})
-    )
+    return paged_attention(w.q[layer], under(w.cache, layer, **{"scale": w.shape.dim**-0.5, **how}), w.batch)
 
 
 def expected(w: World, layer: int = 0, *, sinks: Tensor | None = None, **how) -> Tensor:

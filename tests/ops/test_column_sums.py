@@ -9,10 +9,9 @@ import torch
 from column_sums_oracle import KINDS, Case, case, expected_sums, full_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, world
+from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, under, world
 
 from kvreclaim.ops import reference
-from kvreclaim.ops.facts import Softmax
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 SHAPES = [
@@ -26,7 +25,7 @@ SHAPES = [
 
 def sums(w, layer: int = 0, **how) -> torch.Tensor:
     return reference.column_sums(
-        w.q[layer], w.cache, layer, w.batch, Softmax(**{"scale": w.shape.dim**-0.5, **how})
+        w.q[layer], under(w.cache, layer, **{"scale": w.shape.dim**-0.5, **how}), w.batch
     )
 
 
@@ -107,7 +106,7 @@ def test_nothing_is_mutated_and_no_sequence_gives_nothing() -> None:
     for x, y in zip((w.q, w.cache.k, w.cache.v), before, strict=True):
         assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
     empty = type(w.batch).build((), w.shape.block_size, w.q.device)
-    assert reference.column_sums(w.q[0, :0], w.cache, 0, empty, Softmax(1.0)).shape == (0, 2, 0)
+    assert reference.column_sums(w.q[0, :0], under(w.cache, 0, scale=1.0), empty).shape == (0, 2, 0)
 
 
 @st.composite

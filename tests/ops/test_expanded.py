@@ -41,11 +41,11 @@ class World:
         return AttentionBatch.build((slots,), self.cache.block_size, torch.device("cpu"))
 
     def expanded(self) -> Tensor:
-        return expanded_attention(reference, self.tokens, self.query, self.weights, scale=SCALE)
+        return expanded_attention(reference, self.tokens, self.query, self.weights)
 
     def absorbed(self) -> Tensor:
         q = self.weights.absorb(self.query)
-        out = reference.paged_attention(q, self.cache, self.tokens.layer, self.batch, Softmax(SCALE))
+        out = reference.paged_attention(q, self.tokens.layer, self.batch)
         return self.weights.finish(out)
 
     def expected(self) -> Tensor:
@@ -72,11 +72,13 @@ def world(m: int, n: int, *, block_size=16, form="fp32", dtype=torch.float32, st
     slots = torch.arange(n)
     mapping = table[slots // block_size] * block_size + slots % block_size
     keys = noise(n, n, 1, RANK + ROTARY, dtype=dtype)
-    reference.write_kv(cache, 1, keys, keys[..., :RANK], mapping)
+    reference.write_kv(cache.layers[1], keys, keys[..., :RANK], mapping)
     both = noise(3, HEADS, NOPE + VALUE, RANK, dtype=dtype) / RANK**0.5
     weights = UpProjection(*both.split([NOPE, VALUE], dim=1))
     query = noise(m, HEADS, m, NOPE + ROTARY, dtype=dtype).transpose(0, 1)
-    return World(cache, PagedTokens(cache, 1, table, n), query if strided else query.contiguous(), weights)
+    return World(
+        cache, PagedTokens(cache.layers[1], table, n), query if strided else query.contiguous(), weights
+    )
 
 
 @pytest.mark.parametrize("block_size", [16, 48])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import Ask, Shape, assert_equal, empty_cache, expected, noise, put, world
+from paged_oracle import Ask, Shape, assert_equal, empty_cache, expected, noise, put, under, world
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -76,14 +76,14 @@ def test_write_kv_writes_its_slots_and_no_other(data) -> None:
     for token, slot in enumerate(slots):
         for x, new in zip(want, (k, v), strict=True):
             x[1, slot // size, :, slot % size] = new[token]
-    write_kv(cache, 1, k, v, torch.tensor(slots))
+    write_kv(cache.layers[1], k, v, torch.tensor(slots))
     assert_same(cache, want)
 
 
 def test_write_kv_rounds_to_the_dtype_of_the_cache() -> None:
     cache = empty_cache(replace(SHAPE, dtype=torch.bfloat16), 2)
     k, v = noise(1, 1, 2, 4), noise(2, 1, 2, 6)
-    write_kv(cache, 0, k, v, torch.tensor([4]))
+    write_kv(cache.layers[0], k, v, torch.tensor([4]))
     assert torch.equal(cache.k[0, 1, :, 1], k[0].bfloat16())
     assert torch.equal(cache.v[0, 1, :, 1], v[0].bfloat16())
 
@@ -99,8 +99,8 @@ def test_attention_reads_what_write_kv_wrote() -> None:
         slots = SequenceSlots(table, last - first, last)
         batch = AttentionBatch.build((slots,), 16, torch.device("cpu"))
         k, v = (x[0][1, :, first:last].transpose(0, 1) for x in (w.keys, w.values))
-        write_kv(cache, 1, k, v, batch.slot_mapping)
-        outputs.append(paged_attention(w.q[1, first:last], cache, 1, batch, Softmax(0.25)))
+        write_kv(cache.layers[1], k, v, batch.slot_mapping)
+        outputs.append(paged_attention(w.q[1, first:last], under(cache, 1, scale=0.25), batch))
         first = last
     assert_equal(torch.cat(outputs), expected(w, 1))
     assert not cache.k[0, table].any()
@@ -112,10 +112,10 @@ def test_gather_tokens_is_the_inverse_of_laying_them(num_tokens: int) -> None:
     k, v = noise(1, 2, 2, num_tokens, 4), noise(2, 2, 2, num_tokens, 6)
     table = [4, 0, 5][: -(-num_tokens // 3)]
     put(cache, table, k, v)
-    got = gather_tokens(PagedTokens(cache, 1, torch.tensor(table), num_tokens))[1]
+    got = gather_tokens(PagedTokens(cache.layers[1], torch.tensor(table), num_tokens))[1]
     assert torch.equal(got, v[1])
     got.zero_()
-    assert torch.equal(gather_tokens(PagedTokens(cache, 1, torch.tensor(table), num_tokens))[1], v[1])
+    assert torch.equal(gather_tokens(PagedTokens(cache.layers[1], torch.tensor(table), num_tokens))[1], v[1])
 
 
 @st.composite
@@ -174,8 +174,8 @@ def test_attention_after_compaction_equals_masked_attention_before(window: int |
     batch = AttentionBatch.build((slots,), 4, torch.device("cpu"))
     for layer in range(2):
         k, v = (x[0][layer, :, 38:].transpose(0, 1) for x in (w.keys, w.values))
-        write_kv(w.cache, layer, k, v, batch.slot_mapping)
-        out = paged_attention(w.q[layer], w.cache, layer, batch, Softmax(0.25, window=window))
+        write_kv(w.cache.layers[layer], k, v, batch.slot_mapping)
+        out = paged_attention(w.q[layer], under(w.cache, layer, scale=0.25, window=window), batch)
         assert_equal(out, expected(w, layer, window=window))
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, assert_equal, attend, expected, noise, world
+from paged_oracle import ALL_HOW, DTYPES, Ask, Shape, assert_equal, attend, expected, noise, under, world
 
 from kvreclaim.ops import reference
-from kvreclaim.ops.facts import Softmax
 
 SHAPES = [
     Shape(kv_heads=1, group=1, dim=32, block_size=16),
@@ -160,7 +159,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(how: dict, kind: str) -> N
         last = first + ask.query_len
         batch = type(w.batch).build((slots,), w.shape.block_size, w.q.device)
         how_all = {"scale": w.shape.dim**-0.5, **how}
-        alone = reference.paged_attention(w.q[0, first:last], w.cache, 0, batch, Softmax(**how_all))
+        alone = reference.paged_attention(w.q[0, first:last], under(w.cache, 0, **how_all), batch)
         torch.testing.assert_close(together[first:last], alone, atol=1e-6, rtol=1e-6)
         first = last
 

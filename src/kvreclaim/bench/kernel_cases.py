@@ -44,7 +44,7 @@ def attention(shape: Shape) -> Case:
     q = _noise((num_queries, heads, shape.head_dim), shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.paged_attention(q, filled.cache, layer, filled.batch, shape.softmax)
+        return filled.backend.paged_attention(q, filled.cache.layers[layer], filled.batch)
 
     seen = shape.context - (shape.queries - 1) / 2
     flops = int(4 * num_queries * heads * shape.head_dim * seen)
@@ -58,7 +58,7 @@ def column_sums(shape: Shape) -> Case:
     q = _noise((shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim), shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.column_sums(q, filled.cache, layer, filled.batch, shape.softmax)
+        return filled.backend.column_sums(q, filled.cache.layers[layer], filled.batch)
 
     op = plain.op.replace("attention", "column sums")
     return Case(op, shape, run, shape.side_bytes, flops=plain.flops // 2)
@@ -73,7 +73,7 @@ def triattention(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.trig_norm_scores(
-            PagedTokens(filled.cache, layer, filled.one, shape.context), queries, weights, layout
+            PagedTokens(filled.cache.layers[layer], filled.one, shape.context), queries, weights, layout
         )
 
     return Case("triattention scores", shape, run, shape.side_bytes)
@@ -87,7 +87,7 @@ def mixture(shape: Shape) -> Case:
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.mixture_scores(
-            PagedTokens(filled.cache, layer, filled.one, shape.context),
+            PagedTokens(filled.cache.layers[layer], filled.one, shape.context),
             centers,
             variances,
             0.125,
@@ -102,7 +102,7 @@ def mixture(shape: Shape) -> Case:
 
 def key_norms(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.key_norms(PagedTokens(filled.cache, layer, filled.one, shape.context))
+        return filled.backend.key_norms(PagedTokens(filled.cache.layers[layer], filled.one, shape.context))
 
     return Case("key norms", shape, run, shape.side_bytes)
 
@@ -115,7 +115,7 @@ def write(shape: Shape) -> Case:
         if layer not in sources:
             sources[layer] = filled.tokens(layer, 0)
         k, v = sources[layer]
-        filled.backend.write_kv(filled.cache, layer, k, v, filled.slots[0])
+        filled.backend.write_kv(filled.cache.layers[layer], k, v, filled.slots[0])
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)
@@ -126,7 +126,7 @@ def write(shape: Shape) -> Case:
 
 def gather(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> None:
-        filled.backend.gather_tokens(PagedTokens(filled.cache, layer, filled.one, shape.context))
+        filled.backend.gather_tokens(PagedTokens(filled.cache.layers[layer], filled.one, shape.context))
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, shape.context)

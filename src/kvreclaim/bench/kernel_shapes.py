@@ -64,12 +64,10 @@ class Shape:
         """The same before they are stored."""
         return self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    @property
-    def softmax(self) -> Softmax:
-        return Softmax(self.head_dim**-0.5)
-
     def facts(self) -> tuple[LayerFacts, ...]:
-        layer = LayerFacts(self.kv_heads * GROUP, self.kv_heads, self.head_dim, self.head_dim, self.softmax)
+        layer = LayerFacts(
+            self.kv_heads * GROUP, self.kv_heads, self.head_dim, self.head_dim, Softmax(self.head_dim**-0.5)
+        )
         return (layer,) * self.layers
 
     def describe(self) -> str:
@@ -102,7 +100,7 @@ class Filled:
         for layer in range(shape.layers):
             for number in range(shape.batch * shape.turns):
                 k, v = self.tokens(layer, number)
-                self.backend.write_kv(self.cache, layer, k, v, self.slots[number])
+                self.backend.write_kv(self.cache.layers[layer], k, v, self.slots[number])
 
     def tokens(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
         """[context, K, D] keys and values of one sequence."""
@@ -136,7 +134,9 @@ class Filled:
 
     def gather(self, layer: int, num_tokens: int) -> Tensor:
         """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
-        return torch.stack(self.backend.gather_tokens(PagedTokens(self.cache, layer, self.one, num_tokens)))
+        return torch.stack(
+            self.backend.gather_tokens(PagedTokens(self.cache.layers[layer], self.one, num_tokens))
+        )
 
     @cached_property
     def batch(self) -> AttentionBatch:

@@ -73,20 +73,20 @@ class _Chunk:
         slots = torch.arange(length, device=device)
         keys = _noise(1, length, 1, RANK + ROTARY).to(like)
         mapping = ids[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE
-        backend.write_kv(cache, 0, keys, keys[..., :RANK], mapping)
+        backend.write_kv(cache.layers[0], keys, keys[..., :RANK], mapping)
         both = (_noise(2, plan.heads, NOPE + VALUE, RANK) / RANK**0.5).to(like)
         weights = UpProjection(*both.split([NOPE, VALUE], dim=1))
         query = _noise(3, new, plan.heads, NOPE + ROTARY).to(like)
         batch = AttentionBatch.build((SequenceSlots(table, new, length),), BLOCK_SIZE, device)
-        return cls(plan, backend, cache, PagedTokens(cache, 0, ids, length), batch, query, weights)
+        return cls(plan, backend, cache, PagedTokens(cache.layers[0], ids, length), batch, query, weights)
 
     def absorbed(self) -> Tensor:
         q = self.weights.absorb(self.query)
-        out = self.backend.paged_attention(q, self.cache, 0, self.batch, Softmax(SCALE))
+        out = self.backend.paged_attention(q, self.cache.layers[0], self.batch)
         return self.weights.finish(out)
 
     def expanded(self) -> Tensor:
-        return expanded_attention(self.backend, self.tokens, self.query, self.weights, scale=SCALE)
+        return expanded_attention(self.backend, self.tokens, self.query, self.weights)
 
     def error(self) -> float:
         """Largest difference of the two ways, over the largest value. Raises: WrongKernelError."""

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.latent import hands_out_latents, up_projection
 from kvreclaim.ops.facts import Softmax
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.latent import UpProjection
 
 ATTENTION_NAME = "kvreclaim_paged"
@@ -25,7 +26,8 @@ ATTENTION_NAME = "kvreclaim_paged"
 class AttentionCall:
     """What one attention layer asks for: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated.
 
-    latent: there is one KV head, whose keys begin with its values (multi-head latent attention)
+    softmax: as the model asks for it now, its sinks in their own dtype
+    latent:  there is one KV head, whose keys begin with its values (multi-head latent attention)
     """
 
     layer: int
@@ -34,6 +36,19 @@ class AttentionCall:
     v: Tensor
     softmax: Softmax
     latent: bool = False
+
+    def layer_of(self, cache: KVCache) -> LayerCache:
+        """The layer's place in the cache.
+
+        Raises: UnsupportedModelError if it asks for another softmax than it did when it was probed.
+        """
+        layer = cache.layers[self.layer]
+        if not self.softmax.agrees(layer.softmax):
+            raise UnsupportedModelError(
+                f"layer {self.layer} asks for {self.softmax}, but for {layer.softmax} when the model was "
+                "loaded; use a model whose attention layers do not change."
+            )
+        return layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +106,6 @@ def paged_attention_forward(
             "so the paged cache cannot reach it; use a model whose attention layers do "
             "(Llama, Qwen, Mistral, Gemma 2, Phi-3, GLM-4, OLMo 2, DeepSeek-V3, ...)."
         )
-    sinks: Tensor | None = kwargs.get("s_aux")
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         q=query[0].transpose(0, 1),
@@ -101,7 +115,7 @@ def paged_attention_forward(
             scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
             softcap=kwargs.get("softcap"),
             window=kwargs.get("sliding_window"),
-            sinks=None if sinks is None else sinks.float(),
+            sinks=kwargs.get("s_aux"),
         ),
     )
     if hands_out_latents(module):

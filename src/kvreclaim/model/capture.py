@@ -37,7 +37,8 @@ class _Capture:
         parts = zip(
             call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
         )
-        return torch.cat([causal_attention(q, k, v, call.softmax) for q, k, v in parts])
+        softmax = self.facts.layers[call.layer].softmax
+        return torch.cat([causal_attention(q, k, v, softmax) for q, k, v in parts])
 
     def _shown(self, call: AttentionCall) -> Tensor:
         queries = call.q.transpose(0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,12 +84,13 @@ def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
 
 
 def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
+    sinks = call.softmax.sinks
     return LayerFacts(
         num_heads=call.q.shape[1],
         num_kv_heads=call.k.shape[1],
         head_dim=call.q.shape[2],
         v_head_dim=call.v.shape[2],
-        softmax=call.softmax,
+        softmax=replace(call.softmax, sinks=None if sinks is None else sinks.detach().float()),
         rope=rope,
         latent=call.latent,
     )

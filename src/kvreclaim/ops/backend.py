@@ -14,9 +14,9 @@ from kvreclaim.checks import check_choice
 from kvreclaim.config import KERNELS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import LayerFacts, Softmax
+from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.formats import KVFormat
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 BACKENDS = {
@@ -47,24 +47,20 @@ class Backend(Protocol):
 
     def keep_open(self, cache: KVCache, blocks: Collection[int]) -> None: ...
 
-    def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+    def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
     def paged_attention(
         self,
         q: Tensor,
-        cache: KVCache,
-        layer: int,
+        layer: LayerCache,
         batch: AttentionBatch,
-        softmax: Softmax,
     ) -> Tensor: ...
 
     def column_sums(
         self,
         q: Tensor,
-        cache: KVCache,
-        layer: int,
+        layer: LayerCache,
         batch: AttentionBatch,
-        softmax: Softmax,
     ) -> Tensor: ...
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]: ...

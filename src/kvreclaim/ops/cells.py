@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
 def cell_view(cache: KVCache) -> KVCache:
@@ -28,9 +28,18 @@ def cell_view(cache: KVCache) -> KVCache:
         cells = cache.num_layers * cache.num_blocks * cache.num_kv_heads
         shape = replace(cache.shape, num_layers=1, num_blocks=cells, num_kv_heads=1)
         planes = tuple(plane.view(1, cells, 1, *plane.shape[3:]) for plane in cache.planes)
-        return KVCache(shape, cache.format, planes, cache.open, cache.shape)
+        return KVCache(shape, cache.format, planes, cache.softmaxes[:1], cache.open, cache.shape)
 
     return cache.cached("cells", make)
+
+
+def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
+    """The one layer of the cell view as each layer of the model attends over it, made once."""
+
+    def make(view: KVCache) -> tuple[LayerCache, ...]:
+        return tuple(replace(view.layers[0], softmax=softmax) for softmax in cache.softmaxes)
+
+    return cell_view(cache).cached("cells", make)
 
 
 def natural_cells(cache: KVCache, block_ids: np.ndarray) -> np.ndarray:

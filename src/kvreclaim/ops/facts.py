@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +26,12 @@ class Softmax:
     scale: float
     softcap: float | None = None
     window: int | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = field(default=None, repr=False)
+
+    def agrees(self, other: Softmax) -> bool:
+        """Whether both say the same; sinks are weights, of which only their being there is compared."""
+        numbers = self.scale == other.scale and self.softcap == other.softcap and self.window == other.window
+        return numbers and (self.sinks is None) == (other.sinks is None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,3 +78,42 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How many blocks of what.
+
+    k_dim:  stored dims of a key: the rotary part alone where latent
+    latent: a key is its value followed by the k_dim stored dims (MLA)
+    """
+
+    num_layers: int
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    k_dim: int
+    v_dim: int
+    latent: bool = False
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerFacts], num_blocks: int, block_size: int) -> CacheShape:
+        first = layers[0]
+        return cls(
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            num_kv_heads=first.num_kv_heads,
+            block_size=block_size,
+            k_dim=first.key_dims,
+            v_dim=first.v_head_dim,
+            latent=first.latent,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a key as queries meet it."""
+        return self.v_dim + self.k_dim if self.latent else self.k_dim
+
+    @property
+    def units(self) -> tuple[int, int, int]:
+        return self.num_layers, self.num_blocks, self.num_kv_heads

@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import CacheShape, Softmax
 from kvreclaim.ops.formats.format import KVFormat, plain_format
-
-if TYPE_CHECKING:
-    from kvreclaim.ops.formats.open_blocks import OpenBlocks
+from kvreclaim.ops.formats.open_blocks import OpenBlocks
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """How many blocks of what.
-
-    k_dim:  stored dims of a key: the rotary part alone where latent
-    latent: a key is its value followed by the k_dim stored dims (MLA)
-    """
-
-    num_layers: int
-    num_blocks: int
-    num_kv_heads: int
-    block_size: int
-    k_dim: int
-    v_dim: int
-    latent: bool = False
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerFacts], num_blocks: int, block_size: int) -> CacheShape:
-        first = layers[0]
-        return cls(
-            num_layers=len(layers),
-            num_blocks=num_blocks,
-            num_kv_heads=first.num_kv_heads,
-            block_size=block_size,
-            k_dim=first.key_dims,
-            v_dim=first.v_head_dim,
-            latent=first.latent,
-        )
-
-    @property
-    def head_dim(self) -> int:
-        """Dims of a key as queries meet it."""
-        return self.v_dim + self.k_dim if self.latent else self.k_dim
-
-    @property
-    def units(self) -> tuple[int, int, int]:
-        return self.num_layers, self.num_blocks, self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +22,7 @@ class KVCache:
 
     planes: each [L, B, K, ...], in the layout of the back-end that allocated it; a plain format has two, the
             keys and the values (row-major [S, D] and [S, Dv] in the reference). Keys are stored rotated.
+    softmaxes: of each layer
     open:   blocks that are not full, of a format that has such
     origin: the shape of the cache that this one is a view of (cells.cell_view)
     """
@@ -70,22 +30,27 @@ class KVCache:
     shape: CacheShape
     format: KVFormat
     planes: tuple[Tensor, ...]
+    softmaxes: tuple[Softmax, ...]
     open: OpenBlocks | None = None
     origin: CacheShape | None = None
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def plain(cls, k: Tensor, v: Tensor, *, latent: bool = False) -> KVCache:
+    def plain(cls, k: Tensor, v: Tensor, softmaxes: tuple[Softmax, ...], *, latent: bool = False) -> KVCache:
         """Row-major keys [L, B, K, S, D] and values [L, B, K, S, Dv] of one plain dtype, as they are."""
         layers, blocks, heads, size, v_dim = v.shape
         shape = CacheShape(layers, blocks, heads, size, k.shape[-1], v_dim, latent)
-        return cls(shape, plain_format(v.dtype), (k, v))
+        return cls(shape, plain_format(v.dtype), (k, v), softmaxes)
 
     def cached(self, key: str, make: Callable[[KVCache], T]) -> T:
         """What a back-end derives once for the life of the cache."""
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        return self.cached("layers", _layers)
 
     @property
     def k(self) -> Tensor:
@@ -142,10 +107,41 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """One layer of a cache: what every op takes that reads or writes tokens.
+
+    index:  its place in the cache's planes
+    planes: its own, each [B, K, ...]
+    """
+
+    cache: KVCache
+    index: int
+    planes: tuple[Tensor, ...]
+    softmax: Softmax
+    _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def cached(self, key: str, make: Callable[[LayerCache], T]) -> T:
+        """What a back-end derives once for the life of the cache."""
+        if key not in self._memo:
+            self._memo[key] = make(self)
+        return self._memo[key]
+
+
+def _layers(cache: KVCache) -> tuple[LayerCache, ...]:
+    return tuple(
+        LayerCache(cache, index, tuple(plane[index] for plane in cache.planes), softmax)
+        for index, softmax in enumerate(cache.softmaxes)
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedTokens:
     """One sequence's first num_tokens slots of one layer; block_ids: [blocks] int64 on the cache's device."""
 
-    cache: KVCache
-    layer: int
+    layer: LayerCache
     block_ids: Tensor
     num_tokens: int
+
+    @property
+    def cache(self) -> KVCache:
+        return self.layer.cache

@@ -75,9 +75,7 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(rows.float(), weight.float()).transpose(0, 1).to(x.dtype)
 
 
-def expanded_attention(
-    backend: Backend, tokens: PagedTokens, query: Tensor, weights: UpProjection, *, scale: float
-) -> Tensor:
+def expanded_attention(backend: Backend, tokens: PagedTokens, query: Tensor, weights: UpProjection) -> Tensor:
     """Attend a sequence's newest tokens over its latents, causally, with keys and values made of them.
 
     Args:
@@ -89,7 +87,7 @@ def expanded_attention(
     """
     dtype = torch.float32 if query.device.type == "cpu" else query.dtype
     weights = weights.to(dtype)
-    sums = _RunningSoftmax(query.transpose(0, 1), weights.w_uv.shape[1], scale, dtype)
+    sums = _RunningSoftmax(query.transpose(0, 1), weights.w_uv.shape[1], tokens.layer.softmax.scale, dtype)
     cache, num_queries = tokens.cache, len(query)
     size, rank = cache.block_size, cache.v_head_dim
     step = max(1, PIECE // size) * size
@@ -97,7 +95,7 @@ def expanded_attention(
     for start in range(0, tokens.num_tokens, step):
         end = min(tokens.num_tokens, start + step)
         ids = tokens.block_ids[start // size : -(-end // size)]
-        keys, _ = backend.gather_tokens(PagedTokens(cache, tokens.layer, ids, end - start))
+        keys, _ = backend.gather_tokens(PagedTokens(tokens.layer, ids, end - start))
         latents, rotary = keys[0].to(dtype).split([rank, keys.shape[-1] - rank], dim=-1)
         first = max(0, start - earlier)
         hidden = _hidden(start, end, earlier + first, num_queries - first, query.device)

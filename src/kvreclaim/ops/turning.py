@@ -31,10 +31,10 @@ def turn_moved_keys(
     moved = shifts.flatten(0, 1).any(0).nonzero()
     first = int(moved[0]) if len(moved) else num_kept
     mapping = (target_ids[slots // size] * size + slots % size)[first:]
-    for layer, layout in zip(range(cache.num_layers), layouts, strict=True):
+    for layer, layout in zip(cache.layers, layouts, strict=True):
         if layout.num_bands == 0 or first == num_kept:
             continue
-        k, v = backend.gather_tokens(PagedTokens(cache, layer, target_ids, num_kept))
-        shift = shifts[layer if len(shifts) > 1 else 0, :, first:]
+        k, v = backend.gather_tokens(PagedTokens(layer, target_ids, num_kept))
+        shift = shifts[layer.index if len(shifts) > 1 else 0, :, first:]
         turned = rotate(k[:, first:], shift, layout)
-        backend.write_kv(cache, layer, turned.transpose(0, 1), v[:, first:].transpose(0, 1), mapping)
+        backend.write_kv(layer, turned.transpose(0, 1), v[:, first:].transpose(0, 1), mapping)

@@ -197,7 +197,9 @@ class Walk:
         slots = torch.cat([self._slots(item) for item in step])
         k, v = (torch.cat([getattr(item, name) for item in step], 2) for name in ("k", "v"))
         for layer in range(num_layers):
-            self.ops.write_kv(self.cache, layer, k[layer].transpose(0, 1), v[layer].transpose(0, 1), slots)
+            self.ops.write_kv(
+                self.cache.layers[layer], k[layer].transpose(0, 1), v[layer].transpose(0, 1), slots
+            )
 
     def _slots(self, item: Written) -> Tensor:
         places = torch.arange(item.row.length, item.row.length + item.k.shape[2])
@@ -227,7 +229,7 @@ class Walk:
     def _gathered(self, blocks: list[int], length: int) -> tuple[Tensor, Tensor]:
         ids = torch.tensor(blocks, dtype=torch.int64)
         layers = [
-            self.ops.gather_tokens(PagedTokens(self.cache, layer, ids, length))
+            self.ops.gather_tokens(PagedTokens(self.cache.layers[layer], ids, length))
             for layer in range(self.dims.layers)
         ]
         k, v = (torch.stack(side) for side in zip(*layers, strict=True))

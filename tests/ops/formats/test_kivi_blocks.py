@@ -106,7 +106,7 @@ def test_a_write_that_begins_in_the_middle_of_a_sealed_block_is_refused() -> Non
     walk.keep_open([])
     k, v = torch.randn(1, 2, 6), torch.randn(1, 2, 10)
     with pytest.raises(AssertionError, match="has no open row"):
-        reference.write_kv(walk.cache, 0, k, v, torch.tensor([walk.rows[name].blocks[0] * 4 + 2]))
+        reference.write_kv(walk.cache.layers[0], k, v, torch.tensor([walk.rows[name].blocks[0] * 4 + 2]))
 
 
 def test_more_open_blocks_than_rows_is_said_with_numbers() -> None:
@@ -137,7 +137,7 @@ def test_bytes_do_not_depend_on_how_tokens_were_cut_into_writes(ops, dims, chunk
                 torch.randperm(min(step, count - first), generator=torch.Generator().manual_seed(3)) + first
             )
             for layer in range(dims.layers):
-                ops.write_kv(walk.cache, layer, k[part], v[part], slots[part])
+                ops.write_kv(walk.cache.layers[layer], k[part], v[part], slots[part])
         assert walk.cache.open is not None
         row = int(walk.cache.open.row_of[4])
         found.append([plane[:, [1, 3]] for plane in walk.cache.planes] + [walk.cache.open.k[row]])
@@ -194,14 +194,14 @@ def test_heads_that_keep_unequal_numbers_take_cells_of_the_open_block(ops, dims)
     kept = {at: torch.arange(length)[-size * int(wanted[at]) :] for at in order}
     for at in order:
         source, target = ids(present[at]), ids(cells[at][: wanted[at]])
-        k, v = ops.gather_tokens(PagedTokens(view, 0, source, length))
+        k, v = ops.gather_tokens(PagedTokens(view.layers[0], source, length))
         assert torch.equal(k[0], row.k[at])
         assert torch.equal(v[0], row.v[at])
         ops.compact(view, kept[at][None, None], source, target)
     for at in order:
         slots = kept[at]
         target = ids(cells[at][: wanted[at]])
-        k, v = ops.gather_tokens(PagedTokens(view, 0, target, len(slots)))
+        k, v = ops.gather_tokens(PagedTokens(view.layers[0], target, len(slots)))
         old_k, old_v, full = row.k[at][slots], row.v[at][slots], slots < 3 * size
         assert ((k[0] - old_k).abs() <= key_steps(old_k)).all()
         assert torch.equal(v[0][full], old_v[full])
@@ -219,8 +219,8 @@ def test_a_latent_cache_keeps_the_rotary_key_by_channel() -> None:
     cache = reference.allocate((facts,), 8, 4, like=like, kv_format=KIVI, open_rows=2)
     v = torch.randn(6, 1, 10)
     k = torch.cat((v, torch.randn(6, 1, 6) + 3), -1)
-    reference.write_kv(cache, 0, k, v, torch.arange(8, 14))
-    got_k, got_v = reference.gather_tokens(PagedTokens(cache, 0, torch.tensor([2, 3]), 6))
+    reference.write_kv(cache.layers[0], k, v, torch.arange(8, 14))
+    got_k, got_v = reference.gather_tokens(PagedTokens(cache.layers[0], torch.tensor([2, 3]), 6))
     assert torch.equal(got_k[..., :10], got_v)
     assert torch.equal(got_k[0, 4:], k[4:, 0].bfloat16().float())
     step = half_step(k[:4, 0, 10:].bfloat16().float(), 0, 40.5, 2.0**-10)

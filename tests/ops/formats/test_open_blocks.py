@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from kivi_walk import KIVI, Dims, Walk
+from paged_oracle import under
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import Softmax
+from kvreclaim.ops.facts import CacheShape
 from kvreclaim.ops.formats.open_blocks import NO_ROW, OpenBlocks
-from kvreclaim.ops.kv_cache import CacheShape
 
 SMALL = Dims()
 
@@ -102,15 +102,15 @@ def test_numbers_that_another_request_left_reach_nobody() -> None:
     cache = reference.allocate(dims.facts, 4, 4, like=like, kv_format=KIVI, open_rows=1)
     assert cache.open is not None
     bad = torch.full((2, 2, 6), torch.nan), torch.full((2, 2, 10), torch.nan)
-    reference.write_kv(cache, 0, *bad, torch.tensor([4, 5]))
+    reference.write_kv(cache.layers[0], *bad, torch.tensor([4, 5]))
     k, v = torch.randn(1, 2, 6), torch.randn(1, 2, 10)
     batch = AttentionBatch.build(
         (SequenceSlots(np.array([1], dtype=np.int32), 1, 1),), 4, torch.device("cpu")
     )
     for reset in (lambda: None, lambda: cache.open.keep([])):
         reset()
-        reference.write_kv(cache, 0, k, v, batch.slot_mapping)
-        out = reference.paged_attention(torch.randn(1, 4, 6), cache, 0, batch, Softmax(1.0))
+        reference.write_kv(cache.layers[0], k, v, batch.slot_mapping)
+        out = reference.paged_attention(torch.randn(1, 4, 6), under(cache, 0, scale=1.0), batch)
         want = v[0].bfloat16().float().repeat_interleave(2, 0)[None]
         torch.testing.assert_close(out, want, atol=1e-6, rtol=0)
         cache.open.k.fill_(torch.nan)

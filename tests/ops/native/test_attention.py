@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_oracle import under
 from tolerances import assert_close
 from twins import Ask, Shape, attend_both, noise, twins
 
 from kvreclaim.ops import native
-from kvreclaim.ops.facts import Softmax
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -92,7 +92,7 @@ def test_a_row_depends_on_its_own_sequence_only() -> None:
     together = attend_both(many)[0]
     for i, seq in enumerate(many.batch.sequences):
         alone = replace(many.batch, sequences=(seq,), _memo={})
-        out = native.paged_attention(many.q[i : i + 1], many.native, 0, alone, Softmax(64**-0.5))
+        out = native.paged_attention(many.q[i : i + 1], under(many.native, 0, scale=64**-0.5), alone)
         assert torch.equal(out[0], together[i])
 
 
@@ -145,7 +145,7 @@ def test_float_queries_over_a_bf16_cache() -> None:
 def test_rows_of_no_sequence_are_zero() -> None:
     w = twins(Shape(), [Ask(2, 40)])
     padded = torch.cat([w.q, w.q])
-    out = native.paged_attention(padded, w.native, 0, w.batch, Softmax(0.1))
+    out = native.paged_attention(padded, under(w.native, 0, scale=0.1), w.batch)
     assert torch.equal(out[2:], torch.zeros_like(out[2:]))
 
 
@@ -153,7 +153,7 @@ def test_nan_in_a_live_slot_is_not_hidden() -> None:
     w = twins(Shape(), [Ask(1, 40)])
     q = w.q.clone()
     q[0, 3, 5] = torch.nan
-    out = native.paged_attention(q, w.native, 0, w.batch, Softmax(0.1))
+    out = native.paged_attention(q, under(w.native, 0, scale=0.1), w.batch)
     assert out[0, 3].isnan().all()
     assert not out[0, :3].isnan().any()
 

@@ -12,7 +12,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import plain_format
 from kvreclaim.ops.kv_cache import PagedTokens
 
@@ -34,11 +33,11 @@ def test_what_is_written_is_gathered(
     v = noise(2, tokens, shape.kv_heads, 2 * shape.value_dim, dtype=given)[..., ::2]
     slots = torch.randperm(6 * shape.block_size, generator=torch.Generator().manual_seed(3))[:tokens]
     for module, cache in zip((reference, native), caches, strict=True):
-        module.write_kv(cache, 1, k, v, slots)
+        module.write_kv(cache.layers[1], k, v, slots)
     everything = torch.arange(6)
     for layer in range(2):
-        want = reference.gather_tokens(PagedTokens(caches[0], layer, everything, 6 * shape.block_size))
-        got = native.gather_tokens(PagedTokens(caches[1], layer, everything, 6 * shape.block_size))
+        want = reference.gather_tokens(PagedTokens(caches[0].layers[layer], everything, 6 * shape.block_size))
+        got = native.gather_tokens(PagedTokens(caches[1].layers[layer], everything, 6 * shape.block_size))
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x.nan_to_num(123.0), y.nan_to_num(123.0))
 
@@ -47,8 +46,10 @@ def test_what_is_written_is_gathered(
 def test_gathers_a_part_of_the_blocks(tokens: int) -> None:
     w = twins(Shape(dtype=torch.bfloat16), [Ask(1, 40)])
     ids = torch.from_numpy(w.batch.sequences[0].block_ids).long()
-    got = native.gather_tokens(PagedTokens(w.native, 0, ids, tokens))
-    for x, y in zip(got, reference.gather_tokens(PagedTokens(w.reference, 0, ids, tokens)), strict=True):
+    got = native.gather_tokens(PagedTokens(w.native.layers[0], ids, tokens))
+    for x, y in zip(
+        got, reference.gather_tokens(PagedTokens(w.reference.layers[0], ids, tokens)), strict=True
+    ):
         assert torch.equal(x, y)
 
 
@@ -57,8 +58,8 @@ def test_bf16_rounds_as_torch_does() -> None:
     odd = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38, torch.inf, -torch.inf, torch.nan, 1e-40])
     shape = Shape(kv_heads=1, dim=8, dtype=torch.bfloat16)
     cache = native.allocate(shape.facts(), 1, 16, like=torch.empty(0, dtype=torch.bfloat16))
-    native.write_kv(cache, 0, odd.view(1, 1, 8), odd.view(1, 1, 8), torch.tensor([3]))
-    k, v = native.gather_tokens(PagedTokens(cache, 0, torch.tensor([0]), 4))
+    native.write_kv(cache.layers[0], odd.view(1, 1, 8), odd.view(1, 1, 8), torch.tensor([3]))
+    k, v = native.gather_tokens(PagedTokens(cache.layers[0], torch.tensor([0]), 4))
     for x in (k, v):
         torch.testing.assert_close(x[0, 3], odd.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
@@ -120,20 +121,20 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
     x = noise(1, 1, 2, 64)
     for slot in (-1, 32):
         with pytest.raises(ValueError, match="outside the cache"):
-            native.write_kv(cache, 0, x, x, torch.tensor([slot]))
+            native.write_kv(cache.layers[0], x, x, torch.tensor([slot]))
 
 
 def test_wrong_shapes_are_refused() -> None:
     w = twins(Shape(), [Ask(1, 40)])
     with pytest.raises(ValueError, match="shape"):
-        native.paged_attention(w.q[..., :32], w.native, 0, w.batch, Softmax(0.1))
+        native.paged_attention(w.q[..., :32], w.native.layers[0], w.batch)
     with pytest.raises(ValueError, match="no multiple of the KV heads"):
-        native.paged_attention(w.q[:, :7], w.native, 0, w.batch, Softmax(0.1))
+        native.paged_attention(w.q[:, :7], w.native.layers[0], w.batch)
     with pytest.raises(ValueError, match="fewer rows"):
-        native.paged_attention(w.q[:0], w.native, 0, w.batch, Softmax(0.1))
+        native.paged_attention(w.q[:0], w.native.layers[0], w.batch)
     with pytest.raises(IndexError, match="layer"):
-        native.paged_attention(w.q, w.native, 1, w.batch, Softmax(0.1))
+        native.paged_attention(w.q, replace(w.native.layers[0], index=1), w.batch)
     short = replace(w.batch.sequences[0], seq_len=100)
     batch = AttentionBatch((short,), w.batch.slot_mapping, 16)
     with pytest.raises(ValueError, match="too few blocks"):
-        native.paged_attention(w.q, w.native, 0, batch, Softmax(0.1))
+        native.paged_attention(w.q, w.native.layers[0], batch)

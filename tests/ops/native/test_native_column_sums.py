@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_oracle import under
 from torch import Tensor
 from twins import Ask, Shape, Twins, noise, twins
 
 from kvreclaim.ops import native, reference
-from kvreclaim.ops.facts import Softmax
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -51,8 +51,8 @@ def asks(kind: str) -> list[Ask]:
 
 def sum_both(w: Twins, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
     how = {"scale": w.shape.dim**-0.5, **how}
-    ours = native.column_sums(w.q, w.native, layer, w.batch, Softmax(**how))
-    return ours, reference.column_sums(w.q, w.reference, layer, w.batch, Softmax(**how))
+    ours = native.column_sums(w.q, under(w.native, layer, **how), w.batch)
+    return ours, reference.column_sums(w.q, under(w.reference, layer, **how), w.batch)
 
 
 def assert_equal_sums(w: Twins, layer: int = 0, **how) -> None:
@@ -116,7 +116,7 @@ def test_queries_with_any_strides() -> None:
         w.q.transpose(1, 2).contiguous().transpose(1, 2),
         w.q.float(),
     ):
-        torch.testing.assert_close(native.column_sums(q, w.native, 0, w.batch, Softmax(**how)), want, **CLOSE)
+        torch.testing.assert_close(native.column_sums(q, under(w.native, 0, **how), w.batch), want, **CLOSE)
 
 
 def test_neither_neighbours_nor_threads_change_a_bit() -> None:
@@ -127,12 +127,12 @@ def test_neither_neighbours_nor_threads_change_a_bit() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(native.column_sums(w.q, w.native, 0, w.batch, Softmax(**how)))
+            results.append(native.column_sums(w.q, under(w.native, 0, **how), w.batch))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
     alone = type(w.batch).build(w.batch.sequences[1:2], w.shape.block_size, w.q.device)
-    one = native.column_sums(w.q[1:31].contiguous(), w.native, 0, alone, Softmax(**how))
+    one = native.column_sums(w.q[1:31].contiguous(), under(w.native, 0, **how), alone)
     assert torch.equal(one[0], results[0][1, :, :200])
     assert torch.equal(results[0][1, :, 200:], torch.zeros(2, 700))
 

@@ -24,11 +24,10 @@ from format_cases import (
     masked,
     relocated,
 )
-from paged_oracle import Ask, Shape
+from paged_oracle import Ask, Shape, under
 
 from kvreclaim.ops import native
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 
 ISAS = native.supported_isas()
@@ -141,4 +140,4 @@ def test_a_row_depends_on_no_neighbour_and_no_thread(isa: str, name: str, dtype:
 
 def attend(w, sequences, q: torch.Tensor) -> torch.Tensor:
     batch = AttentionBatch.build(tuple(sequences), w.shape.block_size, torch.device("cpu"))
-    return native.paged_attention(q, w.cache, 0, batch, Softmax(w.shape.dim**-0.5))
+    return native.paged_attention(q, under(w.cache, 0, scale=w.shape.dim**-0.5), batch)

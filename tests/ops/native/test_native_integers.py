@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from paged_oracle import noise
+from paged_oracle import noise, under
 from torch import Tensor
 
 from kvreclaim.ops import native
@@ -31,18 +31,18 @@ def cached(name: str, k: Tensor, v: Tensor) -> tuple[KVCache, AttentionBatch]:
     table = np.arange(blocks, 0, -1, dtype=np.int32)
     slots = torch.arange(count)
     mapping = torch.from_numpy(table.astype(np.int64))[slots // 16] * 16 + slots % 16
-    native.write_kv(cache, 0, k, v, mapping)
+    native.write_kv(cache.layers[0], k, v, mapping)
     batch = AttentionBatch.build((SequenceSlots(table, 1, count),), 16, torch.device("cpu"))
     return cache, batch
 
 
 def attend(cache: KVCache, batch: AttentionBatch, q: Tensor) -> Tensor:
-    return native.paged_attention(q, cache, 0, batch, Softmax(1.0))
+    return native.paged_attention(q, under(cache, 0, scale=1.0), batch)
 
 
 def check(cache: KVCache, batch: AttentionBatch, q: Tensor) -> None:
     table = torch.from_numpy(batch.sequences[0].block_ids.astype(np.int64))
-    k, v = native.gather_tokens(PagedTokens(cache, 0, table, batch.sequences[0].seq_len))
+    k, v = native.gather_tokens(PagedTokens(cache.layers[0], table, batch.sequences[0].seq_len))
     members = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(members, 0) for x in (k, v))
     weights = (k @ q[0].double()[..., None])[..., 0].softmax(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,7 +49,7 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 def assert_trig(pair: Pair, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> None:
     for layer in range(pair.native.num_layers):
         got = native.trig_norm_scores(
-            PagedTokens(pair.native, layer, pair.block_ids, pair.num_tokens), queries, weights, layout
+            PagedTokens(pair.native.layers[layer], pair.block_ids, pair.num_tokens), queries, weights, layout
         )
         keys = pair.keys[layer].double()
         wide = None if weights is None else weights.double()
@@ -111,7 +113,9 @@ def test_band_norms_from_nothing_to_huge() -> None:
     pair.native.k[0, pair.block_ids[0], :, :, 3] = 0
     keys = pair.native.k[0, pair.block_ids].transpose(-1, -2).reshape(1, 32, 32)
     nothing, ones, layout = torch.zeros(1, 0, 32), torch.ones(1, 16), layout_of(16, 0, "half")
-    got = native.trig_norm_scores(PagedTokens(pair.native, 0, pair.block_ids, 32), nothing, ones, layout)
+    got = native.trig_norm_scores(
+        PagedTokens(pair.native.layers[0], pair.block_ids, 32), nothing, ones, layout
+    )
     want = scoring.band_power(keys.double(), layout).sqrt().sum(-1)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=2e-14)
 
@@ -128,7 +132,11 @@ def assert_mixture(pair: Pair, mix: tuple[Tensor, Tensor], over: slice = slice(N
     scale = centers.shape[-1] ** -0.5
     for layer in range(pair.native.num_layers):
         got = native.mixture_scores(
-            PagedTokens(pair.native, layer, pair.block_ids, pair.num_tokens), centers, variances, scale, over
+            PagedTokens(pair.native.layers[layer], pair.block_ids, pair.num_tokens),
+            centers,
+            variances,
+            scale,
+            over,
         )
         want = scoring.mixture_attention(
             pair.keys[layer][:, over].double(), centers.double(), variances.double(), scale
@@ -205,7 +213,7 @@ def test_mixture_of_logits_that_overflow_an_exponential() -> None:
     dims = Dims(dim=32, dtype=torch.float32, layers=1)
     pair, (centers, variances) = make_pair(dims, 100), mixture(dims, 1, 2, 3)
     got = native.mixture_scores(
-        PagedTokens(pair.native, 0, pair.block_ids, 100), centers * 1e4, variances, 1.0, slice(None)
+        PagedTokens(pair.native.layers[0], pair.block_ids, 100), centers * 1e4, variances, 1.0, slice(None)
     )
     want = scoring.mixture_attention(pair.keys[0].double(), centers.double() * 1e4, variances.double(), 1.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
@@ -218,7 +226,7 @@ def test_norms(num_tokens: int, dtype: torch.dtype) -> None:
     for dim, v_dim in ((64, 64), (80, 96), (256, 8), (8, 256), (72, 40)):
         pair = make_pair(Dims(dim=dim, v_dim=v_dim, dtype=dtype), num_tokens)
         for layer in range(2):
-            where = (pair.native, layer, pair.block_ids, num_tokens)
+            where = (pair.native.layers[layer], pair.block_ids, num_tokens)
             keys, values = native.key_norms(PagedTokens(*where)), native.value_norms(PagedTokens(*where))
             for got, x in ((keys, pair.keys), (values, pair.values)):
                 torch.testing.assert_close(got.double(), x[layer].double().norm(dim=-1), rtol=5e-7, atol=0)
@@ -244,19 +252,20 @@ def test_any_block_table(num_tokens: int, block_size: int, kv_heads: int, bf16: 
 def test_refuses_what_would_leave_the_cache() -> None:
     pair = make_pair(Dims(), 40)
     layout, good = layout_of(32, 0, "half"), (random(4, 1, 64), random(4, 32))
+    tokens = PagedTokens(replace(pair.native.layers[0], index=2), pair.block_ids, 40)
     with pytest.raises(IndexError, match="layer"):
-        native.trig_norm_scores(PagedTokens(pair.native, 2, pair.block_ids, 40), *good, layout)
+        native.trig_norm_scores(tokens, *good, layout)
     with pytest.raises(ValueError, match="too few blocks"):
-        native.trig_norm_scores(PagedTokens(pair.native, 0, pair.block_ids, 49), *good, layout)
+        native.trig_norm_scores(PagedTokens(pair.native.layers[0], pair.block_ids, 49), *good, layout)
     with pytest.raises(ValueError, match="names a block outside"):
-        native.key_norms(PagedTokens(pair.native, 0, pair.block_ids + 100, 40))
+        native.key_norms(PagedTokens(pair.native.layers[0], pair.block_ids + 100, 40))
     with pytest.raises(ValueError, match="KV heads"):
         native.trig_norm_scores(
-            PagedTokens(pair.native, 0, pair.block_ids, 40), random(3, 1, 64), None, layout
+            PagedTokens(pair.native.layers[0], pair.block_ids, 40), random(3, 1, 64), None, layout
         )
     with pytest.raises(ValueError, match="shape"):
         native.mixture_scores(
-            PagedTokens(pair.native, 0, pair.block_ids, 40),
+            PagedTokens(pair.native.layers[0], pair.block_ids, 40),
             random(4, 2, 3, 32),
             random(4, 2, 32),
             1.0,

@@ -84,7 +84,7 @@ def test_codes_are_those_of_the_reference(on_isa, isa: str, name: str, dims: Dim
     k, v = dims.tokens(rng, 70)
     before = bytes_of(ours, list(range(7)))
     for backend, cache in ((native, ours), (reference, plain)):
-        backend.write_kv(cache, dims.layers - 1, k, v, slots)
+        backend.write_kv(cache.layers[dims.layers - 1], k, v, slots)
     where = (slots // dims.block_size, slice(None), slots % dims.block_size)
     for got, want in zip(unit_rows(ours), plain.planes, strict=True):
         off = got[-1][where] != want[-1][where]
@@ -107,11 +107,11 @@ def test_rows_of_any_strides_and_dtype(on_isa, isa: str, name: str, dtype: torch
     k, v = x[:, :, : dims.k_dim * 2 : 2].permute(3, 0, 2, 1)[..., 3], x[0, :2, : dims.v_dim].permute(2, 0, 1)
     caches = [dims.allocate(backend, name, 3) for backend in (native, reference)]
     for backend, cache in zip((native, reference), caches, strict=True):
-        backend.write_kv(cache, 0, k, v, torch.arange(5, 35))
+        backend.write_kv(cache.layers[0], k, v, torch.arange(5, 35))
     ids = torch.arange(3)
     pairs = zip(
-        native.gather_tokens(PagedTokens(caches[0], 0, ids, 48)),
-        reference.gather_tokens(PagedTokens(caches[1], 0, ids, 48)),
+        native.gather_tokens(PagedTokens(caches[0].layers[0], ids, 48)),
+        reference.gather_tokens(PagedTokens(caches[1].layers[0], ids, 48)),
         strict=True,
     )
     for got, want in pairs:
@@ -190,7 +190,7 @@ class Walk:
         def write(backend, cache: KVCache) -> None:
             rng = torch.Generator().manual_seed(seed)
             for layer in range(self.dims.layers):
-                backend.write_kv(cache, layer, *self.dims.tokens(rng, count), mapping)
+                backend.write_kv(cache.layers[layer], *self.dims.tokens(rng, count), mapping)
 
         self.both(table[length // size :], write)
         self.tables[index] = (table, length + count)
@@ -244,7 +244,7 @@ class Walk:
 
     def assert_same(self, caches: list[KVCache], layer: int, ids: Tensor, length: int) -> None:
         got, want = (
-            backend.gather_tokens(PagedTokens(cache, layer, ids, length))
+            backend.gather_tokens(PagedTokens(cache.layers[layer], ids, length))
             for backend, cache in zip((native, reference), caches, strict=True)
         )
         for x, y in zip(got, want, strict=True):

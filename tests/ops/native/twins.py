@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from paged_oracle import under
 from torch import Tensor
 
 from kvreclaim.ops import native, reference
@@ -92,8 +93,8 @@ def twins(shape: Shape, asks: list[Ask], seed: int = 0) -> Twins:
             at = (ask.seq_len, shape.kv_heads)
             k = noise(seed + 100 * index + 2 * layer, *at, shape.dim, dtype=shape.dtype)
             v = noise(seed + 100 * index + 2 * layer + 1, *at, shape.value_dim, dtype=shape.dtype)
-            reference.write_kv(caches[0], layer, k, v, whole.slot_mapping)
-            native.write_kv(caches[1], layer, k, v, whole.slot_mapping)
+            reference.write_kv(caches[0].layers[layer], k, v, whole.slot_mapping)
+            native.write_kv(caches[1].layers[layer], k, v, whole.slot_mapping)
         sequences.append(
             SequenceSlots(table, ask.query_len, ask.seq_len, ask.shift, ask.evicted, ask.slot_positions)
         )
@@ -112,5 +113,5 @@ def attend_both(w: Twins, layer: int = 0, *, q: Tensor | None = None, **how: obj
     # The reference takes no sequence without queries; they have no rows in q.
     asking = tuple(seq for seq in w.batch.sequences if seq.query_len)
     batch = AttentionBatch(asking, w.batch.slot_mapping, w.batch.block_size)
-    want = reference.paged_attention(q, w.reference, layer, batch, Softmax(**how))
-    return native.paged_attention(q, w.native, layer, w.batch, Softmax(**how)), want
+    want = reference.paged_attention(q, under(w.reference, layer, **how), batch)
+    return native.paged_attention(q, under(w.native, layer, **how), w.batch), want

@@ -22,11 +22,10 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from format_fill import Filled, Rig, fill
-from paged_oracle import Ask, Shape, World, world
+from paged_oracle import Ask, Shape, World, under, world
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
@@ -86,7 +85,7 @@ def compile_instead_of_launching(capability: int) -> None:
 
 
 def launch_attention(w: World, **how: Any) -> None:
-    kernels.paged_attention(w.q[0], w.cache, 0, w.batch, Softmax(0.1, **how))
+    kernels.paged_attention(w.q[0], under(w.cache, 0, scale=0.1, **how), w.batch)
 
 
 def launch_the_rest(w: World) -> None:
@@ -96,19 +95,21 @@ def launch_the_rest(w: World) -> None:
     layout = RopeLayout(torch.ones(bands, dtype=torch.float64), start=shape.dim - 2 * bands)
     heads, centers = shape.heads, torch.zeros(shape.heads, 16, 5, shape.dim)
     kernels.trig_norm_scores(
-        PagedTokens(cache, 0, ids, 700),
+        PagedTokens(cache.layers[0], ids, 700),
         torch.zeros(heads, 1, shape.dim),
         torch.zeros(heads, bands),
         layout,
     )
-    kernels.mixture_scores(PagedTokens(cache, 0, ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600))
-    kernels.key_norms(PagedTokens(cache, 0, ids, 700))
-    kernels.gather_tokens(PagedTokens(cache, 0, ids, 700))
+    kernels.mixture_scores(
+        PagedTokens(cache.layers[0], ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600)
+    )
+    kernels.key_norms(PagedTokens(cache.layers[0], ids, 700))
+    kernels.gather_tokens(PagedTokens(cache.layers[0], ids, 700))
     if not cache.format.has_open_blocks:  # whose moves are PyTorch's
         kernels.copy_blocks(cache, [(1, 2)])
         kernels.compact(cache, torch.arange(0, 600, 2)[None, None], ids, ids[:19])
         k, v = (torch.zeros(3, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
-        kernels.write_kv(cache, 0, k, v, torch.arange(3))
+        kernels.write_kv(cache.layers[0], k, v, torch.arange(3))
 
 
 def launch_format(name: str, shape: Shape) -> None:
@@ -139,7 +140,7 @@ def launch_what_formats_add() -> None:
         launch_attention(w)
         if not w.cache.format.has_open_blocks:
             k = torch.zeros(3, 2, CODED[0].dim)
-            kernels.write_kv(w.cache, 0, k, k, torch.arange(3))
+            kernels.write_kv(w.cache.layers[0], k, k, torch.arange(3))
     launch_attention(filled("int4", LATENT, [Ask(1, 40)]))
     launch_the_rest(filled("turboquant4", SMALL, [Ask(1, 700)]))
     launch_the_rest(filled("bf16", LATENT, [Ask(1, 700)]))

@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_oracle import Ask, Shape, noise, world
+from paged_oracle import Ask, Shape, noise, under, world
 from triton_pair import DEVICE, DTYPES, assert_close, attend_both, on_device, poisoned, wanted
 
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.triton.plan import MAX_SPLITS, decode_tables, num_splits
 
 SHAPES = [
@@ -145,9 +144,9 @@ def test_queries_of_any_strides() -> None:
     w = world(Shape(), asks("mixed"))
     cache, batch = on_device(w.cache), AttentionBatch.build(w.batch.sequences, 16, DEVICE)
     q = w.q[0].to(DEVICE)
-    plain = kernels.paged_attention(q, cache, 0, batch, Softmax(0.3))
+    plain = kernels.paged_attention(q, under(cache, 0, scale=0.3), batch)
     for strange in (q.transpose(0, 1).contiguous().transpose(0, 1), torch.stack([q, q], -1)[..., 0]):
-        assert torch.equal(kernels.paged_attention(strange, cache, 0, batch, Softmax(0.3)), plain)
+        assert torch.equal(kernels.paged_attention(strange, under(cache, 0, scale=0.3), batch), plain)
 
 
 def test_nothing_is_mutated() -> None:
@@ -155,7 +154,7 @@ def test_nothing_is_mutated() -> None:
     cache, q = on_device(w.cache), w.q[0].to(DEVICE)
     before = [x.clone() for x in (q, cache.k, cache.v)]
     batch = AttentionBatch.build(w.batch.sequences, 16, DEVICE)
-    kernels.paged_attention(q, cache, 0, batch, Softmax(0.3, window=7, softcap=2.0))
+    kernels.paged_attention(q, under(cache, 0, scale=0.3, window=7, softcap=2.0), batch)
     for x, y in zip((q, cache.k, cache.v), before, strict=True):
         assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
 
@@ -214,6 +213,6 @@ def test_one_set_of_tables_serves_step_after_step(how: dict, max_seq_len: int) -
         shifts[:n] = arrays.shifts.to(DEVICE)
         q = torch.full((rows, shape.heads, shape.dim), 3.0, device=DEVICE)
         q[:n] = w.q[0].to(DEVICE)
-        got = kernels.decode_attention(q, poisoned(w), 0, tables, Softmax(**there))
+        got = kernels.decode_attention(q, under(poisoned(w), 0, **there), tables)
         assert_close(got[:n], want)
         assert not got[n:].any()

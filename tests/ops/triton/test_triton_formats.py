@@ -25,12 +25,11 @@ from format_cases import (
     masked,
     relocated,
 )
-from paged_oracle import Ask, Shape, expected, noise
+from paged_oracle import Ask, Shape, expected, noise, under
 from triton_pair import DEVICE
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -120,7 +119,7 @@ def test_one_set_of_tables_serves_step_after_step(name: str) -> None:
         lengths.zero_()[:n] = arrays.seq_lens.to(DEVICE)
         q = torch.ones(3, shape.heads, shape.dim, device=DEVICE)
         q[:n] = w.q[0].to(DEVICE)
-        got = kernels.decode_attention(q, w.cache, 0, tables, Softmax(0.25))
+        got = kernels.decode_attention(q, under(w.cache, 0, scale=0.25), tables)
         want = expected(w, scale=0.25)
         torch.testing.assert_close(got[:n].cpu().double(), want, rtol=1e-5, atol=1e-4)
         assert not got[n:].any()
@@ -150,8 +149,8 @@ def test_writes(name: str, given: torch.dtype, shape: Shape) -> None:
     slots[7] = -1
     real = slots >= 0
     for layer in range(shape.layers):
-        reference.write_kv(plain, layer, k[real], v[real], slots[real])
-        kernels.write_kv(ours, layer, *(x.to(DEVICE) for x in (k, v, slots)))
+        reference.write_kv(plain.layers[layer], k[real], v[real], slots[real])
+        kernels.write_kv(ours.layers[layer], *(x.to(DEVICE) for x in (k, v, slots)))
     for x, y in zip(ours.planes, plain.planes, strict=True):
         assert torch.equal(x.cpu(), y)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from format_cases import CODED, SHAPES, Rig, check_attention, check_scores, check_written, fill
 from format_fill import read
-from paged_oracle import Ask, Shape, expected, world
+from paged_oracle import Ask, Shape, expected, under, world
 from triton_pair import DEVICE, DTYPES, assert_close, attend_both, make_pair
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import FORMATS
+from kvreclaim.ops.kv_cache import KVCache
 
 pytestmark = pytest.mark.gpu
 
@@ -75,9 +75,9 @@ def test_writes_and_a_decode_captured_in_a_graph(name: str) -> None:
     before = [plane.clone() for plane in cache.planes]
 
     def run() -> torch.Tensor:
-        kernels.write_kv(cache, 0, k, v, slots)
+        kernels.write_kv(cache.layers[0], k, v, slots)
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
-        return kernels.decode_attention(q, cache, 0, tables, Softmax(0.125))
+        return kernels.decode_attention(q, under(cache, 0, scale=0.125), tables)
 
     run()
     torch.cuda.synchronize()
@@ -98,11 +98,11 @@ def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
     arrays = w.batch.arrays
     table, lengths, shifts = (x.cuda() for x in (arrays.block_table, arrays.seq_lens, arrays.shifts))
     lengths.zero_()
-    q, cache = w.q[0].cuda(), type(w.cache).plain(w.cache.k.cuda(), w.cache.v.cuda())
+    q, cache = w.q[0].cuda(), KVCache.plain(w.cache.k.cuda(), w.cache.v.cuda(), w.cache.softmaxes)
 
     def run() -> torch.Tensor:
         tables = kernels.static_tables(table, lengths, shifts, num_kv_heads=2, max_seq_len=1024)
-        return kernels.decode_attention(q, cache, 0, tables, Softmax(0.125))
+        return kernels.decode_attention(q, under(cache, 0, scale=0.125), tables)
 
     run()
     torch.cuda.synchronize()
@@ -113,4 +113,4 @@ def test_a_decode_captured_in_a_graph_follows_its_tables() -> None:
     assert not out.any()
     lengths.copy_(arrays.seq_lens)
     graph.replay()
-    assert_close(out, reference.paged_attention(w.q[0], w.cache, 0, w.batch, Softmax(0.125)))
+    assert_close(out, reference.paged_attention(w.q[0], under(w.cache, 0, scale=0.125), w.batch))

@@ -47,16 +47,16 @@ def test_write_kv(shape: Shape, dtype: torch.dtype, given_dtype: torch.dtype) ->
     slots = torch.randperm(4 * shape.block_size, generator=torch.Generator().manual_seed(3))[:7]
     k = noise(1, shape.kv_heads, 7, shape.dim, dtype=given_dtype).transpose(0, 1)
     v = noise(2, 7, shape.kv_heads, 2 * plain.v_head_dim, dtype=given_dtype)[..., ::2]
-    reference.write_kv(plain, 1, k, v, slots)
-    kernels.write_kv(ours, 1, k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE))
+    reference.write_kv(plain.layers[1], k, v, slots)
+    kernels.write_kv(ours.layers[1], k.to(DEVICE), v.to(DEVICE), slots.to(DEVICE))
     assert_same(ours, plain)
 
 
 def test_a_token_without_a_slot_is_written_nowhere() -> None:
     ours, plain = filled_pair(SHAPES[0], 3)
     k, v = noise(1, 3, 2, 32), noise(2, 3, 2, 32)
-    reference.write_kv(plain, 0, k[1:2], v[1:2], torch.tensor([5]))
-    kernels.write_kv(ours, 0, k.to(DEVICE), v.to(DEVICE), torch.tensor([-1, 5, -1], device=DEVICE))
+    reference.write_kv(plain.layers[0], k[1:2], v[1:2], torch.tensor([5]))
+    kernels.write_kv(ours.layers[0], k.to(DEVICE), v.to(DEVICE), torch.tensor([-1, 5, -1], device=DEVICE))
     assert_same(ours, plain)
 
 
@@ -64,7 +64,7 @@ def test_a_token_without_a_slot_is_written_nowhere() -> None:
 def test_writing_no_token(shape: Shape) -> None:
     ours, plain = filled_pair(shape, 2)
     nothing = torch.zeros(0, shape.kv_heads, shape.dim), torch.zeros(0, shape.kv_heads, plain.v_head_dim)
-    kernels.write_kv(ours, 0, *(x.to(DEVICE) for x in nothing), torch.zeros(0, dtype=torch.int64))
+    kernels.write_kv(ours.layers[0], *(x.to(DEVICE) for x in nothing), torch.zeros(0, dtype=torch.int64))
     assert_same(ours, plain)
 
 
@@ -89,8 +89,8 @@ def test_prepare_blocks_has_nothing_to_do() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 17, 40])
 def test_gather_tokens(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
     pair = make_pair(replace(shape, dtype=dtype), 40)
-    got = kernels.gather_tokens(PagedTokens(pair.kernel, 1, pair.device_ids, num_tokens))
-    want = reference.gather_tokens(PagedTokens(pair.reference, 1, pair.block_ids, num_tokens))
+    got = kernels.gather_tokens(PagedTokens(pair.kernel.layers[1], pair.device_ids, num_tokens))
+    want = reference.gather_tokens(PagedTokens(pair.reference.layers[1], pair.block_ids, num_tokens))
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x.cpu(), y)
 

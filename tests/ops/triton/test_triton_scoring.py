@@ -40,16 +40,16 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 
 def keys_of(pair: Pair, layer: int) -> Tensor:
-    return reference.gather_tokens(PagedTokens(pair.reference, layer, pair.block_ids, pair.num_tokens))[
-        0
-    ].double()
+    return reference.gather_tokens(
+        PagedTokens(pair.reference.layers[layer], pair.block_ids, pair.num_tokens)
+    )[0].double()
 
 
 def assert_trig(pair: Pair, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> None:
     for layer in range(pair.reference.num_layers):
         there = queries.to(DEVICE), None if weights is None else weights.to(DEVICE)
         got = kernels.trig_norm_scores(
-            PagedTokens(pair.kernel, layer, pair.device_ids, pair.num_tokens), *there, layout
+            PagedTokens(pair.kernel.layers[layer], pair.device_ids, pair.num_tokens), *there, layout
         )
         keys = keys_of(pair, layer)
         wide = None if weights is None else weights.double()
@@ -95,7 +95,7 @@ def assert_mixture(pair: Pair, centers: Tensor, variances: Tensor, scale: float,
     for layer in range(pair.reference.num_layers):
         there = centers.to(DEVICE), variances.to(DEVICE), scale, over
         got = kernels.mixture_scores(
-            PagedTokens(pair.kernel, layer, pair.device_ids, pair.num_tokens), *there
+            PagedTokens(pair.kernel.layers[layer], pair.device_ids, pair.num_tokens), *there
         )
         wide = centers.double(), variances.double(), scale, over
         want = scoring.mixture_scores(keys_of(pair, layer), *wide)
@@ -134,7 +134,7 @@ def test_mixture_of_one_key_far_ahead() -> None:
     pair = make_pair(Shape(kv_heads=1, dim=32), 70)
     centers, variances = mixture(2, 2, 2, 32)
     got = kernels.mixture_scores(
-        PagedTokens(pair.kernel, 0, pair.device_ids, 70),
+        PagedTokens(pair.kernel.layers[0], pair.device_ids, 70),
         centers.to(DEVICE),
         0 * variances.to(DEVICE),
         1e3,
@@ -153,15 +153,17 @@ def test_norms(dims: tuple[int, int], num_tokens: int, dtype: torch.dtype) -> No
     pair = make_pair(Shape(kv_heads=2, dim=dims[0], v_dim=dims[1], layers=2, dtype=dtype), num_tokens)
     for layer in range(2):
         for op in ("key_norms", "value_norms"):
-            got = getattr(kernels, op)(PagedTokens(pair.kernel, layer, pair.device_ids, num_tokens))
-            want = getattr(reference, op)(PagedTokens(pair.reference, layer, pair.block_ids, num_tokens))
+            got = getattr(kernels, op)(PagedTokens(pair.kernel.layers[layer], pair.device_ids, num_tokens))
+            want = getattr(reference, op)(
+                PagedTokens(pair.reference.layers[layer], pair.block_ids, num_tokens)
+            )
             torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0)
 
 
 def test_no_tokens_at_all() -> None:
     pair = make_pair(Shape(kv_heads=2, dim=32), 5)
     layout = RopeLayout(torch.ones(16, dtype=torch.float64))
-    args = (pair.kernel, 0, pair.device_ids[:0], 0)
+    args = (pair.kernel.layers[0], pair.device_ids[:0], 0)
     queries, weights = random(4, 1, 32).to(DEVICE), random(4, 16).to(DEVICE)
     assert kernels.trig_norm_scores(PagedTokens(*args), queries, weights, layout).shape == (4, 0)
     assert kernels.key_norms(PagedTokens(*args)).shape == (2, 0)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from paged_oracle import Ask, Shape, World, world
+from paged_oracle import Ask, Shape, World, under, world
 from tolerances import TOLERANCES
 from torch import Tensor
 
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.triton.support import is_interpreted
 
@@ -38,7 +37,7 @@ class Pair:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    return KVCache.plain(cache.k.clone().to(DEVICE), cache.v.clone().to(DEVICE))
+    return KVCache.plain(cache.k.clone().to(DEVICE), cache.v.clone().to(DEVICE), cache.softmaxes)
 
 
 def make_pair(shape: Shape, num_tokens: int, seed: int = 0) -> Pair:
@@ -56,7 +55,7 @@ def poisoned(w: World) -> KVCache:
         for slot in range(seq.seq_len, len(seq.block_ids) * size):
             for x in (k, v):
                 x[:, seq.block_ids[slot // size], :, slot % size] = torch.nan
-    return KVCache.plain(k.to(DEVICE), v.to(DEVICE))
+    return KVCache.plain(k.to(DEVICE), v.to(DEVICE), w.cache.softmaxes)
 
 
 def moved(seq: SequenceSlots) -> SequenceSlots:
@@ -70,7 +69,7 @@ def wanted(w: World, layer: int = 0, **how) -> Tensor:
     if not asking:
         return w.q[layer]
     batch = AttentionBatch.build(asking, w.shape.block_size, torch.device("cpu"))
-    return reference.paged_attention(w.q[layer], w.cache, layer, batch, Softmax(**how))
+    return reference.paged_attention(w.q[layer], under(w.cache, layer, **how), batch)
 
 
 def attend_both(w: World, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
@@ -80,7 +79,7 @@ def attend_both(w: World, layer: int = 0, **how) -> tuple[Tensor, Tensor]:
     there = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in how.items()}
     batch = AttentionBatch.build(tuple(moved(seq) for seq in w.batch.sequences), w.shape.block_size, DEVICE)
     q = w.q[layer].to(DEVICE)
-    return kernels.paged_attention(q, poisoned(w), layer, batch, Softmax(**there)), want
+    return kernels.paged_attention(q, under(poisoned(w), layer, **there), batch), want
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:

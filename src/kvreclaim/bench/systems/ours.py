@@ -157,8 +157,8 @@ def synthetic_prefill(llm: LLM) -> Iterator[None]:
     def forward(*, input_ids: Any, logits_to_keep: Any, kv_batch: Any, **_: Any) -> SimpleNamespace:
         tokens = input_ids.shape[-1]
         slots = kv_batch.batch.slot_mapping
-        for layer in range(facts.num_layers):
-            kv_batch.ops.write_kv(kv_batch.cache, layer, keys[:tokens], values[:tokens], slots)
+        for layer in kv_batch.cache.layers:
+            kv_batch.ops.write_kv(layer, keys[:tokens], values[:tokens], slots)
         return SimpleNamespace(logits=logits[: logits_to_keep.numel()][None])
 
     if "forward" in vars(model):

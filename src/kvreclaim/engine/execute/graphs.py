@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from kvreclaim.config import EngineConfig
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
-from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +30,13 @@ class GraphBackend(Protocol):
     """What a back-end has, beyond ops.backend.Backend, if its decode can be replayed: nothing about the
     lengths is read on the host. write_kv writes a token with a negative slot nowhere."""
 
-    def write_kv(self, cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
+    def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
     def static_tables(
         self, block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
     ) -> Any: ...
 
-    def decode_attention(
-        self, q: Tensor, cache: KVCache, layer: int, tables: Any, softmax: Softmax
-    ) -> Tensor: ...
+    def decode_attention(self, q: Tensor, layer: LayerCache, tables: Any) -> Tensor: ...
 
 
 class Capture(Protocol):
@@ -96,8 +93,9 @@ class _ReplayedKVBatch:
     tables: Any
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.ops.write_kv(self.cache, call.layer, call.k, call.v, self.slot_mapping)
-        return self.ops.decode_attention(call.q, self.cache, call.layer, self.tables, call.softmax)
+        layer = call.layer_of(self.cache)
+        self.ops.write_kv(layer, call.k, call.v, self.slot_mapping)
+        return self.ops.decode_attention(call.q, layer, self.tables)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

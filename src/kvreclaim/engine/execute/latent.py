@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.model.attention import LatentCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import LayerCache, PagedTokens
 from kvreclaim.ops.latent import expanded_attention
 
 
@@ -23,11 +23,10 @@ class ExpandedPart:
     block_ids: Tensor
     num_tokens: int
 
-    def attend(self, call: LatentCall, ops: Backend, cache: KVCache, out: Tensor) -> None:
+    def attend(self, call: LatentCall, ops: Backend, layer: LayerCache, out: Tensor) -> None:
         """Write its rows of out [T, H, dv]; its latents are in the cache."""
-        tokens = PagedTokens(cache, call.call.layer, self.block_ids, self.num_tokens)
-        query = call.call.q[self.rows]
-        out[self.rows] = expanded_attention(ops, tokens, query, call.weights, scale=call.call.softmax.scale)
+        tokens = PagedTokens(layer, self.block_ids, self.num_tokens)
+        out[self.rows] = expanded_attention(ops, tokens, call.call.q[self.rows], call.weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,10 +36,9 @@ class AbsorbedPart:
     rows: Tensor
     batch: AttentionBatch
 
-    def attend(self, call: LatentCall, ops: Backend, cache: KVCache, out: Tensor) -> None:
+    def attend(self, call: LatentCall, ops: Backend, layer: LayerCache, out: Tensor) -> None:
         """Write their rows of out [T, H, dv]; their latents are in the cache."""
-        own = call.absorbed(self.rows)
-        found = ops.paged_attention(own.q, cache, own.layer, self.batch, own.softmax)
+        found = ops.paged_attention(call.absorbed(self.rows).q, layer, self.batch)
         out[self.rows] = call.finish(found)
 
 

@@ -38,7 +38,8 @@ class PagedKVBatch:
     parts: tuple[Part, ...] = ()
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.ops.write_kv(self.cache, call.layer, call.k, call.v, self.batch.slot_mapping)
+        layer = call.layer_of(self.cache)
+        self.ops.write_kv(layer, call.k, call.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call)
         if self.parts:
@@ -46,7 +47,7 @@ class PagedKVBatch:
             for part in self.parts:
                 part.attend(call, out)
             return out
-        return self.ops.paged_attention(call.q, self.cache, call.layer, self.batch, call.softmax)
+        return self.ops.paged_attention(call.q, layer, self.batch)
 
     def attend_latent(self, call: LatentCall) -> Tensor:
         """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
@@ -54,12 +55,13 @@ class PagedKVBatch:
         if not parts:
             return call.finish(self.attend(call.absorbed()))
         new = call.call
-        self.ops.write_kv(self.cache, new.layer, new.k, new.v, self.batch.slot_mapping)
+        layer = new.layer_of(self.cache)
+        self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call.absorbed())
         out = new.q.new_empty((*new.q.shape[:2], call.value_dim))
         for part in parts:
-            part.attend(call, self.ops, self.cache, out)
+            part.attend(call, self.ops, layer, out)
         return out
 
 

@@ -226,10 +226,8 @@ class Signals:
         def write(call: AttentionCall) -> None:
             sums = self.backend.column_sums(
                 call.q if source is None else call.q[source],
-                self.cache,
-                call.layer,
+                self.cache.layers[call.layer],
                 batch,
-                call.softmax,
             )
             store.add(rows, call.layer, sums)
 

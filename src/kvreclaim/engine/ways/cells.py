@@ -47,7 +47,7 @@ class UnevenPass:
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
-                paged = PagedTokens(self.cache, layer, blocks, table.physical_len)
+                paged = PagedTokens(self.cache.layers[layer], blocks, table.physical_len)
             else:
                 paged = self._head_tokens(seq, layer, head, int(tokens[layer, head]))
             return PagedSource(self.backend, paged)
@@ -89,7 +89,7 @@ class UnevenPass:
         held = -(-num_tokens // self.cache.block_size)
         row = head_cells(seq, table, self.cache)[layer, head, :held]
         ids = torch.from_numpy(row.astype(np.int64)).to(self.cache.device)
-        return PagedTokens(self.cells, 0, ids, num_tokens)
+        return PagedTokens(self.cells.layers[0], ids, num_tokens)
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""

@@ -19,8 +19,8 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays
-from kvreclaim.ops.cells import CellBatch, cell_batch, cell_view
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
 class Part(Protocol):
@@ -42,7 +42,7 @@ class PlainPart:
 
     def attend(self, call: AttentionCall, out: Tensor) -> None:
         out[self.rows] = self.ops.paged_attention(
-            call.q[self.rows], self.cache, call.layer, self.batch, call.softmax
+            call.q[self.rows], self.cache.layers[call.layer], self.batch
         )
 
 
@@ -50,19 +50,21 @@ class PlainPart:
 class HeadPart:
     """Sequences with a table for each (layer, KV head): every KV head is a sequence of the cell view.
 
+    cells:   the cell view as each layer attends over it
     rows:    [t] int64, theirs in the step
     order:   [t * K] int64, places of (row, KV head) by sequence, KV head and row; None: they lie so already
     batches: (layer, q [t, H, D]) -> the sequences' KV heads with their cells, in this order
     """
 
     ops: Backend
-    cells: KVCache
+    cells: tuple[LayerCache, ...]
     rows: Tensor
     order: Tensor | None
     batches: Callable[[int, Tensor], CellBatch]
 
     def attend(self, call: AttentionCall, out: Tensor) -> None:
-        softmax = call.softmax
+        layer = self.cells[call.layer]
+        softmax = layer.softmax
         assert softmax.window is None, f"layer {call.layer}: window {softmax.window}, refused by check_policy"
         assert softmax.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
         num_kv_heads = call.k.shape[1]
@@ -70,10 +72,8 @@ class HeadPart:
         q = rows.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
         found = self.ops.paged_attention(
             q if self.order is None else q[self.order],
-            self.cells,
-            0,
+            layer,
             self.batches(call.layer, rows),
-            softmax,
         )
         if self.order is not None:
             sorted_found, found = found, torch.empty_like(found)
@@ -135,7 +135,7 @@ def uneven_part(
         return cell_batch(tables[layer], lengths[layer], query_lens, arrays, cache.block_size)
 
     order = head_order([item.num_tokens for item in items], heads, device)
-    return HeadPart(ops, cell_view(cache), rows, order, batch)
+    return HeadPart(ops, cell_layers(cache), rows, order, batch)
 
 
 def has_head_tables(seq: Sequence) -> bool:
@@ -163,7 +163,7 @@ def split(
         rows, items = rows_of(step, places, cache.device), [step[i] for i in places]
         if isinstance(kind, Compressor):
             reads = SparseReads(items, memory, cache, ops, digests)
-            parts.append(HeadPart(ops, cell_view(cache), rows, None, reads.batch))
+            parts.append(HeadPart(ops, cell_layers(cache), rows, None, reads.batch))
         elif kind:
             parts.append(uneven_part(items, rows, memory, cache, ops))
         else:

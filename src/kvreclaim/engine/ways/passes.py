@@ -177,7 +177,8 @@ class CompressionPass:
         block_ids = self._index(seq)
 
         def layer_source(layer: int) -> KeySource:
-            paged = PagedSource(self.backend, PagedTokens(self.cache, layer, block_ids, table.physical_len))
+            tokens = PagedTokens(self.cache.layers[layer], block_ids, table.physical_len)
+            paged = PagedSource(self.backend, tokens)
             if live is None:
                 return paged
             rows = live[layer][..., None]

@@ -161,7 +161,7 @@ class SparseReads:
         """Write the digests of blocks that have filled up since the last step."""
         size = self.cache.block_size
         for seq_id, missing, ids in self._filled:
-            tokens = PagedTokens(self.cache, layer, ids, len(missing) * size)
+            tokens = PagedTokens(self.cache.layers[layer], ids, len(missing) * size)
             keys = self.ops.gather_tokens(tokens)[0].unflatten(1, (len(missing), size))
             target = self.store.row(seq_id)[layer, :, :, missing.start : missing.stop]
             target[0], target[1] = keys.amin(2), keys.amax(2)

@@ -47,9 +47,9 @@ class Stage:
             self.cache = self.backend.allocate((self.layer,), num_blocks, BLOCK_SIZE, like=like)
         rows = keys.transpose(0, 1).to(self.dtype)
         slots = torch.arange(num_tokens, device=keys.device)
-        self.backend.write_kv(self.cache, 0, rows, rows[..., :NO_VALUES], slots)
+        self.backend.write_kv(self.cache.layers[0], rows, rows[..., :NO_VALUES], slots)
         blocks = torch.arange(num_blocks, device=keys.device)
-        return PagedTokens(self.cache, 0, blocks, num_tokens)
+        return PagedTokens(self.cache.layers[0], blocks, num_tokens)
 
 
 class CacheSource(KeySource):

@@ -18,21 +18,21 @@ from kvreclaim.ops.formats import kivi_codec
 from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID
 from kvreclaim.ops.formats.kivi_codec import OPEN, Geometry, Groups, Units
 from kvreclaim.ops.formats.open_blocks import OpenBlocks
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 
 class Layout(Protocol):
     """How a back-end lays out the bytes of units. Blocks: [n] int64 of this cache, all heads."""
 
-    def load(self, cache: KVCache, layer: int, blocks: Tensor) -> Units:
+    def load(self, layer: LayerCache, blocks: Tensor) -> Units:
         """The bytes of these blocks' units, [n, K, ...]; copies."""
         ...
 
-    def store(self, cache: KVCache, layer: int, blocks: Tensor, units: Units) -> None:
+    def store(self, layer: LayerCache, blocks: Tensor, units: Units) -> None:
         """Write units [n, K, ...]; no block twice."""
         ...
 
-    def mark_open(self, cache: KVCache, layer: int, blocks: Tensor) -> None:
+    def mark_open(self, layer: LayerCache, blocks: Tensor) -> None:
         """Set the state of these blocks' units to OPEN; no other byte changes."""
         ...
 
@@ -41,16 +41,16 @@ class RowLayout:
     """The reference's and Triton's: planes k [L, B, K, S, D / 2], v [L, B, K, S, Dv / 2] and
     params [L, B, K, U], all uint8."""
 
-    def load(self, cache: KVCache, layer: int, blocks: Tensor) -> Units:
-        k, v, params = (plane[layer][blocks] for plane in cache.planes)
+    def load(self, layer: LayerCache, blocks: Tensor) -> Units:
+        k, v, params = (plane[blocks] for plane in layer.planes)
         return Units(k, v, params)
 
-    def store(self, cache: KVCache, layer: int, blocks: Tensor, units: Units) -> None:
-        for plane, part in zip(cache.planes, (units.k, units.v, units.params), strict=True):
-            plane[layer][blocks] = part
+    def store(self, layer: LayerCache, blocks: Tensor, units: Units) -> None:
+        for plane, part in zip(layer.planes, (units.k, units.v, units.params), strict=True):
+            plane[blocks] = part
 
-    def mark_open(self, cache: KVCache, layer: int, blocks: Tensor) -> None:
-        cache.planes[2][layer][blocks, :, geometry_of(cache).state] = OPEN
+    def mark_open(self, layer: LayerCache, blocks: Tensor) -> None:
+        layer.planes[2][blocks, :, geometry_of(layer.cache).state] = OPEN
 
 
 ROWS = RowLayout()
@@ -68,9 +68,10 @@ def geometry_of(cache: KVCache) -> Geometry:
     return Geometry(cache.shape.k_dim, cache.shape.v_dim, cache.block_size)
 
 
-def write(cache: KVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor, layout: Layout) -> None:
+def write(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor, layout: Layout) -> None:
     """reference.write_kv: keys [T, K, D] and values [T, K, Dv] to slots [T], in the order of their blocks:
     a block's slots are written from the first on, in any number of writes. Numbers are rounded to bf16."""
+    cache = layer.cache
     assert cache.origin is None, "tokens are written by block and layer, not by cell"
     rows = rows_of(cache)
     plan = rows.writes(slots)
@@ -78,15 +79,15 @@ def write(cache: KVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor, layou
         k = k[..., cache.shape.v_dim :]
     k, v = k.to(rows.k.dtype), v.to(rows.v.dtype)
     for store, numbers in ((rows.k, k), (rows.v, v)):
-        store[:, layer][plan.rows, :, plan.offsets] = numbers[plan.tokens]
+        store[:, layer.index][plan.rows, :, plan.offsets] = numbers[plan.tokens]
     if plan.opened.numel():
-        layout.mark_open(cache, layer, plan.opened)
+        layout.mark_open(layer, plan.opened)
     if plan.sealed.numel():
         full_k, full_v = (
-            torch.cat((numbers[plan.whole].transpose(1, 2), store[plan.ended, layer]))
+            torch.cat((numbers[plan.whole].transpose(1, 2), store[plan.ended, layer.index]))
             for store, numbers in ((rows.k, k), (rows.v, v))
         )
-        layout.store(cache, layer, plan.sealed, kivi_codec.seal(full_k, full_v))
+        layout.store(layer, plan.sealed, kivi_codec.seal(full_k, full_v))
 
 
 def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: Layout) -> None:
@@ -96,8 +97,8 @@ def copy_rows(cache: KVCache, pairs: list[tuple[int, int]], layout: Layout) -> N
     a source in some layers already.
     """
     targets = rows_of(cache).copy(pairs)
-    for layer in range(cache.num_layers if targets.numel() else 0):
-        layout.mark_open(cache, layer, targets)
+    for layer in cache.layers if targets.numel() else ():
+        layout.mark_open(layer, targets)
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor, layout: Layout) -> None:
@@ -111,14 +112,14 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     if cache.origin is None:
         ids = targets.tolist()
         row = rows.take(ids[full:], between_passes=True)
-    for layer in range(cache.num_layers):
-        slots = kept[layer if kept.shape[0] > 1 else 0].expand(cache.num_kv_heads, -1)
-        moved = _survivors(cache, layer, slots, source_ids, layout)
+    for layer in cache.layers:
+        slots = kept[layer.index if kept.shape[0] > 1 else 0].expand(cache.num_kv_heads, -1)
+        moved = _survivors(layer, slots, source_ids, layout)
         if full:
-            layout.store(cache, layer, targets[:full], moved.units(full, size))
+            layout.store(layer, targets[:full], moved.units(full, size))
         if row:
-            moved.to_row(rows, row[0], layer, full * size)
-            layout.mark_open(cache, layer, targets[full:])
+            moved.to_row(rows, row[0], layer.index, full * size)
+            layout.mark_open(layer, targets[full:])
     if cache.origin is None:
         rows.seal(ids[:full])
 
@@ -153,16 +154,16 @@ class _Survivors:
             store[row, layer, :, : tail.shape[1]] = tail
 
 
-def _survivors(cache: KVCache, layer: int, slots: Tensor, source_ids: Tensor, layout: Layout) -> _Survivors:
+def _survivors(layer: LayerCache, slots: Tensor, source_ids: Tensor, layout: Layout) -> _Survivors:
     """slots: [K, M] int64 of the old table."""
-    shape, size = cache.shape, cache.block_size
-    units = layout.load(cache, layer, source_ids)
+    cache, shape, size = layer.cache, layer.cache.shape, layer.cache.block_size
+    units = layout.load(layer, source_ids)
     dims = shape.k_dim, shape.v_dim
     head = torch.arange(cache.num_kv_heads, device=slots.device)[:, None].expand_as(slots)
     unit = slots // size, head
     place = *unit, slots % size
     state = units.params[..., geometry_of(cache).state]
-    k, v = decode(cache, layer, source_ids, units)
+    k, v = decode(layer, source_ids, units)
     k, v = k[place], v[place]
     old_keys = kivi_codec.token_keys(units.k, units.params, *dims).take(place)
     old_values = kivi_codec.token_values(units.v, units.params, *dims).take(place)
@@ -171,23 +172,24 @@ def _survivors(cache: KVCache, layer: int, slots: Tensor, source_ids: Tensor, la
     return _Survivors(k, v, keys, values)
 
 
-def decode(cache: KVCache, layer: int, blocks: Tensor, units: Units) -> tuple[Tensor, Tensor]:
+def decode(layer: LayerCache, blocks: Tensor, units: Units) -> tuple[Tensor, Tensor]:
     """The numbers of loaded units [n, K, ...] of these blocks [n], open ones from their rows:
     keys [n, K, S, D] (the stored dims) and values [n, K, S, Dv], fp32."""
+    cache = layer.cache
     dims = cache.shape.k_dim, cache.shape.v_dim
     k = kivi_codec.decode_keys(units.k, units.params, *dims)
     v = kivi_codec.decode_values(units.v, units.params, *dims)
-    found = open_units(cache, layer, blocks, units.params[..., geometry_of(cache).state])
+    found = open_units(layer, blocks, units.params[..., geometry_of(cache).state])
     rows = rows_of(cache)
     k[found.places] = rows.k[found.at].float()
     v[found.places] = rows.v[found.at].float()
     return k, v
 
 
-def open_units(cache: KVCache, layer: int, blocks: Tensor, state: Tensor) -> OpenUnits:
+def open_units(layer: LayerCache, blocks: Tensor, state: Tensor) -> OpenUnits:
     """Those of the units of blocks [n] with states [n, K] whose numbers lie in rows."""
-    origin = cache.origin
-    block, at_layer = blocks, torch.full_like(blocks, layer)
+    cache, origin = layer.cache, layer.cache.origin
+    block, at_layer = blocks, torch.full_like(blocks, layer.index)
     if origin is not None:
         block = blocks // origin.num_kv_heads % origin.num_blocks
         at_layer = blocks // (origin.num_kv_heads * origin.num_blocks)

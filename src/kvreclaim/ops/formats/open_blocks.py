@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.checks import require
+from kvreclaim.ops.facts import CacheShape
 from kvreclaim.ops.formats.format import KVFormat
-from kvreclaim.ops.kv_cache import CacheShape
 
 NO_ROW = -1
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
 
 def paged_attention(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
-    softmax: Softmax,
 ) -> Tensor:
     """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
 
@@ -25,12 +22,13 @@ def paged_attention(
     Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
     depends neither on the rest of the batch nor on the number of threads.
     """
-    out = q.new_empty((q.shape[0], q.shape[1], cache.v_head_dim))
+    out = q.new_empty((q.shape[0], q.shape[1], layer.cache.v_head_dim))
+    softmax = layer.softmax
     native().paged_attention(
         q,
         out,
-        cache_view(cache),
-        layer,
+        cache_view(layer.cache),
+        layer.index,
         batch_view(batch),
         softmax.scale,
         softmax.softcap or 0.0,

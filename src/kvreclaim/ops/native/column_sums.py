@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
 
 def column_sums(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
-    softmax: Softmax,
 ) -> Tensor:
     """reference.column_sums: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [N, K, C] fp32.
 
@@ -26,12 +23,13 @@ def column_sums(
     per thread: eight floats per slot.
     """
     columns = int(batch.lengths.max(initial=0))
-    sums = torch.empty((len(batch.sequences), cache.num_kv_heads, columns), dtype=torch.float32)
+    sums = torch.empty((len(batch.sequences), layer.cache.num_kv_heads, columns), dtype=torch.float32)
+    softmax = layer.softmax
     native().column_sums(
         q,
         sums,
-        cache_view(cache),
-        layer,
+        cache_view(layer.cache),
+        layer.index,
         batch_view(batch),
         softmax.scale,
         softmax.softcap or 0.0,

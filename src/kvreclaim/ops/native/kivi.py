@@ -8,7 +8,7 @@ from torch import Tensor
 from kvreclaim.ops.formats.codecs import pack, unpack
 from kvreclaim.ops.formats.kivi import geometry_of
 from kvreclaim.ops.formats.kivi_codec import OPEN, Units
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 PER_WORD = 8
 
@@ -17,22 +17,23 @@ class WordLayout:
     """One plane [L, B, K, unit_bytes]: key words [D / 8][S] of 8 dims of a slot, value words [S / 8][Dv] of
     8 slots of a dim, then the parameters."""
 
-    def load(self, cache: KVCache, layer: int, blocks: Tensor) -> Units:
-        parts = cache.planes[0][layer][blocks].split(self._sizes(cache), -1)
+    def load(self, layer: LayerCache, blocks: Tensor) -> Units:
+        cache = layer.cache
+        parts = layer.planes[0][blocks].split(self._sizes(cache), -1)
         k = parts[0].unflatten(-1, (-1, cache.block_size, PER_WORD // 2)).transpose(-3, -2).flatten(-2)
         words = parts[1].unflatten(-1, (-1, cache.shape.v_dim, PER_WORD // 2))
         v = pack(unpack(words).transpose(-1, -2).flatten(-3, -2))
         return Units(k, v, parts[2])
 
-    def store(self, cache: KVCache, layer: int, blocks: Tensor, units: Units) -> None:
+    def store(self, layer: LayerCache, blocks: Tensor, units: Units) -> None:
         k = units.k.unflatten(-1, (-1, PER_WORD // 2)).transpose(-3, -2)
         slots = unpack(units.v).unflatten(-2, (-1, PER_WORD))  # [.., S / 8, 8, Dv]
         v = pack(slots.transpose(-1, -2))
-        cache.planes[0][layer][blocks] = torch.cat((k.flatten(-3), v.flatten(-3), units.params), -1)
+        layer.planes[0][blocks] = torch.cat((k.flatten(-3), v.flatten(-3), units.params), -1)
 
-    def mark_open(self, cache: KVCache, layer: int, blocks: Tensor) -> None:
-        codes = sum(self._sizes(cache)[:2])
-        cache.planes[0][layer][blocks, :, codes + geometry_of(cache).state] = OPEN
+    def mark_open(self, layer: LayerCache, blocks: Tensor) -> None:
+        codes = sum(self._sizes(layer.cache)[:2])
+        layer.planes[0][blocks, :, codes + geometry_of(layer.cache).state] = OPEN
 
     def _sizes(self, cache: KVCache) -> list[int]:
         """Bytes of key words, value words and parameters."""

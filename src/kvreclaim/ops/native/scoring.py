@@ -75,7 +75,7 @@ def _norms(tokens: PagedTokens, *, values: bool) -> Tensor:
 
 def _where(tokens: PagedTokens) -> tuple[Any, int, Tensor, int]:
     """What every scoring kernel takes first."""
-    return cache_view(tokens.cache), tokens.layer, tokens.block_ids, tokens.num_tokens
+    return cache_view(tokens.cache), tokens.layer.index, tokens.block_ids, tokens.num_tokens
 
 
 def _plain(x: Tensor) -> Tensor:

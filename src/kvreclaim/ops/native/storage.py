@@ -8,10 +8,10 @@ from torch import Tensor
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
 from kvreclaim.ops.formats.open_blocks import rows_beside
-from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.native.extension import LAYOUTS, cache_view, native, unavailable_reason
 from kvreclaim.ops.native.kivi import WORDS
 
@@ -63,7 +63,8 @@ def allocate(
         planes = tuple(_zeros(like, (*shape.units, *dims), form.number) for dims in inner)
     else:
         planes = (_units(like, shape, form),)
-    return KVCache(shape, form, planes, rows_beside(form, shape, open_rows, like.device))
+    softmaxes = tuple(layer.softmax for layer in layers)
+    return KVCache(shape, form, planes, softmaxes, rows_beside(form, shape, open_rows, like.device))
 
 
 def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:
@@ -81,11 +82,11 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor.zero_()
 
 
-def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
-    if cache.open is not None:
-        return kivi.write(cache, layer, k, v, slot_mapping, WORDS)
-    native().write_kv(cache_view(cache), layer, k, v, slot_mapping)
+    if layer.cache.open is not None:
+        return kivi.write(layer, k, v, slot_mapping, WORDS)
+    native().write_kv(cache_view(layer.cache), layer.index, k, v, slot_mapping)
 
 
 def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
@@ -93,7 +94,7 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     cache, heads = tokens.cache, tokens.cache.num_kv_heads
     k = torch.empty((heads, tokens.num_tokens, cache.head_dim), dtype=cache.number)
     v = torch.empty((heads, tokens.num_tokens, cache.v_head_dim), dtype=cache.number)
-    native().gather_tokens(cache_view(cache), tokens.layer, tokens.block_ids, k, v)
+    native().gather_tokens(cache_view(cache), tokens.layer.index, tokens.block_ids, k, v)
     return k, v
 
 

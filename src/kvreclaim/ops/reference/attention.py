@@ -8,7 +8,7 @@ from torch import Tensor
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.dense import attend_rows, probabilities
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.reference.rows import group_rows
 
 MAX_SCORES = 1 << 26
@@ -17,10 +17,8 @@ MAX_SCORES = 1 << 26
 
 def paged_attention(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
-    softmax: Softmax,
 ) -> Tensor:
     """Attend each sequence's new tokens over its paged keys and values, causally.
 
@@ -31,24 +29,22 @@ def paged_attention(
     A row without any visible key is zero.
     Source: arXiv 2309.06180 section 4.
     """
-    out = q.new_zeros((q.shape[0], q.shape[1], cache.v_head_dim))
+    out = q.new_zeros((q.shape[0], q.shape[1], layer.cache.v_head_dim))
     for group in batch.groups:
-        k, v = group_rows(cache, layer, group)
-        mask = group.mask(layer, softmax.window)
+        k, v = group_rows(layer, group)
+        mask = group.mask(layer.index, layer.softmax.window)
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
-            part = attend_rows(q[rows].float(), k, v, mask[:, :, start : start + step], softmax)
+            part = attend_rows(q[rows].float(), k, v, mask[:, :, start : start + step], layer.softmax)
             out[rows.reshape(-1)] = part.reshape(-1, *part.shape[2:]).to(q.dtype)
     return out
 
 
 def column_sums(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
-    softmax: Softmax,
 ) -> Tensor:
     """How much attention each slot receives from the new tokens: the probabilities that paged_attention
     weighs the values with, summed over the queries and query heads of each
@@ -59,15 +55,15 @@ def column_sums(
     takes; one without any visible key adds nothing.
     """
     columns = int(batch.lengths.max(initial=0))
-    out = torch.zeros((len(batch.sequences), cache.num_kv_heads, columns), device=q.device)
+    out = torch.zeros((len(batch.sequences), layer.cache.num_kv_heads, columns), device=q.device)
     for group in batch.groups:
-        k, _ = group_rows(cache, layer, group)
-        mask = group.mask(layer, softmax.window) & group.is_query[:, None, :, None]
+        k, _ = group_rows(layer, group)
+        mask = group.mask(layer.index, layer.softmax.window) & group.is_query[:, None, :, None]
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
             part = mask[:, :, start : start + step]
-            probs = probabilities(q[rows].float(), k, part, softmax)
+            probs = probabilities(q[rows].float(), k, part, layer.softmax)
             width = min(columns, k.shape[2])
             out[group.places, :, :width] += probs.sum(2)[..., :width]
     return out

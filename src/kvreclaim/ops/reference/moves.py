@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvreclaim.ops.formats import kivi
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.reference.rows import store_rows
 
 
-def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Store new tokens' keys and values in their slots.
 
     Args:
@@ -22,11 +22,12 @@ def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Ten
 
     Mutates the cache at these slots only.
     """
+    cache = layer.cache
     if cache.open is not None:
-        return kivi.write(cache, layer, k, v, slot_mapping, kivi.ROWS)
+        return kivi.write(layer, k, v, slot_mapping, kivi.ROWS)
     block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
-    for plane, rows in zip(cache.planes, store_rows(cache, k, v), strict=True):
-        plane[layer][block, :, offset] = rows
+    for plane, rows in zip(layer.planes, store_rows(cache, k, v), strict=True):
+        plane[block, :, offset] = rows
 
 
 def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -41,10 +42,10 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     """
     if cache.open is not None:
         return kivi.compact(cache, kept, source_ids, target_ids, kivi.ROWS)
-    for layer in range(cache.num_layers):
-        row = kept[layer if kept.shape[0] > 1 else 0]
-        for plane in cache.planes:
-            compact_layer(plane[layer], row, source_ids, target_ids)
+    for layer in cache.layers:
+        row = kept[layer.index if kept.shape[0] > 1 else 0]
+        for plane in layer.planes:
+            compact_layer(plane, row, source_ids, target_ids)
 
 
 def compact_layer(x: Tensor, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionGroup
-from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
 from kvreclaim.ops.formats.codecs import decode_keys, decode_values, encode
 from kvreclaim.ops.formats.open_blocks import rows_beside
-from kvreclaim.ops.kv_cache import CacheShape, KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 
 
 def allocate(
@@ -47,17 +47,20 @@ def allocate(
             f"kv_cache_dtype is {form.name!r}, which cannot be stored here: {problem}."
         )
     shape = CacheShape.of(layers, num_blocks, block_size)
+    softmaxes = tuple(layer.softmax for layer in layers)
     rows = (*shape.units, block_size)
     dims = shape.k_dim, shape.v_dim
     if form.is_plain:
-        return KVCache(shape, form, tuple(like.new_zeros((*rows, dim), dtype=form.dtype) for dim in dims))
+        plain = tuple(like.new_zeros((*rows, dim), dtype=form.dtype) for dim in dims)
+        return KVCache(shape, form, plain, softmaxes)
     codes = ((*rows, form.code_bytes(dim)) for dim in dims)
     if form.has_open_blocks:
         params: tuple[int, ...] = (*shape.units, form.unit_params(*dims, block_size))
     else:
         params = (*rows, form.slot_params(*dims))
     planes = tuple(like.new_zeros(plane, dtype=torch.uint8) for plane in (*codes, params))
-    return KVCache(shape, form, planes, rows_beside(form, shape, open_rows, like.device))
+    beside = rows_beside(form, shape, open_rows, like.device)
+    return KVCache(shape, form, planes, softmaxes, beside)
 
 
 def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -81,14 +84,15 @@ def load_rows(cache: KVCache, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]
     return (torch.cat((v, k), -1) if cache.shape.latent else k), v
 
 
-def group_rows(cache: KVCache, layer: int, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+def group_rows(layer: LayerCache, group: AttentionGroup) -> tuple[Tensor, Tensor]:
     """Keys [n, K, C, D] and values [n, K, C, Dv] of a group's blocks in fp32."""
+    cache = layer.cache
     index = group.gather_index(cache.num_kv_heads)
     if cache.open is not None:
         table = index.view(len(group.sequences), cache.num_kv_heads, -1)[:, 0] // cache.num_kv_heads
-        k, v = decode_blocks(cache, layer, table.flatten())
+        k, v = decode_blocks(layer, table.flatten())
         return _by_sequence(k, table.shape), _by_sequence(v, table.shape)
-    rows = (_group_plane(plane[layer], index, len(group.sequences)) for plane in cache.planes)
+    rows = (_group_plane(plane, index, len(group.sequences)) for plane in layer.planes)
     k, v = load_rows(cache, tuple(rows))
     return k.float(), v.float()
 
@@ -100,10 +104,10 @@ def _group_plane(plane: Tensor, index: Tensor, num_sequences: int) -> Tensor:
     return flat.view(num_sequences, heads, -1, dim)
 
 
-def decode_blocks(cache: KVCache, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def decode_blocks(layer: LayerCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """kivi4: keys [n, K, S, D] and values [n, K, S, Dv] of blocks [n] in fp32, open ones from their rows."""
-    k, v = kivi.decode(cache, layer, blocks, kivi.ROWS.load(cache, layer, blocks))
-    return (torch.cat((v, k), -1) if cache.shape.latent else k), v
+    k, v = kivi.decode(layer, blocks, kivi.ROWS.load(layer, blocks))
+    return (torch.cat((v, k), -1) if layer.cache.shape.latent else k), v
 
 
 def _by_sequence(x: Tensor, table: Sequence[int]) -> Tensor:
@@ -117,11 +121,10 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     cache = tokens.cache
     if cache.open is not None:
         blocks = tokens.block_ids[: -(-tokens.num_tokens // cache.block_size)]
-        k, v = decode_blocks(cache, tokens.layer, blocks)
+        k, v = decode_blocks(tokens.layer, blocks)
         k, v = (_by_sequence(x, (1, len(blocks)))[0, :, : tokens.num_tokens] for x in (k, v))
         return k, v
-    planes = (plane[tokens.layer] for plane in cache.planes)
-    rows = (gather_slots(plane, tokens.block_ids, tokens.num_tokens) for plane in planes)
+    rows = (gather_slots(plane, tokens.block_ids, tokens.num_tokens) for plane in tokens.layer.planes)
     return load_rows(cache, tuple(rows))
 
 

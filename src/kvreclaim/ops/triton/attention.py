@@ -12,7 +12,7 @@ from torch import Tensor
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import KVFormat
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
 from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.plan import (
@@ -42,56 +42,48 @@ class HeadTile:
 
 def paged_attention(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
-    softmax: Softmax,
 ) -> Tensor:
     """ops.reference.paged_attention: sequences with one query are split over their keys, the others
     are cut into tiles of queries."""
-    q = _with_rows(q)
+    q, cache = _with_rows(q), layer.cache
     out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
     masks = batch_masks(batch)
     tables = decode_tables(batch, cache.num_kv_heads * _heads(q, cache, DECODE_ROWS).pieces)
     if tables is not None:
-        _decode(q, cache, layer, tables, softmax, masks, out)
+        _decode(q, layer, tables, masks, out)
     heads = _heads(q, cache, _query_rows(q, cache))
     tiles = query_tiles(batch, heads.queries)
     if tiles is not None:
-        _prefill(q, cache, layer, batch, tiles, heads, softmax, masks, out)
+        _prefill(q, layer, batch, tiles, heads, masks, out)
     return out.to(q.dtype)
 
 
 def decode_attention(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     tables: DecodeTables,
-    softmax: Softmax,
 ) -> Tensor:
     """One query per sequence, everything about lengths read from the tables' tensors.
 
-    Args:
-        q: [n, H, D]
-
-    Returns: [n, H, Dv], dtype of q; zero rows for sequences of length 0. Mutates nothing.
+    Returns: [n, H, Dv], dtype of q [n, H, D]; zero rows for sequences of length 0. Mutates nothing.
     """
     q = _with_rows(q)
-    out = new_output(q, q.shape[0], q.shape[1], cache.v_head_dim)
-    _decode(q, cache, layer, tables, softmax, None, out)
+    out = new_output(q, q.shape[0], q.shape[1], layer.cache.v_head_dim)
+    _decode(q, layer, tables, None, out)
     return out.to(q.dtype)
 
 
 def _decode(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     tables: DecodeTables,
-    softmax: Softmax,
     masks: Masks | None,
     out: Tensor,
 ) -> None:
     """Writes the rows of tables.seq_ids into out."""
+    cache, sinks = layer.cache, layer.softmax.sinks
     rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
     tile = _heads(q, cache, DECODE_ROWS)
     shape = (rows, heads, splits if splits > 1 else 0)
@@ -112,40 +104,38 @@ def _decode(
         PIECES=tile.pieces,
         BLOCK_M=tile.rows,
         SPLITS=splits,
-        **_common(q, cache, layer, softmax, masks),
+        **_common(q, layer, masks),
     )
     if splits > 1:
         reduce_kernel[(rows, heads)](
             out,
-            store_of(cache, layer),
+            store_of(layer),
             top,
             total,
             acc,
             tables.seq_ids,
             tables.query_starts,
-            q if softmax.sinks is None else softmax.sinks,
+            q if sinks is None else sinks,
             L=layout_of(cache),
             HEADS=heads,
             SPLITS=splits,
-            HAS_SINKS=softmax.sinks is not None,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
         )
 
 
 def _prefill(
     q: Tensor,
-    cache: KVCache,
-    layer: int,
+    layer: LayerCache,
     batch: AttentionBatch,
     tiles: Tensor,
     heads: HeadTile,
-    softmax: Softmax,
     masks: Masks | None,
     out: Tensor,
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
     arrays = batch.arrays
-    tile_kernel[(tiles.shape[0], cache.num_kv_heads * heads.pieces)](
+    tile_kernel[(tiles.shape[0], layer.cache.num_kv_heads * heads.pieces)](
         q,
         out=out,
         tiles=tiles,
@@ -156,7 +146,7 @@ def _prefill(
         table_stride=arrays.block_table.stride(0),
         PIECES=heads.pieces,
         BLOCK_M=heads.rows,
-        **_common(q, cache, layer, softmax, masks),
+        **_common(q, layer, masks),
     )
 
 
@@ -189,16 +179,17 @@ def _query_rows(q: Tensor, cache: KVCache) -> int:
     return QUERY_ROWS // 4 if is_wide and not cache.format.is_plain else QUERY_ROWS // 2
 
 
-def _common(q: Tensor, cache: KVCache, layer: int, softmax: Softmax, masks: Masks | None) -> dict[str, Any]:
+def _common(q: Tensor, layer: LayerCache, masks: Masks | None) -> dict[str, Any]:
     """What both attention kernels are launched with, by name."""
+    cache, softmax = layer.cache, layer.softmax
     layout, operands = layout_of(cache), _operands(q, cache)
     has_window = softmax.window is not None
     return {
-        "store": store_of(cache, layer),
+        "store": store_of(layer),
         "masks": q if masks is None else masks.table,
         "sinks": q if softmax.sinks is None else softmax.sinks,
         **_scalars(softmax),
-        "layer": layer,
+        "layer": layer.index,
         "q_stride_t": q.stride(0),
         "q_stride_h": q.stride(1),
         "L": layout,

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.ops.formats import KVFormat, groups, scales
 from kvreclaim.ops.formats.codecs import level_table
 from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.support import padded
 
 FORMAT_IDS = {"fp8_e4m3": 1, "int8": 2, "int4": 3, "turboquant4": 4, "kivi4": 5}
@@ -81,9 +81,9 @@ def layout_of(cache: KVCache) -> Layout:
     return cache.cached("triton.layout", _layout)
 
 
-def store_of(cache: KVCache, layer: int) -> Store:
-    """Made once per cache and layer."""
-    return cache.cached(f"triton.store.{layer}", lambda cache: _store(cache, layer))
+def store_of(layer: LayerCache) -> Store:
+    """Made once per layer."""
+    return layer.cached("triton.store", _store)
 
 
 def _layout(cache: KVCache) -> Layout:
@@ -115,13 +115,14 @@ def _log2(power: int) -> int:
     return power.bit_length() - 1
 
 
-def _store(cache: KVCache, layer: int) -> Store:
+def _store(layer: LayerCache) -> Store:
+    cache = layer.cache
     shape, form, device = cache.shape, cache.format, cache.device
-    k, v = (plane[layer] for plane in cache.planes[:2])
+    k, v = layer.planes[:2]
     store = Store(k, v, k, k, k, k, k, k, k)
     if form.is_plain:
         return store
-    store = store._replace(params=cache.planes[2][layer], table=table(form, device))
+    store = store._replace(params=layer.planes[2], table=table(form, device))
     if form.is_rotated:
         k_signs, v_signs = (sign_tensor(dim, device) for dim in (shape.k_dim, shape.v_dim))
         return store._replace(k_signs=k_signs, v_signs=v_signs)
@@ -130,7 +131,7 @@ def _store(cache: KVCache, layer: int) -> Store:
             open_rows=cache.open.row_of,
             open_k=cache.open.k,
             open_v=cache.open.v,
-            first_unit=layer * shape.num_blocks * shape.num_kv_heads,
+            first_unit=layer.index * shape.num_blocks * shape.num_kv_heads,
             num_blocks=(cache.origin or shape).num_blocks,
         )
     return store

@@ -45,7 +45,7 @@ def trig_norm_scores(
     queries = _as_rows(queries, cache)
     if num_tokens:
         trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads * pieces)](
-            store_of(cache, tokens.layer),
+            store_of(tokens.layer),
             out,
             queries,
             queries if weights is None else _as_rows(weights, cache),
@@ -105,7 +105,7 @@ def mixture_scores(
 
     def run(normalisers: Tensor, is_score_pass: bool) -> None:
         mixture_kernel[(tiles, cache.num_kv_heads)](
-            store_of(cache, tokens.layer),
+            store_of(tokens.layer),
             out,
             part_max,
             part_sum,
@@ -152,7 +152,7 @@ def _norms(tokens: PagedTokens, side: int) -> Tensor:
     block_n = _tile_tokens(layout.BLOCK_DV if side or layout.LATENT else layout.BLOCK_D)
     if num_tokens:
         norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
-            store_of(cache, tokens.layer),
+            store_of(tokens.layer),
             out,
             tokens.block_ids,
             num_tokens,
@@ -177,7 +177,8 @@ def _scored(tokens: PagedTokens) -> PagedTokens:
         for x in (keys[..., cache.v_head_dim :], values)
     )
     ids = torch.arange(blocks, device=cache.device)
-    return PagedTokens(KVCache.plain(k, v, latent=True), 0, ids, tokens.num_tokens)
+    copy = KVCache.plain(k, v, (tokens.layer.softmax,), latent=True)
+    return PagedTokens(copy.layers[0], ids, tokens.num_tokens)
 
 
 def _as_rows(x: Tensor, cache: KVCache) -> Tensor:

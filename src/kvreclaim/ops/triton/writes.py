@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kvreclaim.ops.formats import kivi
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
@@ -20,13 +20,14 @@ ENCODED_NUMBERS = 4096
 """Numbers of one side that a program encodes, at most; fewer where there are processors for more programs."""
 
 
-def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """ops.reference.write_kv; a token whose slot is negative (a padding row of a replayed graph) is
     written nowhere."""
     if slot_mapping.shape[0] == 0:
         return
+    cache = layer.cache
     if cache.open is not None:
-        kivi.write(cache, layer, k, v, slot_mapping, kivi.ROWS)
+        kivi.write(layer, k, v, slot_mapping, kivi.ROWS)
         return
     if cache.shape.latent:
         k = k[..., cache.v_head_dim :]
@@ -34,18 +35,17 @@ def write_kv(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Ten
         k, v = k.to(cache.number), v.to(cache.number)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     if cache.format.is_plain:
-        _write_numbers(cache, layer, k, v, slot_mapping)
+        _write_numbers(layer, k, v, slot_mapping)
     else:
-        _write_codes(cache, layer, k, v, slot_mapping)
+        _write_codes(layer, k, v, slot_mapping)
 
 
-def _write_numbers(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    shape = cache.shape
+def _write_numbers(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    shape = layer.cache.shape
     write_kernel[(slot_mapping.shape[0], 2)](
         k,
         v,
-        cache.planes[0][layer],
-        cache.planes[1][layer],
+        *layer.planes,
         slot_mapping,
         k.stride(0),
         k.stride(1),
@@ -61,15 +61,15 @@ def _write_numbers(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mappin
     )
 
 
-def _write_codes(cache: KVCache, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    layout, count = layout_of(cache), k.shape[0] * k.shape[1]
+def _write_codes(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    layout, count = layout_of(layer.cache), k.shape[0] * k.shape[1]
     most = max(1, ENCODED_NUMBERS // max(layout.BLOCK_D, layout.BLOCK_DV))
-    share = triton.cdiv(count, num_processors(cache.device))
+    share = triton.cdiv(count, num_processors(layer.cache.device))
     rows = min(most, 1 << (share - 1).bit_length())
     encode_kernel[(triton.cdiv(count, rows),)](
         k,
         v,
-        store_of(cache, layer),
+        store_of(layer),
         slot_mapping,
         k.shape[0],
         k.stride(0),
@@ -127,7 +127,7 @@ def _gather(tokens: PagedTokens, out: Tensor, side: int) -> None:
     cache = tokens.cache
     if tokens.num_tokens:
         gather_kernel[(triton.cdiv(tokens.num_tokens, GATHER_TOKENS), cache.num_kv_heads)](
-            store_of(cache, tokens.layer),
+            store_of(tokens.layer),
             out,
             tokens.block_ids,
             tokens.num_tokens,
