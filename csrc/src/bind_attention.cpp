@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "kvreclaim/batch.h"
 #include "kvreclaim/table.h"
 
 namespace kvreclaim {
@@ -47,6 +48,26 @@ void add(Batch& self, nb::object block_ids, int64_t query_len, int64_t seq_len, 
   self.owners.push_back(std::move(block_ids));
   self.owners.push_back(std::move(evicted));
   self.owners.push_back(std::move(slot_positions));
+}
+
+// Sequences without masks out of int32 tensors: block_table [N, W], query_starts [N + 1], seq_lens and shifts [N].
+Batch from_arrays(int64_t block_size, nb::object block_table, nb::handle query_starts, nb::handle seq_lens,
+                  nb::handle shifts) {
+  const Tensor table(block_table, "block_table", 2), starts(query_starts, "query_starts", 1),
+      lengths(seq_lens, "seq_lens", 1), moved(shifts, "shifts", 1);
+  const int64_t count = table.size(0);
+  starts.require_shape({count + 1});
+  lengths.require_shape({count});
+  moved.require_shape({count});
+  const BatchArrays arrays{table.data<int32_t>(Element::kI32), starts.data<int32_t>(Element::kI32),
+                           lengths.data<int32_t>(Element::kI32), moved.data<int32_t>(Element::kI32),
+                           count, table.size(1)};
+  Batch batch(block_size);
+  const char* problem = append_sequences(arrays, block_size, batch.sequences, batch.max_block);
+  if (problem != nullptr) throw nb::value_error(problem);
+  batch.num_rows = arrays.query_starts[count];
+  batch.owners.push_back(std::move(block_table));
+  return batch;
 }
 
 // What the softmax of a step depends on, checked; `sinks` and `queries` have to outlive it.
@@ -97,9 +118,12 @@ void sum_columns(nb::handle q, nb::handle sums, const Cache& cache, int64_t laye
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  nb::class_<Batch>(m, "Batch").def(nb::init<int64_t>(), nb::arg("block_size")).def(
-      "add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),
-      nb::arg("evicted").none(), nb::arg("slot_positions").none());
+  nb::class_<Batch>(m, "Batch")
+      .def(nb::init<int64_t>(), nb::arg("block_size"))
+      .def("add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),
+           nb::arg("evicted").none(), nb::arg("slot_positions").none())
+      .def_static("from_arrays", from_arrays, nb::arg("block_size"), nb::arg("block_table"), nb::arg("query_starts"),
+                  nb::arg("seq_lens"), nb::arg("shifts"));
   m.def("paged_attention", attend, nb::arg("q"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"),
         nb::arg("batch"), nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("sinks").none());
   m.def("column_sums", sum_columns, nb::arg("q"), nb::arg("sums"), nb::arg("cache"), nb::arg("layer"),

@@ -10,6 +10,7 @@ import torch
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -84,6 +85,11 @@ def _make_cache(cache: KVCache) -> Any:
 
 
 def _make_batch(batch: AttentionBatch) -> Any:
+    if isinstance(batch, CellBatch):
+        given = batch.given
+        return native().Batch.from_arrays(
+            batch.block_size, given.block_table, given.query_starts, given.seq_lens, given.shifts
+        )
     view = native().Batch(batch.block_size)
     for seq in batch.sequences:
         view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.evicted, seq.slot_positions)
