@@ -211,6 +211,23 @@ def check_copy_blocks(rig: Rig, shape: Shape, num_tokens: int) -> None:
     assert all(same_bits(x, y) for x, y in zip((w.keys[0], w.values[0]), old, strict=True))
 
 
+def check_copies_at_once(rig: Rig, shape: Shape, num_tokens: int) -> None:
+    """Blocks that are sources and targets of one call: all are read before one is written."""
+    w = fill(rig, shape, [Ask(1, num_tokens), Ask(1, num_tokens)])
+    one, two = (seq.block_ids for seq in w.batch.sequences)
+    spare = np.array(w.spare[: len(one)], dtype=np.int32)
+    rig.backend.prepare_blocks(w.cache, spare.tolist())
+    rig.backend.keep_open(w.cache, open_blocks([(one, num_tokens), (two, num_tokens)], shape.block_size))
+    chain = [*zip(two, one, strict=True), *zip(one, spare, strict=True)]
+    rig.backend.copy_blocks(w.cache, [(int(source), int(target)) for source, target in chain])
+    old = [w.keys[1], w.values[1], w.keys[0], w.values[0]]
+    slots = tuple(SequenceSlots(table, 1, num_tokens) for table in (one, spare))
+    w.batch = AttentionBatch.build(slots, shape.block_size, CPU)
+    read(rig, w)
+    got = [w.keys[0], w.values[0], w.keys[1], w.values[1]]
+    assert all(same_bits(x, y) for x, y in zip(got, old, strict=True))
+
+
 def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
     """Blocks of one head as a cache of their own: the same tokens, and heads that keep different numbers."""
     w = fill(rig, shape, [Ask(1, num_tokens)])

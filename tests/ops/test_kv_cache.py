@@ -179,13 +179,14 @@ def test_attention_after_compaction_equals_masked_attention_before(window: int |
         assert_equal(out, expected(w, layer, window=window))
 
 
-def test_copy_blocks_copies_all_layers_and_nothing_else() -> None:
+@pytest.mark.parametrize("pairs", [[(1, 4), (3, 0)], [(1, 4), (3, 1), (4, 2)]], ids=["apart", "a chain"])
+def test_copy_blocks_copies_all_layers_and_nothing_else(pairs: list[tuple[int, int]]) -> None:
     cache = filled_cache(SHAPE, 6)
     want = tuple(x.clone() for x in parts(cache))
-    for x in want:
-        for source, target in ((1, 4), (3, 0)):
-            x[:, target] = x[:, source]
-    copy_blocks(cache, [(1, 4), (3, 0)])
+    for x, old in zip(want, parts(cache), strict=True):
+        for source, target in pairs:
+            x[:, target] = old[:, source]
+    copy_blocks(cache, pairs)
     assert_same(cache, want)
 
 

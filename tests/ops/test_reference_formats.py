@@ -17,6 +17,7 @@ from format_cases import (
     check_cells,
     check_column_sums,
     check_compact,
+    check_copies_at_once,
     check_copy_blocks,
     check_scores,
     check_written,
@@ -72,6 +73,7 @@ def test_compaction(rig: Rig, shape, tokens: int, kept: int, in_place: bool) -> 
 @pytest.mark.parametrize("tokens", [16, 41])
 def test_copies(rig: Rig, tokens: int) -> None:
     check_copy_blocks(rig, SMALL, tokens)
+    check_copies_at_once(rig, SMALL, tokens)
 
 
 def test_cells(rig: Rig) -> None:

@@ -18,6 +18,7 @@ from format_cases import (
     check_cells,
     check_column_sums,
     check_compact,
+    check_copies_at_once,
     check_copy_blocks,
     check_written,
     fill,
@@ -116,6 +117,7 @@ def test_compaction(isa: str, name: str, shape: Shape, tokens: int, kept: int) -
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_and_cells(name: str) -> None:
     check_copy_blocks(rig_of(name), SMALL, 41)
+    check_copies_at_once(rig_of(name), SMALL, 41)
     check_cells(rig_of(name), SMALL, 53)
 
 

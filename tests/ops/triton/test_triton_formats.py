@@ -18,6 +18,7 @@ from format_cases import (
     check_attention,
     check_cells,
     check_compact,
+    check_copies_at_once,
     check_copy_blocks,
     check_scores,
     check_written,
@@ -170,6 +171,7 @@ def test_compaction(name: str, shape: Shape) -> None:
 @CODED_FORMATS
 def test_copies(name: str) -> None:
     check_copy_blocks(rig_of(name), ONE, 25)
+    check_copies_at_once(rig_of(name), ONE, 25)
 
 
 @CODED_FORMATS

@@ -70,10 +70,11 @@ def test_writing_no_token(shape: Shape) -> None:
 
 @DTYPES
 @ALL_SHAPES
-def test_copy_blocks(shape: Shape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("pairs", [[(1, 4), (3, 0)], [(1, 4), (3, 1), (4, 2)]], ids=["apart", "a chain"])
+def test_copy_blocks(shape: Shape, dtype: torch.dtype, pairs: list[tuple[int, int]]) -> None:
     ours, plain = filled_pair(replace(shape, dtype=dtype), 6)
-    reference.copy_blocks(plain, [(1, 4), (3, 0)])
-    kernels.copy_blocks(ours, [(1, 4), (3, 0)])
+    reference.copy_blocks(plain, pairs)
+    kernels.copy_blocks(ours, pairs)
     assert_same(ours, plain)
 
 

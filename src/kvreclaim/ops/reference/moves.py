@@ -64,7 +64,8 @@ def compact_layer(x: Tensor, kept: Tensor, source_ids: Tensor, target_ids: Tenso
 
 
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks (source, target) in all layers; no block is both."""
+    """Copy whole blocks (source, target) in all layers, as if at once: every source is read as it was before
+    the call, also if it is a target. No target twice."""
     source, target = torch.tensor(pairs, device=cache.device).unbind(1)
     for plane in cache.planes:
         plane[:, target] = plane[:, source]

@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvreclaim.ops import reference
 from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.triton.encode import encode_kernel
@@ -83,7 +84,10 @@ def _write_codes(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) 
 
 
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks (source, target) in all layers; no block is both."""
+    """ops.reference.copy_blocks. The kernel's programs copy in any order, so a block that is source and
+    target of one call goes through a copy of all sources."""
+    if not {source for source, _ in pairs}.isdisjoint(target for _, target in pairs):
+        return reference.copy_blocks(cache, pairs)
     table = to_device(np.asarray(pairs, dtype=np.int64), cache.device)
     for plane in cache.planes:
         elements = plane[0, 0].numel()
