@@ -56,6 +56,8 @@ def test_the_facts_of_every_family(family, dtype, tiny_dir) -> None:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
         assert shape == SHAPES.get(family, (HEADS, KV_HEADS, DIM, DIM))
         assert layer.softmax.scale == pytest.approx(SCALES.get(family, DIM**-0.5))
+        assert layer.softmax.softcap == (2.0 if family == "gemma2" else None)
+        assert (layer.softmax.sinks is not None) == (family == "gpt-oss")
         assert layer.latent == (family in tiny.LATENT)
     assert facts.rope_problem is None
     assert facts.max_position == 512
@@ -109,6 +111,16 @@ def test_learned_positions_are_a_known_problem_not_a_guess(tmp_path: Path) -> No
     assert facts.rope_problem == (
         f"layer 0 of {tmp_path.name} encodes positions in a way that no known rotation explains"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks_are_those_of_each_layer_in_fp32(dtype: str, tiny_dir) -> None:
+    loaded = load_model(tiny_dir("gpt-oss"), dtype=dtype, device="cpu")
+    for layer, facts in zip(loaded.model.model.layers, loaded.facts.layers, strict=True):
+        sinks = facts.softmax.sinks
+        assert sinks is not None
+        assert sinks.dtype == torch.float32
+        assert torch.equal(sinks, layer.self_attn.sinks.detach().float())
 
 
 def paged_llama() -> torch.nn.Module:

@@ -45,8 +45,8 @@ class AttentionCall:
         layer = cache.layers[self.layer]
         if not self.softmax.agrees(layer.softmax):
             raise UnsupportedModelError(
-                f"layer {self.layer} asks for {self.softmax}, but for {layer.softmax} when the model was "
-                "loaded; use a model whose attention layers do not change."
+                f"layer {self.layer} asks for {self.softmax}, but asked for {layer.softmax} when the model "
+                "was loaded; use a model whose attention layers do not change."
             )
         return layer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ class Softmax:
     scale: float
     softcap: float | None = None
     window: int | None = None
-    sinks: Tensor | None = field(default=None, repr=False)
+    sinks: Tensor | None = None
+
+    def __str__(self) -> str:
+        sinks = "no sinks" if self.sinks is None else "sinks"
+        return f"scale {self.scale:g}, softcap {self.softcap}, window {self.window}, {sinks}"
 
     def agrees(self, other: Softmax) -> bool:
         """Whether both say the same; sinks are weights, of which only their being there is compared."""
