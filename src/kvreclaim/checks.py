@@ -1,4 +1,7 @@
-"""Checks of what a caller gave, with one wording: what, got, allowed."""
+"""Checks of what a caller gave, with one wording: what, got, allowed.
+
+field: what the error is about, where that is not the name that the sentence begins with, or this is no name
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from kvreclaim.errors import InvalidArgumentError
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises InvalidArgumentError with this sentence unless the condition holds."""
+def require(condition: bool, message: str, field: str | None = None) -> None:
+    """Raises InvalidArgumentError with this sentence about this field unless the condition holds."""
     if not condition:
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(message, field=field)
 
 
 def is_int(value: object) -> bool:
@@ -18,33 +21,47 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _one_word(name: str) -> str | None:
+    return name if name.isidentifier() else None
+
+
 def check_int(
-    name: str, value: object, minimum: int, remedy: str = "", *, maximum: int | None = None
+    name: str,
+    value: object,
+    minimum: int,
+    remedy: str = "",
+    *,
+    maximum: int | None = None,
+    field: str | None = None,
 ) -> None:
     """Raises InvalidArgumentError unless value is an int >= minimum, and <= maximum if there is one."""
+    wrong = None
     if not isinstance(value, int) or not is_int(value) or value < minimum:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer >= {minimum}{remedy}.")
-    if maximum is not None and value > maximum:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer <= {maximum}{remedy}.")
+        wrong = f">= {minimum}"
+    elif maximum is not None and value > maximum:
+        wrong = f"<= {maximum}"
+    require(
+        wrong is None,
+        f"{name} is {value!r}; it must be an integer {wrong}{remedy}.",
+        field or _one_word(name),
+    )
 
 
-def check_number(name: str, value: object, low: float, high: float) -> None:
+def check_number(name: str, value: object, low: float, high: float, *, field: str | None = None) -> None:
     """Raises InvalidArgumentError unless value is a real number in [low, high]."""
-    if not (is_int(value) or isinstance(value, float)) or not low <= value <= high:  # type: ignore[operator]
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a number from {low} to {high}.")
+    fits = (is_int(value) or isinstance(value, float)) and low <= value <= high  # type: ignore[operator]
+    require(fits, f"{name} is {value!r}; it must be a number from {low} to {high}.", field or _one_word(name))
 
 
 def check_bool(name: str, value: object) -> None:
     """Raises InvalidArgumentError unless value is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be true or false.")
+    require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false.", _one_word(name))
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raises InvalidArgumentError unless value is one of allowed."""
     known = list(allowed)
-    if value not in known:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}.")
+    require(value in known, f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}.", name)
 
 
 MAX_OFFSETS = 64
@@ -54,22 +71,26 @@ MAX_OFFSET = 1 << 30
 def check_offsets(name: str, value: object) -> tuple[int, ...]:
     """A list or tuple of 1 to MAX_OFFSETS integers from 0 to MAX_OFFSET, as a tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise InvalidArgumentError(f"{name} is {value!r}; it must be a non-empty list of integers >= 0.")
+        raise InvalidArgumentError(
+            f"{name} is {value!r}; it must be a non-empty list of integers >= 0.", field=name
+        )
     require(
         len(value) <= MAX_OFFSETS,
         f"{name} has {len(value)} entries; at most {MAX_OFFSETS} are allowed; pass fewer.",
+        name,
     )
     for item in value:
-        check_int(f"an entry of {name}", item, 0, maximum=MAX_OFFSET)
+        check_int(f"an entry of {name}", item, 0, maximum=MAX_OFFSET, field=name)
     return tuple(value)
 
 
-def check_text(name: str, value: str) -> None:
+def check_text(name: str, value: str, field: str) -> None:
     """Text that can be written as UTF-8: JSON can name half of a surrogate pair, which no tokenizer takes."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
             f"{name} holds {value[error.start]!r} at character {error.start}, half of a surrogate pair, "
-            "which is no text; remove it."
+            "which is no text; remove it.",
+            field=field,
         ) from None

@@ -79,6 +79,7 @@ class EngineConfig:
         require(
             isinstance(self.eviction_policy, str),
             f"eviction_policy is {self.eviction_policy!r}; pass a name, such as 'lru'.",
+            "eviction_policy",
         )
         check_number("max_pinned_fraction", self.max_pinned_fraction, 0.0, 1.0)
         check_number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 0.0, 1.0)
@@ -138,6 +139,7 @@ class SamplingParams:
         require(
             isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
             f"stop is {self.stop!r}; pass a non-empty string or a list of them.",
+            "stop",
         )
         object.__setattr__(self, "stop_strings", tuple(stop))
 
@@ -145,7 +147,7 @@ class SamplingParams:
         check_int("n", self.n, 1)
         check_number("temperature", self.temperature, 0.0, 100.0)
         check_number("top_p", self.top_p, 0.0, 1.0)
-        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.")
+        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.", "top_p")
         check_int("top_k", self.top_k, -1)
         check_number("min_p", self.min_p, 0.0, 1.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -161,6 +163,7 @@ class SamplingParams:
         require(
             not (greedy and self.n > 1),
             f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",
+            "n",
         )
 
     def _check_bias(self) -> None:
@@ -168,10 +171,11 @@ class SamplingParams:
         require(
             bias is None or isinstance(bias, dict),
             f"logit_bias is a {type(bias).__name__}; pass a dict of token id to bias, or None.",
+            "logit_bias",
         )
         for token, value in (bias or {}).items():
-            check_int("a token id of logit_bias", token, 0)
-            check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
+            check_int("a token id of logit_bias", token, 0, field="logit_bias")
+            check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, field="logit_bias")
 
     def _check_ends(self) -> None:
         check_bool("ignore_eos", self.ignore_eos)
@@ -181,14 +185,17 @@ class SamplingParams:
             require(
                 self.min_tokens <= self.max_tokens,
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
+                "min_tokens",
             )
         require(
             self.stop_token_ids is None or isinstance(self.stop_token_ids, (list, tuple)),
             f"stop_token_ids is {self.stop_token_ids!r}; pass a list of token ids or None.",
+            "stop_token_ids",
         )
         for token in self.stop_token_ids or ():
             check_int("stop_token_ids", token, 0)
         require(
             self.cache_salt is None or isinstance(self.cache_salt, str),
             f"cache_salt is {self.cache_salt!r}; pass a string or None.",
+            "cache_salt",
         )

@@ -2,7 +2,15 @@
 
 
 class KVReclaimError(Exception):
-    """Base of everything that kvreclaim raises on purpose."""
+    """Base of everything that kvreclaim raises on purpose.
+
+    field: the argument or setting that is to blame, by its name ("template_kwargs.x": an entry of one); None
+           where it is none or several. Programs go by it: a message may be worded anew, a field may not.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InvalidArgumentError(KVReclaimError, ValueError):

@@ -14,6 +14,7 @@ from running import MODEL, Running, openai_client, running_server
 from steering import LIMIT_S, Asking, paused, until
 
 from kvreclaim import LLM
+from kvreclaim.errors import KVReclaimError
 
 COMPLETION = {"model": MODEL, "prompt": "the end", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the end"}], "max_tokens": 2}
@@ -125,6 +126,28 @@ def test_a_chat_is_refused_by_the_name_of_its_field(client: openai.OpenAI, asked
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{**CHAT, **asked})
     says(refused.value, field)
+
+
+@pytest.mark.parametrize(
+    ("ask", "asked", "field"),
+    [
+        *((COMPLETION, asked, field) for asked, field in COMPLETION_REFUSALS),
+        *((CHAT, asked, field) for asked, field in CHAT_REFUSALS),
+        (COMPLETION, {"prompt": "a" * 600}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        (CHAT, {"extra_body": {"chat_template_kwargs": {"zoo": 1}}}, "chat_template_kwargs"),
+    ],
+    ids=str,
+)
+def test_the_name_does_not_hang_on_the_wording(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, ask: dict, asked: dict, field: str
+):
+    """Whatever the engine's refusals say: programs go by the field."""
+    monkeypatch.setattr(KVReclaimError, "__str__", lambda _: "it cannot be done.")
+    create = client.chat.completions.create if ask is CHAT else client.completions.create
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(**{**ask, **asked})
+    assert refused.value.param == field
 
 
 def says(error: openai.BadRequestError, field: str) -> None:

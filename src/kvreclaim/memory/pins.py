@@ -22,7 +22,7 @@ class Retention:
     ttl_s: float
 
     def __post_init__(self) -> None:
-        check_int("num_tokens of a retention", self.num_tokens, 0)
+        check_int("num_tokens of a retention", self.num_tokens, 0, field="num_tokens")
         if not isinstance(self.ttl_s, (int, float)) or not isfinite(self.ttl_s) or self.ttl_s <= 0:
             raise InvalidArgumentError(
                 f"ttl_s of a retention is {self.ttl_s!r}; it must be a finite number of seconds > 0."

@@ -46,8 +46,10 @@ PROMPT_FIELDS = {
     "/tokenize": "prompt",
     "/detokenize": "tokens",
 }
-ENGINE_FIELDS = {*PROMPT_FIELDS.values(), "n", "priority", "stop_token_ids", "logit_bias", "prompt_logprobs"}
-"""What a refusal of the engine begins with, if it is about a field of the request."""
+ENGINE_FIELDS = {"compression": "kv_compression"} | {
+    name: name for name in ("n", "priority", "stop", "stop_token_ids", "logit_bias", "prompt_logprobs")
+}
+"""The engine's arguments, the prompt apart, and what requests call them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +117,9 @@ def from_engine(error: KVReclaimError, path: str) -> ApiError:
     """A refusal of the engine as an answer to a request of this path."""
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
-    message = str(error)
     code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
-    field = PROMPT_FIELDS.get(path) if message.startswith("the prompt") else message.partition(" ")[0]
-    return ApiError(400, message, field if field in ENGINE_FIELDS else None, code)
+    named = ENGINE_FIELDS | ({"prompt": PROMPT_FIELDS[path]} if path in PROMPT_FIELDS else {})
+    return ApiError(400, str(error), named.get(error.field or ""), code)
 
 
 def failed(request_id: str) -> ApiError:

@@ -34,8 +34,7 @@ def sampling_of(given: Mapping[str, Any], cache_salt: str | None, fields: Contai
     try:
         return SamplingParams(**{"max_tokens": None, **settings}, cache_salt=cache_salt)
     except InvalidArgumentError as error:
-        name = str(error).partition(" ")[0]
-        raise ApiError(400, str(error), name if name in fields else None) from error
+        raise ApiError(400, str(error), error.field if error.field in fields else None) from error
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -89,7 +89,7 @@ class Service:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text prompt."""
-        check_text("the prompt", text)
+        check_text("the prompt", text, "prompt")
         return list(self.engine.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:

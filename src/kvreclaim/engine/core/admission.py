@@ -32,46 +32,56 @@ def check_prompt(
 ) -> None:
     """Raise InvalidArgumentError for tokens and parameters that this model or engine cannot take."""
     if not tokens:
-        raise InvalidArgumentError("the prompt has no tokens; pass at least one.")
+        raise InvalidArgumentError("the prompt has no tokens; pass at least one.", field="prompt")
     wrong = [t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size]
     if wrong:
         raise InvalidArgumentError(
-            f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}."
+            f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}.",
+            field="prompt",
         )
     beyond = [t for t in params.stop_token_ids or () if t >= loaded.vocab_size]
     if beyond:
         raise InvalidArgumentError(
-            f"stop_token_ids holds {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it."
+            f"stop_token_ids holds {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it.",
+            field="stop_token_ids",
         )
     foreign = [t for t in params.logit_bias or () if t >= loaded.vocab_size]
     if foreign:
         raise InvalidArgumentError(
-            f"logit_bias holds token {foreign[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it."
+            f"logit_bias holds token {foreign[0]}; the model's ids end at {loaded.vocab_size - 1}; "
+            "remove it.",
+            field="logit_bias",
         )
     if params.n > config.max_num_seqs:
         raise InvalidArgumentError(
             f"n is {params.n}, but max_num_seqs allows {config.max_num_seqs} sequences at once; "
-            "lower n or raise max_num_seqs."
+            "lower n or raise max_num_seqs.",
+            field="n",
         )
     if scored and params.prompt_logprobs is not None:
         raise InvalidArgumentError(
             "prompt_logprobs is given for a continuation that is scored; leave it out, or move the prompt's "
-            "tokens but the first into the continuation."
+            "tokens but the first into the continuation.",
+            field="prompt_logprobs",
         )
     if params.stop_strings and loaded.tokenizer is None:
         raise InvalidArgumentError(
-            "stop strings need a tokenizer, which this model has not; pass stop_token_ids."
+            "stop strings need a tokenizer, which this model has not; pass stop_token_ids.",
+            field="stop",
         )
 
 
 def check_priority(priority: int, config: EngineConfig) -> None:
     """Raise InvalidArgumentError for a priority that is no integer, or that nothing would go by."""
     if not is_int(priority):
-        raise InvalidArgumentError(f"priority is {priority!r}; it must be an integer, lower runs first.")
+        raise InvalidArgumentError(
+            f"priority is {priority!r}; it must be an integer, lower runs first.", field="priority"
+        )
     if priority and config.scheduling_policy != "priority":
         raise InvalidArgumentError(
             f"priority is {priority}, but scheduling_policy is {config.scheduling_policy}, which runs "
-            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority'."
+            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority'.",
+            field="priority",
         )
 
 
@@ -99,7 +109,7 @@ def _check_compression(compressor: Compressor | None, config: EngineConfig) -> N
             f"to {least}, or lower recent or block_size"
         )
     if problem is not None:
-        raise InvalidArgumentError(f"{problem}.")
+        raise InvalidArgumentError(f"{problem}.", field="compression")
 
 
 def _least_budget(compressor: Compressor, size: int) -> int:
@@ -119,7 +129,8 @@ def check_length(lengths: Lengths, compressor: Compressor | None, config: Engine
     if num_tokens >= config.max_model_len:
         raise RequestTooLongError(
             f"the prompt has {num_tokens} tokens, but max_model_len is {config.max_model_len} (prompt and "
-            "output together); shorten the prompt or raise max_model_len."
+            "output together); shorten the prompt or raise max_model_len.",
+            field="prompt",
         )
     capacity = _capacity(config)
     held = slots_needed(Lengths(lengths.prompt, num_tokens + 1), compressor, config)
@@ -131,7 +142,8 @@ def check_length(lengths: Lengths, compressor: Compressor | None, config: Engine
         )
         raise RequestTooLongError(
             f"the prompt of {num_tokens} tokens needs {held} slots, but the pool holds {capacity} "
-            f"({config.num_blocks} blocks of {config.block_size}); {remedy}."
+            f"({config.num_blocks} blocks of {config.block_size}); {remedy}.",
+            field="prompt",
         )
 
 

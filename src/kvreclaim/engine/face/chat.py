@@ -60,7 +60,7 @@ def chat_text(
         "tools": [dict(tool) for tool in tools] if tools else None,
     }
     text = _rendered(tokenizer, messages, template, variables)
-    check_text("what the chat template made of the messages and tools", text)
+    check_text("what the chat template made of the messages and tools", text, "messages")
     return text
 
 
@@ -74,7 +74,8 @@ def _rendered(
     except Exception as error:  # a template is foreign code, and raises whatever comes of it
         raise InvalidArgumentError(
             f"the chat template cannot render these messages ({_reason(error)}); change the messages or pass "
-            "another template."
+            "another template.",
+            field="messages",
         ) from error
     return str(text)
 
@@ -83,13 +84,15 @@ def _check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidArgumentError(
             f"messages is {'empty' if not messages else 'a ' + type(messages).__name__}; pass a list of at "
-            "least one message with a role and content."
+            "least one message with a role and content.",
+            field="messages",
         )
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidArgumentError(
                 f"message {index} is a {type(message).__name__} without a role; pass mappings with a role "
-                "and content."
+                "and content.",
+                field="messages",
             )
 
 
@@ -99,7 +102,8 @@ def _check_ending(add_generation_prompt: bool, continue_final_message: bool) -> 
     if continue_final_message and add_generation_prompt:
         raise InvalidArgumentError(
             "continue_final_message and add_generation_prompt are both true; the last message is either "
-            "continued or answered; set one to false."
+            "continued or answered; set one to false.",
+            field="continue_final_message",
         )
 
 
@@ -112,7 +116,9 @@ def _template(loaded: LoadedModel, given: str | None, *, with_tools: bool) -> tu
             f"{name} has no tokenizer, so no chat template; pass a prompt as token ids."
         )
     if given is not None and (not isinstance(given, str) or not given):
-        raise InvalidArgumentError("chat_template is empty or no text; pass the text of a Jinja template.")
+        raise InvalidArgumentError(
+            "chat_template is empty or no text; pass the text of a Jinja template.", field="chat_template"
+        )
     if given is None and not tokenizer.chat_template:
         raise InvalidArgumentError(
             f"{name} has no chat template; pass one, or a prompt as text or token ids without messages."
@@ -132,18 +138,21 @@ def _check_variables(
     if tools and not _mentions(template, "tools"):
         raise InvalidArgumentError(
             f"tools are given, but the chat template of {name} has no place for them; leave them out or "
-            "pass a template that renders tools."
+            "pass a template that renders tools.",
+            field="tools",
         )
     for variable in variables:
         if variable in RESERVED:
             raise InvalidArgumentError(
                 f"template_kwargs sets {variable!r}, which is no variable of a template; remove it, or pass "
-                "it as the argument of this name."
+                "it as the argument of this name.",
+                field=f"template_kwargs.{variable}",
             )
         if not _mentions(template, variable):
             raise InvalidArgumentError(
                 f"template_kwargs sets {variable!r}, which the chat template of {name} does not read; remove "
-                "it."
+                "it.",
+                field=f"template_kwargs.{variable}",
             )
 
 

@@ -78,17 +78,20 @@ class Signals:
         if Signal.FUTURE_QUERIES in needs and not scored:
             raise InvalidArgumentError(
                 f"policy {name} needs the whole text, the tokens to come included; use LLM.score, which is "
-                "given it, or another policy."
+                "given it, or another policy.",
+                field="compression",
             )
         if Signal.RECENT_QUERIES in needs and compressor.policy.query_window < 1:
             raise InvalidArgumentError(
                 f"policy {name} needs recent queries, but its query_window is "
-                f"{compressor.policy.query_window}; it must be at least 1."
+                f"{compressor.policy.query_window}; it must be at least 1.",
+                field="compression",
             )
         if needs & QUERIES and compressor.policy.cache_relative:
             raise InvalidArgumentError(
                 f"policy {name} needs queries at their positions, but turns keys to positions relative to "
-                "the cache, where the two no longer fit; keep the original positions."
+                "the cache, where the two no longer fit; keep the original positions.",
+                field="compression",
             )
         if Signal.OUTPUT_PROJECTION in needs:
             self._output_projection(0)

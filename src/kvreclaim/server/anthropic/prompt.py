@@ -80,7 +80,7 @@ def _text(
             template_kwargs=variables,
         )
     except InvalidArgumentError as error:
-        if body.thinking is not None and "'enable_thinking'" in str(error):
+        if body.thinking is not None and error.field == "template_kwargs.enable_thinking":
             raise ApiError(
                 400,
                 "thinking is 'disabled', but the model's chat template has no switch for it "

@@ -71,7 +71,7 @@ NAMED = {
     "template_kwargs": "chat_template_kwargs",
     "continue_final_message": "continue_final_message",
 }
-"""Fields by the word that a refusal of the template begins with; all others are about the messages."""
+"""Fields of the request by the argument that a template refuses; all others are about the messages."""
 
 Messages = Annotated[list[Message], Field(min_length=1)]
 Tools = Annotated[list[Tool], Field(min_length=1)]
@@ -107,7 +107,8 @@ def render(
                 template_kwargs=options.chat_template_kwargs,
             )
         except InvalidArgumentError as error:
-            raise ApiError(400, str(error), NAMED.get(str(error).partition(" ")[0], "messages")) from error
+            name = (error.field or "").partition(".")[0]
+            raise ApiError(400, str(error), NAMED.get(name, "messages")) from error
 
     ids = tokens(made)
     for role in sorted({message["role"] for message in made if "name" in message}):
