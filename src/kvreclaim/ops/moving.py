@@ -1,16 +1,27 @@
-"""Small tensors on their way to a device."""
+"""Small tensors on their way to a device, where they take their turn: nobody waits for it.
+
+A plain copy makes the host wait until the GPU has done all that was asked of it before.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def move(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device; what is copied from the CPU to a GPU takes its turn there, and nobody waits for it.
+def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """x on a device. A copy only where it is needed: what lies there already is shared."""
+    source = _staged(x, device)
+    return source.to(device, non_blocking=device.type == "cuda")
 
-    A plain copy makes the host wait until the GPU has done all that was asked of it before.
-    """
-    if device.type != "cuda" or x.device.type != "cpu":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+
+def fill(target: Tensor, values: np.ndarray) -> None:
+    """Write the values into a tensor of their shape; they may change at once."""
+    target.copy_(_staged(values, target.device), non_blocking=True)
+
+
+def _staged(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """x where a GPU can fetch it by itself; a copy, if it has to go to one."""
+    source = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    return source.pin_memory() if device.type == "cuda" and source.device.type == "cpu" else source

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from triton_pair import DEVICE
@@ -91,10 +90,3 @@ def test_importing_without_triton() -> None:
 @pytest.mark.parametrize(("dim", "columns"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (129, 256)])
 def test_tiles_are_powers_of_two(dim: int, columns: int) -> None:
     assert support.padded(dim) == columns
-
-
-def test_a_copy_on_the_device() -> None:
-    values = np.arange(6, dtype=np.int32).reshape(2, 3)
-    there = support.to_device(values, DEVICE)
-    assert there.device.type == DEVICE.type
-    assert there.tolist() == values.tolist()

@@ -16,6 +16,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.moving import fill
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +137,8 @@ class DecodeBuffers:
             ids = self.table_host[i, : len(seq.block_ids)]
             if not np.array_equal(ids, seq.block_ids):
                 ids[:] = seq.block_ids
-                _send(ids, self.table[i, : len(ids)])
-        _send(numbers, self.numbers[:num_rows])
-
-
-def _send(values: np.ndarray, target: Tensor) -> None:
-    """Copy to the device without waiting for it; the values may change at once."""
-    host = torch.from_numpy(values)
-    if target.device.type == "cuda":
-        host = host.pin_memory()
-    target.copy_(host, non_blocking=True)
+                fill(self.table[i, : len(ids)], ids)
+        fill(self.numbers[:num_rows], numbers)
 
 
 class DecodeGraphs:

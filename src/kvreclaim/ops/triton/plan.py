@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.triton.support import num_processors, to_device
+from kvreclaim.ops.moving import move
+from kvreclaim.ops.triton.support import num_processors
 
 MAX_SPLITS = 64
 MIN_SPLIT = 256
@@ -82,7 +83,7 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
         device = batch.slot_mapping.device
         longest = int(batch.lengths[rows].max())
         return DecodeTables(
-            seq_ids=to_device(rows, device),
+            seq_ids=move(rows, device),
             query_starts=arrays.query_starts,
             block_table=arrays.block_table,
             seq_lens=arrays.seq_lens,
@@ -102,7 +103,7 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
         tiles = [(i, first) for i in several for first in reversed(range(0, int(batch.query_lens[i]), size))]
         if not tiles:
             return None
-        return to_device(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
+        return move(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
 
     return batch.cached(f"triton.tiles.{size}", make)
 
@@ -128,7 +129,7 @@ def _masks(batch: AttentionBatch) -> Masks | None:
 
     table = [(*entry(seq.evicted, torch.bool), *entry(seq.slot_positions, torch.int32)) for seq in rows]
     return Masks(
-        table=to_device(np.asarray(table, dtype=np.int64), batch.slot_mapping.device),
+        table=move(np.asarray(table, dtype=np.int64), batch.slot_mapping.device),
         has_evicted=any(seq.evicted is not None for seq in rows),
         has_positions=any(seq.slot_positions is not None for seq in rows),
         tensors=tuple(held),

@@ -9,7 +9,6 @@ import importlib.util
 import os
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,12 +103,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def padded(dim: int) -> int:
     """The power of two that a tile of this many columns takes; tl.dot wants 16."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device that does not wait for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def new_output(like: Tensor, *shape: int) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 from kvreclaim.ops import reference
 from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
+from kvreclaim.ops.moving import move
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
-from kvreclaim.ops.triton.support import num_processors, padded, to_device
+from kvreclaim.ops.triton.support import num_processors, padded
 
 COPY_ELEMENTS = 2048
 GATHER_TOKENS = 32
@@ -88,7 +89,7 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     target of one call goes through a copy of all sources."""
     if not {source for source, _ in pairs}.isdisjoint(target for _, target in pairs):
         return reference.copy_blocks(cache, pairs)
-    table = to_device(np.asarray(pairs, dtype=np.int64), cache.device)
+    table = move(np.asarray(pairs, dtype=np.int64), cache.device)
     for plane in cache.planes:
         elements = plane[0, 0].numel()
         grid = (len(pairs), cache.num_layers, triton.cdiv(elements, COPY_ELEMENTS))
