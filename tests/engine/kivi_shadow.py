@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvreclaim import LLM
 from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.ways.head_cells import head_cells, head_lengths
+from kvreclaim.engine.ways.cells import head_cells, head_lengths
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view
 from kvreclaim.ops.kv_cache import LayerCache, PagedTokens
@@ -54,7 +54,8 @@ class KiviShadow(Shadow):
     def _check_sequence(self, seq: Sequence, history: History) -> None:
         engine = self.llm.engine
         cache, table = engine.cache, engine.memory.table(seq.seq_id)
-        cells, lengths = head_cells(seq, table, cache), head_lengths(seq, table.physical_len, cache)
+        cells = head_cells(seq, engine.memory, cache)
+        lengths = head_lengths(seq.state.cells, table.physical_len, cache)
         for layer in range(cache.num_layers):
             for head, positions in enumerate(history.attended(layer)):
                 length = int(lengths[layer, head])

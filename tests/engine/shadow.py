@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.compression import Compressor
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.core.scheduler import Scheduled
 from kvreclaim.engine.execute import runner as runner_module
+from kvreclaim.engine.ways.job import Done
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 
@@ -80,48 +80,27 @@ class Shadow:
         monkeypatch.setattr(runner_module.PagedKVBatch, "attend_latent", watched_attend_latent)
 
     def _watch_compression(self, llm: LLM, monkeypatch) -> None:
-        run, choose = llm.engine.compression.run, Compressor.choose
-        current: list[Sequence] = []
+        run = llm.engine.compression.run
 
-        def watched_run(seq, totals):
-            current[:] = [seq]
-            run(seq, totals)
+        def watched_run(due):
+            outcomes = run(due)
+            for seq, outcome in zip(due, outcomes, strict=True):
+                if isinstance(outcome, Done):
+                    self._follow(self.histories[seq.seq_id], outcome)
+            return outcomes
 
-        def watched_choose(compressor, *args, **kwargs):
-            kept = choose(compressor, *args, **kwargs)
-            history = self.histories[current[0].seq_id]
-            assert history.live is not None
-            history.live = history.live.take_along_dim(kept.expand(*history.live.shape[:2], -1), -1)
-            self.num_passes += 1
-            return kept
+        monkeypatch.setattr(llm.engine.compression, "run", watched_run)
 
-        choose_blocks = Compressor.choose_blocks
-
-        def watched_choose_blocks(compressor, *args, **kwargs):
-            gone = choose_blocks(compressor, *args, **kwargs)
-            history, size = self.histories[current[0].seq_id], llm.engine.config.block_size
-            assert history.live is not None
-            stays = [slot for slot in range(history.live.shape[-1]) if slot // size not in gone]
-            history.live = history.live[..., stays]
-            self.num_passes += 1
-            return gone
-
-        choose_heads = llm.engine.compression.uneven.choose
-
-        def watched_choose_heads(seq, *args):
-            choice = choose_heads(seq, *args)
-            history = self.histories[seq.seq_id]
+    def _follow(self, history: History, done: Done) -> None:
+        assert history.live is not None
+        if isinstance(done.kept, Tensor):
+            history.live = history.live.take_along_dim(done.kept.expand(*history.live.shape[:2], -1), -1)
+        else:
             history.heads = [
                 [old[kept] for old, kept in zip(history.attended(layer), rows, strict=True)]
-                for layer, rows in enumerate(choice.kept)
+                for layer, rows in enumerate(done.kept)
             ]
-            self.num_passes += 1
-            return choice
-
-        monkeypatch.setattr(llm.engine.compression.uneven, "choose", watched_choose_heads)
-        monkeypatch.setattr(llm.engine.compression, "run", watched_run)
-        monkeypatch.setattr(Compressor, "choose", watched_choose)
-        monkeypatch.setattr(Compressor, "choose_blocks", watched_choose_blocks)
+        self.num_passes += 1
 
     def _extend_live(self, item: Scheduled) -> None:
         history = self.histories[item.seq.seq_id]

@@ -31,8 +31,8 @@ class SignalShadow(Shadow):
     def _watch_signals(self, llm: LLM, monkeypatch) -> None:
         of = llm.engine.signals.of
 
-        def watched_of(seq, layer, live=None):
-            signals = of(seq, layer, live)
+        def watched_of(seq, layer, num_slots, live=None):
+            signals = of(seq, layer, num_slots, live)
             self._check(seq, layer, signals)
             return signals
 

@@ -17,6 +17,7 @@ from kvreclaim.ops import reference, turning
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
+from kvreclaim.schedule.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 CACHE = {"positions": "cache"}
@@ -72,7 +73,8 @@ class RelativeShadow:
         forward, attend = llm.engine.runner.forward, runner_module.PagedKVBatch.attend
         backend = llm.engine.backend
         compact = backend.compact
-        run = llm.engine.compression.run
+        way = llm.engine.compression.ways[Way.COMPACT]
+        apply = way.apply
         current = []
 
         def watched_forward(step):
@@ -84,9 +86,9 @@ class RelativeShadow:
             self.compare(call, out)
             return out
 
-        def watched_run(seq, totals):
-            current[:] = [seq.seq_id]
-            run(seq, totals)
+        def watched_apply(job, choice):
+            current[:] = [job.seq.seq_id]
+            return apply(job, choice)
 
         def watched_compact(cache, kept, source_ids, target_ids):
             compact(cache, kept, source_ids, target_ids)
@@ -97,7 +99,7 @@ class RelativeShadow:
 
         monkeypatch.setattr(llm.engine.runner, "forward", watched_forward)
         monkeypatch.setattr(runner_module.PagedKVBatch, "attend", watched_attend)
-        monkeypatch.setattr(llm.engine.compression, "run", watched_run)
+        monkeypatch.setattr(way, "apply", watched_apply)
         monkeypatch.setattr(backend, "compact", watched_compact)
 
     def turn(self, x, slots, layer, sign):

@@ -10,6 +10,7 @@ from settings import EVICTING, MOVING, small, takes_every_hit
 from kvreclaim import SamplingParams
 from kvreclaim.compression import Mode
 from kvreclaim.ops import reference as ops
+from kvreclaim.schedule.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 
@@ -180,19 +181,28 @@ def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm
     """The bytes of shared and of indexed blocks are the same before and after every compaction."""
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     memory, cache = llm.engine.memory, llm.engine.cache
-    run, watched = llm.engine.compression.run, []
+    compact = llm.engine.compression.ways[Way.COMPACT]
+    choose, apply = compact.choose, compact.apply
+    due, watched = [], []
 
-    def checked_run(seq, totals):
-        table = memory.table(seq.seq_id).blocks()
-        held = [b for b in range(memory.pool.num_blocks) if b not in table or not memory.pool.is_writable(b)]
-        indexed = [b for b in held if memory.pool.ref_count(b) > 1]
-        before = cache.k[:, indexed].clone(), cache.v[:, indexed].clone()
-        run(seq, totals)
-        assert torch.equal(cache.k[:, indexed], before[0])
-        assert torch.equal(cache.v[:, indexed], before[1])
-        watched.append(len(indexed))
+    def noted_choose(jobs):
+        due[:] = jobs
+        return choose(jobs)
 
-    monkeypatch.setattr(llm.engine.compression, "run", checked_run)
+    def checked_apply(job, choice):
+        due.remove(job)
+        others = {block for later in due for block in later.source_ids}
+        others |= {b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1}
+        held = sorted(others)
+        before = cache.k[:, held].clone(), cache.v[:, held].clone()
+        done = apply(job, choice)
+        assert torch.equal(cache.k[:, held], before[0])
+        assert torch.equal(cache.v[:, held], before[1])
+        watched.append(len(held))
+        return done
+
+    monkeypatch.setattr(compact, "choose", noted_choose)
+    monkeypatch.setattr(compact, "apply", checked_apply)
     shared = tiny.prompts((64,), seed=9)[0]
     params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=40, ignore_eos=True)
     prompts = [shared + tail for tail in tiny.prompts((3, 9), seed=10)]

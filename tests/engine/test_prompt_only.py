@@ -32,9 +32,9 @@ def test_one_pass_at_the_end_of_a_long_prompt_and_none_for_a_short_one(
     shadow, lengths = Shadow(llm, monkeypatch), []
     run = llm.engine.compression.run
 
-    def noted_run(seq, totals):
-        lengths.append((seq.num_prompt, seq.num_computed, seq.num_live))
-        run(seq, totals)
+    def noted_run(due):
+        lengths.extend((seq.num_prompt, seq.num_computed, seq.num_live) for seq in due)
+        return run(due)
 
     monkeypatch.setattr(llm.engine.compression, "run", noted_run)
     outputs = llm.generate(tiny.prompts((150, 20, 24, 25), seed=3), GREEDY, small(policy))

@@ -11,6 +11,7 @@ from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.schedule.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 POLICIES = ("head-norm", "head-mixture")
@@ -89,21 +90,22 @@ def test_real_blocks_come_free(block_size, interval, make_llm):
 
 def test_heads_hold_whole_blocks_after_a_pass_and_share_them_all(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=32)
-    compact, seen = llm.engine.compression.uneven.compact, []
+    way, seen = llm.engine.compression.ways[Way.CELLS], []
+    apply = way.apply
 
-    def watched(seq, plan, kept, new_prompt):
-        freed = compact(seq, plan, kept, new_prompt)
-        cells, table = seq.state.cells, llm.engine.memory.table(seq.seq_id)
+    def watched(job, choice):
+        done = apply(job, choice)
+        cells, table = job.seq.state.cells, llm.engine.memory.table(job.seq.seq_id)
         used = np.concatenate([cells.table[at][: cells.counts[at]] for at in np.ndindex(cells.counts.shape)])
         assert len(np.unique(used)) == len(used) == 2 * 2 * 4
         assert table.physical_len == 32
         assert len(table.block_ids) == 4
         assert cells.counts.sum() == 2 * 2 * 4
-        assert {len(slots) % 8 for rows in kept for slots in rows} == {0}
+        assert {len(slots) % 8 for rows in done.kept for slots in rows} == {0}
         seen.append(cells.counts.copy())
-        return freed
+        return done
 
-    monkeypatch.setattr(llm.engine.compression.uneven, "compact", watched)
+    monkeypatch.setattr(way, "apply", watched)
     llm.generate(tiny.prompts((70,), seed=3), GREEDY, heads())
     assert len(seen) >= 5
     assert any(counts.min() < counts.max() for counts in seen)
@@ -124,12 +126,13 @@ def test_sinks_recent_tokens_and_a_protected_prompt_stay_in_every_head(make_llm,
 def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow = Shadow(llm, monkeypatch)
-    choose, drops = llm.engine.compression.uneven.choose, []
+    way, drops = llm.engine.compression.ways[Way.CELLS], []
+    choose = way.choose
 
-    def watched(seq, *args):
+    def watched(jobs):
         (history,) = shadow.histories.values()
         before = [old for layer in range(2) for old in history.attended(layer)]
-        choice = choose(seq, *args)
+        (choice,) = choose(jobs)
         for old, kept in zip(before, [kept for rows in choice.kept for kept in rows], strict=True):
             gone = set(range(len(old))) - set(kept.tolist())
             assert not gone & {0, 1}
@@ -138,9 +141,9 @@ def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, mo
             answers_left = [slot for slot in kept.tolist() if old[slot] >= 70 and slot < len(old) - 8]
             assert not (prompt_gone and answers_left), "an answer outranked the prompt"
             drops.append(prompt_gone)
-        return choice
+        return [choice]
 
-    monkeypatch.setattr(llm.engine.compression.uneven, "choose", watched)
+    monkeypatch.setattr(way, "choose", watched)
     llm.generate(tiny.prompts((70,), seed=3), GREEDY, heads(protect_prompt=True))
     assert shadow.worst <= 1e-5
     assert any(drops)
@@ -192,17 +195,27 @@ def test_siblings_that_share_the_prefix_do_not_notice(kernels, make_llm):
 def test_no_block_that_another_may_read_is_written(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     memory, cache = llm.engine.memory, llm.engine.cache
-    run, watched = llm.engine.compression.run, []
+    cells = llm.engine.compression.ways[Way.CELLS]
+    choose, apply = cells.choose, cells.apply
+    due, watched = [], []
 
-    def checked_run(seq, totals):
-        shared = [b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1]
+    def noted_choose(jobs):
+        due[:] = jobs
+        return choose(jobs)
+
+    def checked_apply(job, choice):
+        due.remove(job)
+        others = {block for later in due for block in later.source_ids}
+        shared = sorted(others | {b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1})
         before = cache.k[:, shared].clone(), cache.v[:, shared].clone()
-        run(seq, totals)
+        done = apply(job, choice)
         assert torch.equal(cache.k[:, shared], before[0])
         assert torch.equal(cache.v[:, shared], before[1])
         watched.append(len(shared))
+        return done
 
-    monkeypatch.setattr(llm.engine.compression, "run", checked_run)
+    monkeypatch.setattr(cells, "choose", noted_choose)
+    monkeypatch.setattr(cells, "apply", checked_apply)
     shared = tiny.prompts((64,), seed=9)[0]
     params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=40, ignore_eos=True)
     llm.generate([shared + tail for tail in tiny.prompts((3, 9), seed=10)], params, heads())

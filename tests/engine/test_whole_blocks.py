@@ -72,12 +72,13 @@ def test_no_byte_of_the_cache_changes(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     run, cache, passes = llm.engine.compression.run, llm.engine.cache, []
 
-    def checked_run(seq, totals):
+    def checked_run(due):
         before = cache.k.clone(), cache.v.clone()
-        run(seq, totals)
+        outcomes = run(due)
         assert torch.equal(cache.k, before[0])
         assert torch.equal(cache.v, before[1])
-        passes.append(seq.seq_id)
+        passes.extend(seq.seq_id for seq in due)
+        return outcomes
 
     monkeypatch.setattr(llm.engine.compression, "run", checked_run)
     llm.generate(tiny.prompts((90,), seed=2), GREEDY, block_policy())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kivi_walk import KIVI, Dims, Walk, half_step, key_steps, value_steps
 
-from kvreclaim.engine.ways.head_cells import assign_cells
+from kvreclaim.engine.ways.cells import assign_cells
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.cells import cell_view, natural_cells

@@ -50,14 +50,17 @@ class Answers:
             elif positions.stop == len(seq.token_ids):
                 draws.append((seq, row - 1))
         self._draw(draws, logits, best.indices.tolist())
-        for item in step:
-            if item.seq.finish_reason is None and is_due(item.seq, self.config.max_num_batched_tokens):
-                self.compress(item.seq)
+        self.compress([item.seq for item in step])
 
-    def compress(self, seq: Sequence) -> None:
-        """Bring a sequence that is due back to its budget."""
-        with self.lifecycle.contained(seq.request, "compressing"), torch.inference_mode():
-            self.compression.run(seq, self.totals)
+    def compress(self, sequences: list[Sequence]) -> None:
+        """Bring those that are due back to their budgets."""
+        limit = self.config.max_num_batched_tokens
+        due = [seq for seq in sequences if seq.finish_reason is None and is_due(seq, limit)]
+        with torch.inference_mode():
+            outcomes = self.compression.run(due)
+        for seq, outcome in zip(due, outcomes, strict=True):
+            if isinstance(outcome, Exception) and seq.finish_reason is None:
+                self.lifecycle.fail(seq.request, outcome, "compressing")
 
     def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
         """The prompt tokens that these positions predict; logits [len(positions), V]."""
@@ -86,6 +89,7 @@ class Answers:
         outputs: list[Sequence] = []
         rows: list[int] = []
         asked: list[SampleRow] = []
+        self.compress([seq for seq, _ in draws if seq.waits_for_fork])
         for seq, row in draws:
             with self.lifecycle.contained(seq.request, "asking for a token of"):
                 siblings = self._siblings(seq)
@@ -103,8 +107,6 @@ class Answers:
         """Those that draw from a sequence's row: itself, and with a prompt that is complete now its forks."""
         if not seq.waits_for_fork:
             return [seq]
-        if is_due(seq, self.config.max_num_batched_tokens):
-            self.compress(seq)
         return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
 
     def _take_token(self, seq: Sequence, drawn: Drawn | Exception) -> None:

@@ -21,6 +21,7 @@ from kvreclaim.engine.core.sizing import open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.manager import MemoryManager
@@ -81,12 +82,13 @@ class Engine:
             kv_format=form,
             open_rows=open_rows(config, form),
         )
-        self.signals = Signals(loaded, self.memory, self.cache, backend)
+        self.signals = Signals(loaded, self.cache, backend)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
-        self.compression = CompressionPass(self.memory, self.cache, backend, facts, self.signals)
+        pages = Pages(self.memory, self.cache, backend, facts, self.signals)
+        self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(config, self.lifecycle, self.compression)
         self._num_added = 0
 

@@ -13,8 +13,9 @@ from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
 from kvreclaim.engine.execute.open_blocks import open_blocks
 from kvreclaim.engine.signals.signals import Observer, Signals
-from kvreclaim.engine.ways.parts import Part, has_head_tables, split
-from kvreclaim.engine.ways.passes import block_row, slots_are_positions
+from kvreclaim.engine.ways.pages import block_row, slots_are_positions
+from kvreclaim.engine.ways.parts import Part
+from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.model.loader import LoadedModel

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.core.request import Request, Sequence
-from kvreclaim.engine.ways.passes import block_row
+from kvreclaim.engine.ways.pages import block_row
 from kvreclaim.memory import marks
 
 FREE: Final = 0

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor, LayerSignals, Signal
-from kvreclaim.engine.signals.rows import MassStore, QueryStore
-from kvreclaim.engine.ways.reads import DigestStore
+from kvreclaim.engine.signals.digests import DigestStore
+from kvreclaim.engine.signals.mass import MassStore
+from kvreclaim.engine.signals.queries import QueryStore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import LoadedModel
@@ -58,9 +58,8 @@ class Signals:
     digests of a policy that reads sparsely, slots and blocks alike.
     """
 
-    def __init__(self, loaded: LoadedModel, memory: MemoryManager, cache: KVCache, backend: Backend) -> None:
+    def __init__(self, loaded: LoadedModel, cache: KVCache, backend: Backend) -> None:
         self.loaded = loaded
-        self.memory = memory
         self.cache = cache
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}
@@ -126,8 +125,8 @@ class Signals:
         for item in step:
             self.digests.drop(item.seq.seq_id)
 
-    def of(self, seq: Sequence, layer: int, live: Tensor | None = None) -> LayerSignals:
-        """What the sequence's policy needs of one layer, for the slots written so far.
+    def of(self, seq: Sequence, layer: int, num_slots: int, live: Tensor | None = None) -> LayerSignals:
+        """What the sequence's policy needs of one layer, for the num_slots slots written so far.
 
         live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
         """
@@ -136,9 +135,9 @@ class Signals:
             return LayerSignals()
         mass = positions = None
         if Signal.ATTENTION_MASS in needs:
-            mass = self._mass.row(seq.seq_id)[layer, :, : self.memory.table(seq.seq_id).physical_len]
+            mass = self._mass.row(seq.seq_id)[layer, :, :num_slots]
         if Signal.POSITIONS in needs:
-            positions = self.positions(seq, layer)
+            positions = self.positions(seq, layer, num_slots)
         if live is not None:
             mass, positions = (
                 None if x is None else x.take_along_dim(live[layer], -1) for x in (mass, positions)
@@ -152,11 +151,11 @@ class Signals:
             future = self._future_queries(seq)[layer][:, seq.num_computed :]
         return LayerSignals(queries, mass, positions, projection, future)
 
-    def positions(self, seq: Sequence, layer: int) -> Tensor:
-        """[K, slots] int32 logical position of every slot written so far."""
-        table = self.memory.table(seq.seq_id)
-        slots = torch.arange(table.physical_len, dtype=torch.int32, device=self.cache.device)
-        positions = (slots + table.num_evicted).expand(self.cache.num_kv_heads, -1).clone()
+    def positions(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
+        """[K, num_slots] int32 logical position of every slot written so far."""
+        evicted = seq.num_computed - num_slots
+        slots = torch.arange(evicted, seq.num_computed, dtype=torch.int32, device=self.cache.device)
+        positions = slots.expand(self.cache.num_kv_heads, -1).clone()
         if seq.state.slot_positions is not None:
             known = seq.state.slot_positions[layer]
             positions[:, : known.shape[-1]] = known

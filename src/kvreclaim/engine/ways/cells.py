@@ -1,4 +1,9 @@
-"""A pass over a sequence whose heads keep unequal numbers of tokens."""
+"""Way.CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks.
+
+After a pass the sequence holds budget / S blocks, every cell of which serves some head, full. What is
+computed later goes to blocks that are appended, each head in its own cells of them. So all heads' last cells
+fill up together, and block table, physical length and slot mapping are those of any other sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
 from kvreclaim.compression.uneven import HeadLengths, Heads, UnevenChoice, choose_uneven
-from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.ways.head_cells import Cells, assign_cells, head_cells, head_lengths
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.ways.job import Done, Job
+from kvreclaim.engine.ways.pages import Pages
+from kvreclaim.engine.ways.parts import HeadPart, head_order
+from kvreclaim.engine.ways.state import Cells
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.cells import cell_view
+from kvreclaim.ops.batch import BatchArrays
+from kvreclaim.ops.cells import CellBatch, blocks_of, cell_batch, cell_layers, cell_view, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.schedule.plan import CompactionPlan
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Sequence
-
+    from kvreclaim.engine.core.scheduler import Scheduled
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""
@@ -30,45 +36,41 @@ MAX_BYTES = 1 << 26
 class UnevenPass:
     """Chooses and moves head by head, over the view of the cache in which a cell is a block."""
 
-    def __init__(self, memory: MemoryManager, cache: KVCache, backend: Backend, signals: Signals) -> None:
-        self.memory = memory
-        self.cache = cache
-        self.cells = cell_view(cache)
-        self.backend = backend
-        self.signals = signals
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.cells = cell_view(pages.cache)
 
-    def choose(self, seq: Sequence, compressor: Compressor, new_prompt: int) -> UnevenChoice:
-        """The kept slots of every head; new_prompt: prompt tokens computed since the last pass."""
-        table = self.memory.table(seq.seq_id)
-        tokens = head_lengths(seq, table.physical_len, self.cache)
-        prompt_slots, first = _prompt_slots(seq, tokens.shape, new_prompt), seq.state.cells is None
-        lengths = HeadLengths(tokens, prompt_slots, seq.num_computed, first)
-        blocks = torch.tensor(table.blocks(), device=self.cache.device)
+    def choose(self, jobs: list[Job]) -> list[UnevenChoice]:
+        """The kept slots of every head, `budget` tokens on average."""
+        return [self._choose(job) for job in jobs]
+
+    def _choose(self, job: Job) -> UnevenChoice:
+        pages, cells = self.pages, job.seq.state.cells
+        tokens = head_lengths(cells, job.num_slots, pages.cache)
+        lengths = HeadLengths(tokens, _prompt_slots(job, tokens.shape), job.next_position, cells is None)
+        blocks, present = pages.index(job), grown_cells(cells, np.array(job.source_ids), pages.cache)
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
-                paged = PagedTokens(self.cache.layers[layer], blocks, table.physical_len)
-            else:
-                paged = self._head_tokens(seq, layer, head, int(tokens[layer, head]))
-            return PagedSource(self.backend, paged)
+                whole = PagedTokens(pages.cache.layers[layer], blocks, job.num_slots)
+                return PagedSource(pages.backend, whole)
+            num_tokens = int(tokens[layer, head])
+            row = present[layer, head, : -(-num_tokens // pages.cache.block_size)]
+            ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
+            return PagedSource(pages.backend, PagedTokens(self.cells.layers[0], ids, num_tokens))
 
-        return choose_uneven(
-            compressor, source, lengths, self.cache.block_size, lambda layer: self.signals.of(seq, layer)
-        )
+        signals = pages.context(job)["signals"]
+        return choose_uneven(job.compressor, source, lengths, pages.cache.block_size, signals)
 
-    def compact(self, seq: Sequence, plan: CompactionPlan, kept: Heads, new_prompt: int) -> int:
-        """Take the planned blocks, move each head's survivors into its cells of them, give the rest back.
-
-        Heads are gathered whole before they are written, a few at a time. Returns: blocks freed.
-        """
-        size, state = self.cache.block_size, seq.state
-        table = self.memory.table(seq.seq_id)
-        tokens = head_lengths(seq, table.physical_len, self.cache)
-        present, held = head_cells(seq, table, self.cache), -(-tokens // size)
-        wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
-        shrunk = self.memory.shrink(plan)
-        targets = np.array(shrunk.block_ids)
-        cells, order = assign_cells(present, held, wanted, targets, self.cache)
+    def apply(self, job: Job, choice: UnevenChoice) -> Done:
+        """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
+        are written, a few at a time."""
+        cache, state, kept = self.pages.cache, job.seq.state, choice.kept
+        tokens = head_lengths(state.cells, job.num_slots, cache)
+        present = grown_cells(state.cells, np.array(job.source_ids), cache)
+        held = -(-tokens // cache.block_size)
+        wanted = np.array([[len(slots) // cache.block_size for slots in rows] for rows in kept])
+        cells, order = assign_cells(present, held, wanted, np.array(job.target_ids), cache)
         step = max(1, MAX_BYTES // (int(held.max()) * self.cells.bytes_per_block))
         for heads in (order[start : start + step] for start in range(0, len(order), step)):
             self._move(
@@ -76,36 +78,30 @@ class UnevenPass:
                 [kept[layer][head] for layer, head in heads],
                 [cells[at][: wanted[at]] for at in heads],
             )
-        prompt_slots = _prompt_left(kept, _prompt_slots(seq, tokens.shape, new_prompt))
-        state.cells = Cells(cells, wanted, len(targets), prompt_slots)
-        seq.cell_cache = None
-        if seq.request.compressor is not None and seq.request.compressor.prompt_only:
-            self.signals.drop(seq.seq_id)
-        return shrunk.blocks_freed
-
-    def _head_tokens(self, seq: Sequence, layer: int, head: int, num_tokens: int) -> PagedTokens:
-        """One head's tokens, as those of a sequence of the cell view."""
-        table = self.memory.table(seq.seq_id)
-        held = -(-num_tokens // self.cache.block_size)
-        row = head_cells(seq, table, self.cache)[layer, head, :held]
-        ids = torch.from_numpy(row.astype(np.int64)).to(self.cache.device)
-        return PagedTokens(self.cells.layers[0], ids, num_tokens)
+        prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
+        state.cells = Cells(cells, wanted, len(job.target_ids), prompt_slots)
+        if job.compressor.prompt_only:
+            self.pages.signals.drop(job.seq.seq_id)
+        state.rounded += choice.moved
+        job.seq.cell_cache = None
+        return Done(kept, job.compressor.budget, 0)
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
-        device, size = self.cache.device, self.cache.block_size
+        cache = self.pages.cache
         sources, targets = (
-            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(device) for cells in (source, target)
+            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(cache.device)
+            for cells in (source, target)
         )
-        firsts = np.cumsum([0, *(len(cells) * size for cells in source)]).tolist()
+        firsts = np.cumsum([0, *(len(cells) * cache.block_size for cells in source)]).tolist()
         slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
-        self.backend.compact(self.cells, slots[None, None], sources, targets)
+        self.pages.backend.compact(self.cells, slots[None, None], sources, targets)
 
 
-def _prompt_slots(seq: Sequence, shape: tuple[int, ...], new_prompt: int) -> np.ndarray:
+def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
     """[L, K] leading slots of each head that hold prompt tokens, before a pass."""
-    cells = seq.state.cells
-    return np.full(shape, new_prompt) if cells is None else cells.prompt_slots + new_prompt
+    cells = job.seq.state.cells
+    return np.full(shape, job.prompt_slots) if cells is None else cells.prompt_slots + job.prompt_slots
 
 
 def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
@@ -114,3 +110,109 @@ def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
     for layer, head in np.ndindex(*prompt_slots.shape):
         left[layer, head] = int((kept[layer][head] < int(prompt_slots[layer, head])).sum())
     return left
+
+
+def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
+    """grown_cells of the sequence's present table, remembered until that changes."""
+    table = memory.table(seq.seq_id)
+    if seq.cell_cache is None or seq.cell_cache[0] != table.version:
+        blocks = np.array(table.blocks(), dtype=np.int64)
+        seq.cell_cache = (table.version, grown_cells(seq.state.cells, blocks, cache))
+    return seq.cell_cache[1]
+
+
+def grown_cells(cells: Cells | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
+    """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
+
+    cells: where the last pass has put them; blocks: [blocks] int64, the table with what was appended since
+    """
+    if cells is None:
+        return natural_cells(cache, blocks)
+    grown = natural_cells(cache, blocks[cells.num_blocks :])
+    most = int(cells.counts.max()) + grown.shape[-1]
+    found = np.empty((*cells.counts.shape, most), dtype=np.int32)
+    found[...] = cells.table[..., :1]
+    found[..., : cells.table.shape[-1]] = cells.table
+    places = cells.counts[..., None] + np.arange(grown.shape[-1])
+    np.put_along_axis(found, places, grown, axis=-1)
+    return found
+
+
+def head_lengths(cells: Cells | None, num_slots: int, cache: KVCache) -> np.ndarray:
+    """[L, K] int64: tokens of each head when the sequence is num_slots long."""
+    if cells is None:
+        return np.full((cache.num_layers, cache.num_kv_heads), num_slots)
+    return (cells.counts - cells.num_blocks) * cache.block_size + num_slots
+
+
+def assign_cells(
+    present: np.ndarray, held: np.ndarray, wanted: np.ndarray, targets: np.ndarray, cache: KVCache
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Give every head its number of cells out of the target blocks: first the ones that it has there, then
+    those that others leave or nobody had.
+
+    Args:
+        present: [L, K, W] cells of each head in token order, the first `held` [L, K] of them in use
+        wanted:  [L, K] cells of each head afterwards, as many in all as the targets have
+        targets: [blocks] block ids
+
+    Returns: [L, K, max(wanted)] int32 cells, rows padded with their first; and the heads in an order in which
+        each may be read and then written: a cell that changes hands is written after its giver was read.
+    """
+    every = natural_cells(cache, targets).ravel()
+    assert wanted.sum() == every.size, f"{wanted.sum()} cells wanted, {every.size} there"
+    is_target = np.zeros(cache.num_blocks, dtype=bool)
+    is_target[targets] = True
+    own: dict[tuple[int, int], np.ndarray] = {}
+    for at in np.ndindex(wanted.shape):
+        cells = present[at][: held[at]]
+        own[at] = cells[is_target[blocks_of(cache, cells)]][: wanted[at]]
+    spare = np.setdiff1d(every, np.concatenate(list(own.values())))
+    givers = [at for at in own if len(own[at]) == wanted[at]]
+    takers = [at for at in own if len(own[at]) < wanted[at]]
+    table = np.empty((*wanted.shape, int(wanted.max())), dtype=np.int32)
+    used = 0
+    for at in (*givers, *takers):
+        missing = int(wanted[at]) - len(own[at])
+        row = np.concatenate([own[at], spare[used : used + missing]])
+        used += missing
+        table[at] = row[0]
+        table[at][: len(row)] = row
+    return table, [*givers, *takers]
+
+
+def uneven_part(
+    items: list[Scheduled], rows: Tensor, memory: MemoryManager, cache: KVCache, ops: Backend
+) -> HeadPart:
+    """The part of sequences whose heads hold unequal numbers of tokens. What all layers need is made here,
+    at once, and sent to the device together."""
+    found = []
+    for item in items:
+        table = memory.table(item.seq.seq_id)
+        lengths = head_lengths(item.seq.state.cells, table.physical_len + item.num_tokens, cache)
+        found.append((head_cells(item.seq, memory, cache), lengths))
+    width = max(cells.shape[-1] for cells, _ in found)
+    tables = np.concatenate(
+        [np.pad(cells, ((0, 0), (0, 0), (0, width - cells.shape[-1])), mode="edge") for cells, _ in found],
+        axis=1,
+    )
+    lengths = np.concatenate([lengths for _, lengths in found], axis=1)
+    heads, device = cache.num_kv_heads, cache.device
+    query_lens = np.repeat([item.num_tokens for item in items], heads)
+    starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32)).to(device)
+    sent = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)
+    nothing = torch.zeros(lengths.shape[1], dtype=torch.int32, device=device)
+
+    def batch(layer: int, _: Tensor) -> CellBatch:
+        arrays = BatchArrays(
+            block_table=sent[0][layer],
+            query_starts=starts,
+            seq_lens=sent[1][layer],
+            shifts=nothing,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(lengths[layer].max()),
+        )
+        return cell_batch(tables[layer], lengths[layer], query_lens, arrays, cache.block_size)
+
+    order = head_order([item.num_tokens for item in items], heads, device)
+    return HeadPart(ops, cell_layers(cache), rows, order, batch)

@@ -1,4 +1,4 @@
-"""Reading some blocks only: digests of full blocks, and at each decode step the blocks that each head reads.
+"""Way.READS: digests of full blocks, and at each decode step the blocks that each head reads.
 
 Nothing is evicted or written, so prefixes stay shared. A prompt is attended whole; every token after it,
 once the sequence is longer than the budget, reads budget / S blocks per (layer, KV head): those of the sinks,
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.signals.rows import RowStore
+from kvreclaim.engine.signals.digests import DigestStore
+from kvreclaim.engine.ways.parts import HeadPart
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cells import CellBatch, cell_batch
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.schedule.way import Way
 
@@ -45,32 +45,6 @@ def least_blocks(compressor: Compressor, block_size: int) -> int:
     that is being filled."""
     config = compressor.config
     return 1 + max(1, -(-config.sinks // block_size)) + -(-max(0, config.recent - 1) // block_size)
-
-
-class DigestStore(RowStore):
-    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype of
-    gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows
-    from the cache, so a fork begins anew."""
-
-    def __init__(self, facts: ModelFacts, dtype: torch.dtype) -> None:
-        layer = facts.layers[0]
-        shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
-        super().__init__(shape, dtype, facts.device)
-        self._known: dict[int, int] = {}
-
-    def claim(self, seq_id: int, num_blocks: int) -> range:
-        """Make room for the sequence's first num_blocks blocks. Returns: those that have no digest yet; the
-        caller writes them, layer by layer."""
-        self.take(seq_id)
-        if num_blocks > self.tensor.shape[-2]:
-            self._resize(-2, max(num_blocks, 2 * self.tensor.shape[-2]))
-        missing = range(self._known.get(seq_id, 0), num_blocks)
-        self._known[seq_id] = num_blocks
-        return missing
-
-    def drop(self, seq_id: int) -> None:
-        super().drop(seq_id)
-        self._known.pop(seq_id, None)
 
 
 class SparseReads:
@@ -180,3 +154,16 @@ class SparseReads:
                 shape = (len(piece), *low.shape)
                 parts.append(self.compressor.block_scores(piece, low.expand(shape), high.expand(shape)))
         return torch.cat(parts)
+
+
+def reads_part(
+    items: list[Scheduled],
+    rows: Tensor,
+    memory: MemoryManager,
+    cache: KVCache,
+    ops: Backend,
+    digests: DigestStore,
+) -> HeadPart:
+    """The part of sequences that share a compressor and read sparsely; rows: [t] int64 of the step."""
+    reads = SparseReads(items, memory, cache, ops, digests)
+    return HeadPart(ops, cell_layers(cache), rows, None, reads.batch)

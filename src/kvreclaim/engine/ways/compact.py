@@ -1,0 +1,36 @@
+"""Way.COMPACT: every head keeps equally many tokens, which slide together into blocks of the new table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.ways.job import Done, Job
+from kvreclaim.engine.ways.pages import Pages
+from kvreclaim.ops.turning import turn_moved_keys
+
+
+class Compact:
+    """Chosen slots move to the front; keys whose position is their slot turn when they do."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.rotations = [layer.rope for layer in pages.facts.layers if layer.rope is not None]
+
+    def choose(self, jobs: list[Job]) -> list[Tensor]:
+        """[L | 1, K | 1, M] int64 kept slots of each."""
+        pages = self.pages
+        return [
+            job.compressor.choose(*pages.question(job), **pages.context(job), first=job.first) for job in jobs
+        ]
+
+    def apply(self, job: Job, choice: Tensor) -> Done:
+        pages = self.pages
+        source = pages.index(job)
+        target = torch.tensor(job.target_ids, device=source.device)
+        pages.backend.compact(pages.cache, choice, source, target)
+        if job.slots_are_positions:
+            turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
+        pages.moved(job, choice)
+        prompt_slots = job.compressor.kept_prompt_slots(job.num_tokens, job.prompt_slots)
+        return Done(choice, choice.shape[-1], prompt_slots)

@@ -1,0 +1,82 @@
+"""A pass of one sequence: what is planned, and what has been chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.uneven import Heads
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.schedule.way import Way
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A sequence that is due. Where its survivors move, its table is the new one already; the bytes of the
+    source blocks stay as they are until every job of the round has chosen.
+
+    source_ids:   its table before, holes filled with another block of it (never attended)
+    target_ids:   its table afterwards; empty where nothing moves
+    num_tokens:   live tokens of a head before
+    logical_len:  tokens computed so far, evicted ones included
+    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
+    first:        nothing of it has been evicted yet
+    blocks_freed: by the new table
+    """
+
+    seq: Sequence
+    compressor: Compressor
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    num_tokens: int
+    logical_len: int
+    prompt_slots: int
+    first: bool
+    blocks_freed: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in use before, those of masked tokens included."""
+        return self.logical_len if self.compressor.way is Way.MASK else self.num_tokens
+
+    @property
+    def slots_are_positions(self) -> bool:
+        """Whether a token's position is its slot, not its place in the text."""
+        return self.compressor.cache_relative
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next query."""
+        return self.num_slots if self.slots_are_positions else self.logical_len
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """A pass whose bytes, signals and tensors of state are done.
+
+    kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or [n] of each layer and head
+    num_kept:     tokens that a head keeps (on average)
+    prompt_slots: leading live slots left that hold prompt tokens (0 under Way.CELLS)
+    gone:         entries of the table whose blocks nobody needs any more, where nothing moves: the caller
+                  gives them back
+    """
+
+    kept: Tensor | Heads
+    num_kept: int
+    prompt_slots: int
+    gone: tuple[int, ...] = ()
+
+
+class WayOfPass(Protocol):
+    """One way of compressing. What choose finds is for apply alone to understand."""
+
+    def choose(self, jobs: list[Job]) -> list[Any]:
+        """What stays of sequences that share a compressor. Changes nothing."""
+        ...
+
+    def apply(self, job: Job, choice: Any) -> Done:
+        """Carry it out."""
+        ...

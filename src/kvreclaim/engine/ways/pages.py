@@ -1,0 +1,105 @@
+"""A due sequence as compressors read it: its live tokens in their blocks, positions, signals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.compressor import LayerSource, SignalSource
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.signals.signals import Signals, wants_positions
+from kvreclaim.engine.ways.job import Job
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+
+
+class Context(TypedDict):
+    """Keyword arguments of Compressor.choose and choose_blocks."""
+
+    positions: Tensor | None
+    signals: SignalSource
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """What every way of compressing reads and changes."""
+
+    memory: MemoryManager
+    cache: KVCache
+    backend: Backend
+    facts: ModelFacts
+    signals: Signals
+
+    def index(self, job: Job) -> Tensor:
+        """[blocks] int64 on the device: the table before the pass."""
+        return torch.tensor(job.source_ids, device=self.cache.device)
+
+    def question(self, job: Job, live: Tensor | None = None) -> tuple[LayerSource, int, int, int]:
+        """What a compressor is asked about: the live tokens, their number, how many are of the prompt, and
+        the position of the next query.
+
+        live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
+        """
+        block_ids = self.index(job)
+
+        def layer_source(layer: int) -> KeySource:
+            tokens = PagedTokens(self.cache.layers[layer], block_ids, job.num_slots)
+            paged = PagedSource(self.backend, tokens)
+            if live is None:
+                return paged
+            rows = live[layer][..., None]
+            k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
+            return DenseSource(k, v)
+
+        return layer_source, job.num_tokens, job.prompt_slots, job.next_position
+
+    def context(self, job: Job, live: Tensor | None = None) -> Context:
+        """Positions, if a sliding window asks for them, and signals."""
+        positions = self._positions(job) if self._needs_positions(job) else None
+        if positions is not None and live is not None:
+            positions = positions.take_along_dim(live, -1)
+        return {
+            "positions": positions,
+            "signals": lambda layer: self.signals.of(job.seq, layer, job.num_slots, live),
+        }
+
+    def moved(self, job: Job, kept: Tensor) -> None:
+        """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
+        if self._needs_positions(job) or wants_positions(job.seq):
+            positions = self._positions(job)
+            every_head = kept.expand(*positions.shape[:2], -1)
+            job.seq.state.slot_positions = positions.take_along_dim(every_head, -1)
+        self.signals.compacted(job.seq, kept)
+
+    def _needs_positions(self, job: Job) -> bool:
+        """Whether a sliding window goes by positions that slots do not tell."""
+        windows = any(layer.softmax.window is not None for layer in self.facts.layers)
+        return windows and not job.slots_are_positions
+
+    def _positions(self, job: Job) -> Tensor:
+        """[L, K, slots] int32 logical position of every slot."""
+        layers = range(self.cache.num_layers)
+        return torch.stack([self.signals.positions(job.seq, layer, job.num_slots) for layer in layers])
+
+
+def slots_are_positions(seq: Sequence) -> bool:
+    """Whether a token's position is its slot, not its place in the text."""
+    compressor = seq.request.compressor
+    return compressor is not None and compressor.cache_relative
+
+
+def block_row(seq: Sequence, memory: MemoryManager) -> np.ndarray:
+    """[blocks] int32 ids for the kernels; a hole names another block of the sequence (never attended)."""
+    table = memory.table(seq.seq_id)
+    if seq.row_cache is None or seq.row_cache[0] != table.version:
+        some = next((block for block in reversed(table.block_ids) if block is not None), 0)
+        ids = [some if block is None else block for block in table.block_ids]
+        seq.row_cache = (table.version, np.array(ids, dtype=np.int32))
+    return seq.row_cache[1]
