@@ -9,6 +9,7 @@ from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import SamplingParams
+from kvreclaim.engine.ways import passes
 from kvreclaim.errors import RequestTooLongError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
@@ -96,14 +97,14 @@ def test_preemption_repeats_the_pass_at_the_same_place(make_llm):
 def test_a_postponed_pass_is_made_up_for(make_llm, monkeypatch):
     """Lacking blocks at the end of the prompt, the sequence is compressed at the next chance."""
     llm = make_llm(block_size=8)
-    compression, calls = llm.engine.compression, []
-    plan = compression._plan
+    plan, calls = passes.plan_compaction, []
 
-    def failing_plan(seq, num_kept):
+    def failing_plan(seq_id, *args, **kwargs):
+        (seq,) = llm.engine.scheduler.running
         calls.append(seq.num_computed)
-        return None if len(calls) <= 3 else plan(seq, num_kept)
+        return None if len(calls) <= 3 else plan(seq_id, *args, **kwargs)
 
-    monkeypatch.setattr(compression, "_plan", failing_plan)
+    monkeypatch.setattr(passes, "plan_compaction", failing_plan)
     (out,) = llm.generate(tiny.prompts((50,), seed=2), GREEDY, small("prompt-norm"))
     assert calls == [50, 51, 52, 53]
     assert (out.metrics.compactions, out.metrics.compactions_postponed) == (1, 3)
