@@ -11,6 +11,7 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.answer import sampler
+from kvreclaim.schedule.way import Way
 
 
 def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkeypatch):
@@ -92,14 +93,20 @@ def fail_in(llm, monkeypatch, where):
         seq.generator = "none"
     elif where == "finish":
         seq.detokenizer = FailingFinish()
+    elif where == "_plan":
+        breaks(engine.compression, where, lambda one: one is seq)
+    elif where == "choose":
+        way = engine.compression.ways[Way.COMPACT]
+        breaks(way, where, lambda jobs: any(job.seq is seq for job in jobs))
     else:
-        breaks(engine.compression, "run", lambda one, _: one is seq)
+        breaks(engine.compression.ways[Way.COMPACT], where, lambda job, _: job.seq is seq)
 
 
-PLACES = ("commit", "can_grow", "grow", "fork", "indexed_len", "match_prefix", "generator", "finish", "run")
+PLACES = ("commit", "can_grow", "grow", "fork", "indexed_len", "match_prefix", "generator", "finish")
+PASS_PLACES = ("_plan", "choose", "apply")
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", PLACES + PASS_PLACES)
 def test_wherever_one_request_fails_a_step_raises_nothing(where, make_llm, monkeypatch, caplog):
     llm = make_llm()
     engine = llm.engine
