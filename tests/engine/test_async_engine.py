@@ -9,10 +9,11 @@ from contextlib import suppress
 
 import pytest
 import tiny
-from async_reading import GREEDY, Answer, Witness, new, read, run, serving
+from async_reading import GREEDY, LIMIT_S, Answer, Witness, new, read, run, serving
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
+from kvreclaim.compression import QueryStats
 from kvreclaim.engine.face.async_engine import AsyncEngine
 from kvreclaim.engine.face.stream import Update
 from kvreclaim.errors import EngineDeadError, RequestTooLongError
@@ -150,6 +151,38 @@ def test_requests_are_added_all_or_none(make_llm) -> None:
             assert (await read(await engine.add(new("a"))))[0].finish_reasons == ["length"]
 
     run(main())
+
+
+def test_a_new_setting_is_made_while_others_go_on(make_llm, monkeypatch) -> None:
+    """Reading statistics may take long; neither a step nor the event loop waits for it."""
+    llm, threads, go = make_llm("qwen3"), [], threading.Event()
+    load, known = QueryStats.load, ("knorm", "streaming_llm")
+    for name in known:
+        llm.compressor(small(name))
+
+    def slowly(path) -> QueryStats:
+        threads.append(threading.current_thread())
+        assert threads[0].name != "kvreclaim-engine"
+        assert threads[0] is not threading.main_thread()
+        assert go.wait(LIMIT_S)
+        return load(path)
+
+    monkeypatch.setattr(QueryStats, "load", slowly)
+
+    async def main() -> None:
+        async with serving(llm) as engine:
+            adding = asyncio.ensure_future(engine.add(new("first", 60, compression=small("triattention"))))
+            for name in known:
+                answer = await read(await engine.add(new(name, 60, compression=small(name))))
+                assert answer[0].finish_reasons == ["length"]
+            assert (await read(await engine.add(new("none"))))[0].finish_reasons == ["length"]
+            assert not adding.done()
+            assert engine.num_requests == 1
+            go.set()
+            assert (await read(await adding))[0].finish_reasons == ["length"]
+
+    run(main())
+    assert len(threads) == 1
 
 
 def test_calls_of_several_tasks_run_in_the_engines_thread(make_llm) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from settings import small
 
@@ -33,6 +35,14 @@ def test_a_file_is_read_once_whatever_the_settings(calibrated_dir, make_llm, rea
     other = calibrated_dir("qwen3") / ".." / calibrated_dir("qwen3").name / STATS_FILE
     llm.compressor(small("triattention", stats=str(other)))
     assert reads == [str(llm.stats_file), str(other)]
+
+
+def test_two_threads_that_ask_at_once_get_the_same(make_llm, reads) -> None:
+    llm, config = make_llm("qwen3"), small("triattention")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: llm.compressor(config), range(8)))
+    assert set(made) == {llm.compressors.kept(config)}
+    assert reads == [str(llm.stats_file)]
 
 
 def test_settings_share_the_statistics(make_llm) -> None:

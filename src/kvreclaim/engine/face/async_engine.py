@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request
@@ -106,7 +106,8 @@ class AsyncEngine:
         """Queue requests, all or none. Cancelled meanwhile, it leaves none in the engine."""
         self._num_adding += len(news)
         try:
-            streams = await self.call(lambda engine: self._add_all(engine, news))
+            compressors = [await self._compressor(new.compression) for new in news]
+            streams = await self.call(lambda engine: self._add_all(engine, news, compressors))
         except asyncio.CancelledError:
             for new in news:
                 self.abort(new.request_id)
@@ -154,11 +155,28 @@ class AsyncEngine:
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
 
-    def _add_all(self, engine: Engine, news: Sequence[NewRequest]) -> list[RequestStream]:
+    async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
+        """Of one's own setting or the LLM's. Made where neither a step nor the event loop has to wait."""
+        config = config if config is not None else self.llm.compression
+        if config is None:
+            return None
+        return self.llm.compressors.kept(config) or await asyncio.to_thread(self.llm.compressor, config)
+
+    def _add_all(
+        self, engine: Engine, news: Sequence[NewRequest], compressors: Sequence[Compressor | None]
+    ) -> list[RequestStream]:
         requests: list[Request] = []
         try:
-            for new in news:
-                requests.append(self._add(engine, new))  # noqa: PERF401  (the handler needs what was added)
+            for new, compressor in zip(news, compressors, strict=True):
+                request = engine.add_request(
+                    new.request_id,
+                    new.prompt_token_ids,
+                    new.params,
+                    compressor,
+                    priority=new.priority,
+                    retention=new.retention,
+                )
+                requests.append(request)
         except BaseException:
             for request in requests:
                 engine.abort(request.request_id)
@@ -168,17 +186,6 @@ class AsyncEngine:
             self._cursors[request.request_id] = Cursor(request, stream)
             self._tell("added", request)
         return streams
-
-    def _add(self, engine: Engine, new: NewRequest) -> Request:
-        config = new.compression if new.compression is not None else self.llm.compression
-        return engine.add_request(
-            new.request_id,
-            new.prompt_token_ids,
-            new.params,
-            self.llm.compressor(config) if config is not None else None,
-            priority=new.priority,
-            retention=new.retention,
-        )
 
     def _abort(self, request_id: str) -> None:
         cursor = self._cursors.get(request_id)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from kvreclaim.ops.formats import KVFormat
 
 class Compressors:
     """One compressor for each setting. A file of statistics is read once, on whatever many settings it bears,
-    and lies on the model's device once.
+    and lies on the model's device once. Any thread may ask.
 
     stats_file: of settings that name none; it need not exist
     select_top: the op that finds the best of each row (Backend.select_top)
@@ -37,13 +37,30 @@ class Compressors:
         self._kv_format = kv_format
         self._stats_file = stats_file
         self._select_top = select_top
-        self._kept = lru_cache(MAX_KEPT)(self._make)
+        self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
+        self._making, self._looking = Lock(), Lock()
+
+    def kept(self, config: CompressionConfig) -> Compressor | None:
+        """The setting's compressor if it has been made and is kept still; never waits for one to be made."""
+        with self._looking:
+            compressor = self._kept.pop(config, None)
+            if compressor is not None:
+                self._kept[config] = compressor  # behind those that were not used since
+            return compressor
 
     def of(self, config: CompressionConfig) -> Compressor:
-        """The setting's compressor; the last 16 are kept. Raises what Compressor raises, and
-        InvalidArgumentError for a policy that does not go with the KV format."""
-        return self._kept(config)
+        """The setting's compressor; the last 16 are kept. The first time it may read a file. Raises what
+        Compressor raises, and InvalidArgumentError for a policy that does not go with the KV format."""
+        with self._making:
+            compressor = self.kept(config)
+            if compressor is None:
+                compressor = self._make(config)
+                with self._looking:
+                    self._kept[config] = compressor
+                    if len(self._kept) > MAX_KEPT:
+                        del self._kept[next(iter(self._kept))]
+            return compressor
 
     def _make(self, config: CompressionConfig) -> Compressor:
         refuse_format(config.make_policy(), self._kv_format)

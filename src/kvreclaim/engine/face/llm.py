@@ -69,7 +69,7 @@ class LLM:
         self.loaded, self.stats_file = loaded, stats_file
         self.engine = Engine(loaded, choose_limits(config, loaded.facts))
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
-        self._compressors = Compressors(loaded.facts, stats_file, select_top, kv_format)
+        self.compressors = Compressors(loaded.facts, stats_file, select_top, kv_format)
         self._ids = itertools.count()
         self.compression = compression
         if compression is not None:
@@ -251,7 +251,7 @@ class LLM:
     def compressor(self, config: CompressionConfig) -> Compressor:
         """The config bound to this model, with the statistics beside the weights if it names none."""
         _check_type(config, CompressionConfig, "compression")
-        return self._compressors.of(config)
+        return self.compressors.of(config)
 
     def _run(self, requests: list[Request], use_tqdm: bool, on_step: OnStep | None) -> None:
         bar = tqdm(total=len(requests), desc="requests", disable=not use_tqdm)

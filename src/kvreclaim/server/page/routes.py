@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mimetypes
+from contextlib import suppress
 from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -12,9 +14,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, policy_names
+from kvreclaim.compression import CompressionConfig, Compressor, Wrapper, policy_class, policy_names
 from kvreclaim.compression.registry import DEFAULT_POLICY
 from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
@@ -80,7 +83,8 @@ def install_page(app: FastAPI, service: Service) -> None:
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:
         service = service_of(request)
-        return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine)))
+        made = await asyncio.to_thread(_compressors, service.engine.llm)
+        return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine, made)))
 
     @router.get("/page/example")
     async def example(request: Request, index: int = 0) -> Response:
@@ -91,26 +95,33 @@ def install_page(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def _settings(service: Service, engine: Engine) -> dict[str, Any]:
-    """What the page's form offers. Runs in the engine's thread, which builds a policy's parts."""
+def _compressors(llm: LLM) -> dict[str, Compressor]:
+    """Of every policy that this model can have, as it is written and with its defaults; reads files."""
+    made = {}
+    for name in (DEFAULT_POLICY, CONTROL, *policy_names()):
+        with suppress(KVReclaimError):
+            if name == CONTROL or (name != "full" and not issubclass(policy_class(name), Wrapper)):
+                made[name] = llm.compressor(CompressionConfig(name))
+    return made
+
+
+def _settings(service: Service, engine: Engine, made: dict[str, Compressor]) -> dict[str, Any]:
+    """What the page's form offers. Runs in the engine's thread, which knows what it can give a policy."""
     own = service.engine.llm.compression
-    others = [name for name in policy_names() if name != DEFAULT_POLICY]
     return {
         "models": service.config.served_model_name,
         "num_blocks": engine.memory.pool.num_blocks,
         "block_size": engine.memory.block_size,
         "max_model_len": engine.max_model_len,
-        "policies": [name for name in (DEFAULT_POLICY, CONTROL, *others) if _runs(service, engine, name)],
+        "policies": [name for name, compressor in made.items() if _generates(engine, compressor)],
         "default_policy": own.policy if own is not None else None,
     }
 
 
-def _runs(service: Service, engine: Engine, name: str) -> bool:
-    """Whether this model can generate with the policy, as it is written and with its defaults."""
+def _generates(engine: Engine, compressor: Compressor) -> bool:
+    """Whether this model can generate with the policy."""
     try:
-        if name != CONTROL and (name == "full" or issubclass(policy_class(name), Wrapper)):
-            return False
-        engine.signals.check(service.engine.llm.compressor(CompressionConfig(name)), scored=False)
+        engine.signals.check(compressor, scored=False)
     except KVReclaimError:
         return False
     return True
