@@ -106,8 +106,8 @@ def _case(rng: random.Random, name: str, stems: list[str], keys: tuple[str, ...]
         body["cache_salt"] = rng.choice(["red", "green"])
     if compress and rng.random() < 0.4:
         policy = rng.choice(POLICIES)
-        sizes = {"budget": rng.choice([24, 40, 64]), "interval": rng.choice([8, 16]), "sinks": 2, "recent": 8}
-        body["kv_compression"] = {"policy": policy, **sizes}
+        sizes = {"budget": rng.choice([24, 40, 64]), "interval": rng.choice([16, 24])}
+        body["kv_compression"] = {"policy": policy, **sizes, "sinks": 2, "recent": 8}
     key = rng.choice(keys) if keys else None
     luck = rng.random()
     if luck < 0.1:

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from kvreclaim.checks import check_bool, check_choice, check_int, check_number, require
+from kvreclaim.checks import check_choice, check_int, check_number, require
+from kvreclaim.options import check_options, option
 
 KERNELS = ("auto", "native", "triton", "reference")
-SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
 """What vLLM and PyTorch call some of them."""
 MAX_BIAS = 100.0
+DEFAULT_POLICY = "query_mixture"
 
 
 def format_name(name: object) -> str:
@@ -28,61 +29,62 @@ def format_name(name: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine's limits.
+    """The engine's limits. Raises: InvalidArgumentError.
 
-    num_blocks:             blocks in the pool; None: as many as max_num_seqs sequences of max_model_len
-                            could fill, at most kv_memory_fraction of the device's free memory
-    max_model_len:          longest sequence (prompt and output) in tokens; None: the model's own limit
-    max_num_batched_tokens: tokens computed in one step, and the largest prefill chunk
-    seed:                   of requests that bring none
-    scheduling_policy:      "fcfs", or "priority": the request with the lowest number first
-    eviction_policy:        which cached block is reused first, a name of memory.eviction
-    max_pinned_fraction:    of the pool's blocks may be worth keeping longer than others at once
-    kv_cache_metrics_sample: share of the blocks whose time in the pool is measured
-    kernels:                "auto" (native on a CPU, triton on CUDA, reference where these cannot run, which
-                            is said), or one of them by name
-    kv_cache_dtype:         how keys and values are stored: "auto" (the model's dtype), or one of
-                            KV_CACHE_DTYPES; an alias becomes the name that it stands for
-    enforce_eager:          on CUDA, run decode steps without CUDA graphs
+    num_blocks and max_model_len are chosen from the model and the free memory where they are None.
+    max_num_batched_tokens is the largest prefill chunk, too. An alias in kv_cache_dtype becomes the name that
+    it stands for; kernels that cannot run where "auto" would take them are left out, which is said.
     """
 
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    kv_memory_fraction: float = 0.5
-    seed: int = 0
-    scheduling_policy: str = "fcfs"
-    eviction_policy: str = "lru"
-    max_pinned_fraction: float = 0.5
-    kv_cache_metrics_sample: float = 0.01
-    kernels: str = "auto"
-    kv_cache_dtype: str = "auto"
-    enforce_eager: bool = False
+    block_size: int = option(16, "Tokens of a block.", low=1)
+    num_blocks: int | None = option(
+        None,
+        "Of the pool; as many as all sequences could fill, within the memory's fraction, where not said.",
+        low=1,
+        flags=("--num-blocks", "--num-gpu-blocks-override"),
+    )
+    max_num_seqs: int = option(64, "Sequences that run at once.", low=1)
+    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1)
+    max_model_len: int | None = option(
+        None,
+        "Tokens of the longest sequence, prompt and output; the model's own limit where not said.",
+        low=1,
+    )
+    enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
+    kv_memory_fraction: float = option(
+        0.5,
+        "Of the free memory, for blocks at most.",
+        low=0.01,
+        high=0.95,
+        flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
+    )
+    seed: int = option(0, "Of requests that bring none.", low=0)
+    scheduling_policy: str = option(
+        "fcfs", "Who runs first: fcfs, or priority (the lowest number).", choices=("fcfs", "priority")
+    )
+    eviction_policy: str = option(
+        "lru", "Which cached block is used again first: lru, slru, lfu, priority or gdsf."
+    )
+    max_pinned_fraction: float = option(0.5, "Of all blocks, at most so many pinned.", low=0.0, high=1.0)
+    kv_cache_metrics_sample: float = option(
+        0.01, "Share of the blocks whose time in the pool is measured.", low=0.0, high=1.0
+    )
+    kernels: str = option(
+        "auto", "auto (native on a CPU, triton on CUDA), native, triton or reference.", choices=KERNELS
+    )
+    kv_cache_dtype: str = option(
+        "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
+    )
+    enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
 
     def __post_init__(self) -> None:
-        check_int("block_size", self.block_size, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("seed", self.seed, 0)
-        for name in ("num_blocks", "max_model_len"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
-        check_number("kv_memory_fraction", self.kv_memory_fraction, 0.01, 0.95)
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_bool("enforce_eager", self.enforce_eager)
-        check_choice("kernels", self.kernels, KERNELS)
+        check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
-        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         require(
             isinstance(self.eviction_policy, str),
             f"eviction_policy is {self.eviction_policy!r}; pass a name, such as 'lru'.",
             "eviction_policy",
         )
-        check_number("max_pinned_fraction", self.max_pinned_fraction, 0.0, 1.0)
-        check_number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 0.0, 1.0)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -98,9 +100,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn; vLLM's names and meanings.
+    """How one request's tokens are drawn; vLLM's names and meanings. Raises: InvalidArgumentError.
 
-    temperature: 0 is greedy; top_k: 0 or -1 keeps all; top_p, min_p: nucleus and relative minimum
     n:           outputs for the prompt, computed once and forked with copy-on-write
     stop:        strings that end an output (cut from the text); stop_token_ids likewise (kept in token_ids)
     logprobs:    per generated token the log-probabilities of this many most likely tokens and of the
@@ -108,32 +109,48 @@ class SamplingParams:
     prompt_logprobs: the same per prompt token but the first; such a prompt is computed whole, without a
                  prefix hit, and the logits of a chunk, [max_num_batched_tokens, V], are held at once
     logit_bias:  token id -> -100 .. 100, added to the logits before all else that changes them
-    max_tokens:  None: as many as max_model_len leaves
     cache_salt:  prefix blocks are shared only among requests with the same salt
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | tuple[str, ...] | None = None
+    n: int = option(1, low=1)
+    temperature: float = option(1.0, "0 takes the likeliest token.", low=0.0, high=100.0)
+    top_p: float = option(
+        1.0, "Only the likeliest tokens that have this probability together.", low=0.0, high=1.0
+    )
+    top_k: int = option(0, "Only so many likeliest tokens; 0 or -1: all.", low=-1)
+    min_p: float = option(
+        0.0, "Only tokens of this share of the likeliest one's probability.", low=0.0, high=1.0
+    )
+    seed: int | None = option(None, "Draws the same tokens again.", low=0)
+    stop: str | list[str] | tuple[str, ...] | None = option(
+        None, "Ends the output, and is cut from it; may be given several times.", typed_as=list[str]
+    )
     stop_token_ids: list[int] | tuple[int, ...] | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_tokens: int | None = option(16, "Of the output; as many as fit where it is None.", low=1)
+    min_tokens: int = option(0, "No end before.", low=0)
+    ignore_eos: bool = option(False, "The model does not end the output.")
+    logprobs: int | None = option(None, low=0)
+    presence_penalty: float = option(0.0, "On tokens that the output has.", low=-2.0, high=2.0)
+    frequency_penalty: float = option(
+        0.0, "On tokens, each time that the output has them.", low=-2.0, high=2.0
+    )
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens that prompt or output have.", low=0.01, high=100.0
+    )
     cache_salt: str | None = None
     logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = option(None, low=0)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check_draw()
+        check_options(self)
+        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.", "top_p")
+        require(
+            not (self.temperature == 0 and self.n > 1),
+            f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",
+            "n",
+        )
+        self._check_bias()
         self._check_ends()
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         require(
@@ -142,29 +159,6 @@ class SamplingParams:
             "stop",
         )
         object.__setattr__(self, "stop_strings", tuple(stop))
-
-    def _check_draw(self) -> None:
-        check_int("n", self.n, 1)
-        check_number("temperature", self.temperature, 0.0, 100.0)
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.", "top_p")
-        check_int("top_k", self.top_k, -1)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0)
-        self._check_bias()
-        greedy = self.temperature == 0
-        require(
-            not (greedy and self.n > 1),
-            f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",
-            "n",
-        )
 
     def _check_bias(self) -> None:
         bias = self.logit_bias
@@ -178,15 +172,11 @@ class SamplingParams:
             check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, field="logit_bias")
 
     def _check_ends(self) -> None:
-        check_bool("ignore_eos", self.ignore_eos)
-        check_int("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1)
-            require(
-                self.min_tokens <= self.max_tokens,
-                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
-                "min_tokens",
-            )
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it.",
+            "min_tokens",
+        )
         require(
             self.stop_token_ids is None or isinstance(self.stop_token_ids, (list, tuple)),
             f"stop_token_ids is {self.stop_token_ids!r}; pass a list of token ids or None.",
@@ -198,4 +188,51 @@ class SamplingParams:
             self.cache_salt is None or isinstance(self.cache_salt, str),
             f"cache_salt is {self.cache_salt!r}; pass a string or None.",
             "cache_salt",
+        )
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """What compression.CompressionConfig is told, as far as it can be said without torch.
+
+    Whole numbers are checked here, the rest where policies are known. Raises: InvalidArgumentError.
+    """
+
+    policy: str = option(
+        DEFAULT_POLICY, "Which tokens stay; the KV cache stays whole without.", flags=("--kv-compression",)
+    )
+    budget: int = option(
+        2048, "Tokens kept per layer and KV head.", low=1, unit=" tokens", flags=("--kv-budget",)
+    )
+    interval: int = option(
+        128,
+        "Tokens over the budget at which the next compression runs.",
+        low=1,
+        unit=" token",
+        flags=("--kv-compression-interval",),
+    )
+    sinks: int = option(4, "First tokens, never evicted.", low=0, unit=" tokens", flags=("--kv-sinks",))
+    recent: int = option(128, "Last tokens, never evicted.", low=0, unit=" tokens", flags=("--kv-recent",))
+    protect_prompt: bool = option(
+        False, "Prompt tokens go only if there is no other way.", flags=("--kv-protect-prompt",)
+    )
+    mode: str | None = option(
+        None,
+        "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
+        flags=("--kv-compression-mode",),
+    )
+    stats: object = option(
+        None,
+        "File of query statistics; the one beside the weights where not said.",
+        flags=("--kv-compression-stats",),
+        typed_as=str,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        always = self.sinks + self.recent
+        require(
+            self.budget > always,
+            f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "
+            "budget or lower sinks or recent.",
         )

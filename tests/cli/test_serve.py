@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-
 import pytest
 from typer.testing import CliRunner
 
-from kvreclaim.cli.compression import OPTIONS
 from kvreclaim.cli.main import app
-from kvreclaim.cli.serve import serve
 from kvreclaim.config import EngineConfig
 from kvreclaim.server.config import ServerConfig
 
@@ -145,14 +140,6 @@ def test_a_mistake_is_one_sentence(started: list, arguments: list[str], words: s
     assert not started
     [sentence] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert words in sentence
-
-
-def test_every_option_is_somebodys() -> None:
-    """An option that is read by nobody would be accepted and ignored."""
-    named = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
-    model = {"model", "dtype", "device", "num_gpu_blocks_override", "kv_compression", *OPTIONS}
-    renamed = {"api_key", "shutdown_timeout", "log_level", "log_format"}
-    assert set(inspect.signature(serve).parameters) <= named | model | renamed
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])

@@ -28,7 +28,7 @@ from kvreclaim.cli.bench_options import (
 from kvreclaim.cli.bench_prefix import prefix
 from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.bench_vllm import vllm
-from kvreclaim.cli.options import usage_errors
+from kvreclaim.cli.takes import usage_errors
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 bench_app.command("latent")(latent)

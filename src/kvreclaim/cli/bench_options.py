@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvreclaim.checks import require
-from kvreclaim.cli.options import usage_errors
+from kvreclaim.cli.takes import usage_errors
 from kvreclaim.errors import InvalidArgumentError
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvreclaim.cli.bench_options import Json, command_line, names_in, numbers
-from kvreclaim.cli.options import usage_errors
+from kvreclaim.cli.takes import usage_errors
 
 
 def prefix(

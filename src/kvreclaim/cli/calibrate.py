@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvreclaim.cli.options import ModelOption, usage_errors
+from kvreclaim.cli.options import Device, DType, ModelOption
+from kvreclaim.cli.takes import usage_errors
 
 Text = Annotated[Path, typer.Option(help='UTF-8 text; a line "---" begins a new document.')]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")]
@@ -27,8 +28,6 @@ Covariance = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of the text that are read.")]
 Context = Annotated[int | None, typer.Option(min=1, help="Tokens per window of the text.")]
-DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the clusters' start.")]
 
 

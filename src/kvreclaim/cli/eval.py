@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvreclaim.cli import options as opt
-from kvreclaim.cli.bench_options import formats_in
+from kvreclaim.cli.bench_options import command_line, formats_in
+from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvreclaim import LLM
-    from kvreclaim.eval import EvalPlan, EvalReport, TaskOptions
+    from kvreclaim.eval import EvalPlan, EvalReport, Task
 
 DEFAULT_POLICIES = "full,streaming_llm,knorm,triattention,query_mixture"
 DEFAULT_TASKS = "recall,multi_query,variable_tracking,rsq"
 GRID, TASKS, OUTPUT = "grid", "tasks", "output"
-ENGINE = ("dtype", "device", "kernels", "block_size", "max_num_batched_tokens", "max_model_len")
+Files = Mapping[str, Path | None]
+ENGINE = ("kernels", "block_size", "max_num_batched_tokens", "max_model_len", "enforce_eager")
 
 
 def _option(panel: str, *names: str, **facts: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, **facts)
 
 
+@takes
 def evaluate(
+    shared: Annotated[
+        dict[str, Any],
+        Takes(
+            config=CompressionSettings,
+            panel=opt.COMPRESSION,
+            without=("policy", "budget"),
+            defaults={"recent": 64},
+            own_names=True,
+            build=dict,
+        ),
+    ],
+    engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, only=ENGINE)],
     model: opt.ModelOption = None,
+    dtype: opt.DType = "auto",
+    device: opt.Device = "auto",
     policies: Annotated[
         str, _option(GRID, help="Comma-separated; wrappers and options too: protect(knorm),h2o.")
     ] = DEFAULT_POLICIES,
@@ -58,20 +75,6 @@ def evaluate(
     free_running: Annotated[
         bool, _option(TASKS, "--free-running", help="Also generate gold traces: exact match, decode speed.")
     ] = False,
-    interval: Annotated[int, _option(opt.COMPRESSION, help="Tokens between two compressions.")] = 128,
-    sinks: Annotated[int, _option(opt.COMPRESSION, help="First tokens, never evicted.")] = 4,
-    recent: Annotated[int, _option(opt.COMPRESSION, help="Last tokens, never evicted.")] = 64,
-    mode: opt.CompressionText = None,
-    stats: Annotated[
-        str | None, _option(opt.COMPRESSION, help="Those beside the weights by default.")
-    ] = None,
-    protect_prompt: Annotated[bool, _option(opt.COMPRESSION, "--protect-prompt")] = False,
-    dtype: opt.DType = "auto",
-    device: opt.Device = "auto",
-    kernels: opt.Kernels = "auto",
-    block_size: opt.EngineInt = 16,
-    max_num_batched_tokens: opt.EngineInt = 2048,
-    max_model_len: opt.EngineLimit = None,
     batch_size: Annotated[int, _option(opt.ENGINE, min=1, help="Examples at once.")] = 16,
     threads: Annotated[int | None, _option(opt.ENGINE, min=1, help="CPU threads.")] = None,
     out: Annotated[
@@ -82,90 +85,64 @@ def evaluate(
     html_file: Annotated[Path | None, _option(OUTPUT, "--html", help="The report, one file.")] = None,
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
-    given = dict(locals())
-    with opt.usage_errors():
-        _run(given)
-
-
-def _run(given: dict[str, Any]) -> None:
     import torch
-    from rich.console import Console
 
-    from kvreclaim.eval import TaskOptions
-    from kvreclaim.eval.compare import run_plan
-    from kvreclaim.eval.show import progress_bar, show_report
+    from kvreclaim import LLM, demo_model
+    from kvreclaim.eval import EvalPlan, TaskOptions
+    from kvreclaim.eval.plan import split_specs
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
-    _check_targets(given)
-    plan = _plan(given)
-    names = ("num_tokens", "text", "dialect", "max_new_tokens")
-    options = TaskOptions(**{name: given[name] for name in names})
-    if given["threads"] is not None:
-        torch.set_num_threads(given["threads"])
-    llm = _llm(given, plan, options)
-    tasks = make_tasks(_split(given["tasks"]), llm, options)
+    files = {"json": json_file, "csv": csv_file, "html": html_file}
+    _check_targets(files)
+    plan = EvalPlan(
+        policies=split_specs(policies),
+        budgets=_numbers(budgets, float, "--budgets", "0.5,0.25"),
+        kv_cache_dtypes=formats_in(kv_cache_dtype),
+        seeds=_numbers(seeds, int, "--seeds", "0,1"),
+        num_examples=num_examples,
+        batch_size=batch_size,
+        free_running=free_running,
+        **shared,
+    )
+    options = TaskOptions(num_tokens=num_tokens, text=text, dialect=dialect, max_new_tokens=max_new_tokens)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    per_sequence = -(-num_tokens // engine.block_size) + 1
+    whole_batch = {
+        "num_blocks": per_sequence * batch_size,
+        "max_num_seqs": batch_size,
+        "kv_cache_dtype": plan.kv_cache_dtypes[0],
+    }
+    llm = LLM(model or demo_model(), dtype=dtype, device=device, **asdict(engine) | whole_batch)
+    _report(llm, plan, make_tasks(split_specs(tasks), llm, options), out, files)
+
+
+def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], out: Path | None, files: Files) -> None:
+    from rich.console import Console
+
+    from kvreclaim.eval.compare import run_plan
+    from kvreclaim.eval.show import progress_bar, show_report
+
     errors = Console(stderr=True)
     errors.print(llm.engine.kernels, markup=False)
     try:
         with progress_bar(errors) as on_start:
-            report = run_plan(llm, plan, tasks, out=given["out"], command=_command(), on_start=on_start)
+            report = run_plan(llm, plan, tasks, out=out, command=command_line(), on_start=on_start)
     except KeyboardInterrupt:
-        kept = (
-            f"the same command goes on from {given['out']}" if given["out"] else "nothing was kept; add --out"
-        )
+        kept = f"the same command goes on from {out}" if out else "nothing was kept; add --out"
         typer.echo(f"interrupted; {kept}", err=True)
         raise typer.Exit(130) from None
     show_report(_console(), report)
-    _write(report, given)
+    _write(report, out, files)
     if report.errors or not any(row.status == "ok" for row in report.rows):
         raise typer.Exit(1)
 
 
-def _plan(given: dict[str, Any]) -> EvalPlan:
-    from kvreclaim.eval import EvalPlan
-
-    shared = (
-        "num_examples",
-        "interval",
-        "sinks",
-        "recent",
-        "mode",
-        "stats",
-        "protect_prompt",
-        "free_running",
-    )
-    return EvalPlan(
-        policies=_split(given["policies"]),
-        budgets=_numbers(given["budgets"], float, "--budgets", "0.5,0.25"),
-        kv_cache_dtypes=formats_in(given["kv_cache_dtype"]),
-        seeds=_numbers(given["seeds"], int, "--seeds", "0,1"),
-        batch_size=given["batch_size"],
-        **{name: given[name] for name in shared},
-    )
-
-
-def _llm(given: dict[str, Any], plan: EvalPlan, options: TaskOptions) -> LLM:
-    """A pool that holds the full cache of a whole batch."""
-    from kvreclaim import LLM, demo_model
-    from kvreclaim.checks import check_int
-
-    check_int("block_size", given["block_size"], 1)
-    per_sequence = -(-options.num_tokens // given["block_size"]) + 1
-    return LLM(
-        given["model"] or demo_model(),
-        num_blocks=per_sequence * plan.batch_size,
-        max_num_seqs=plan.batch_size,
-        kv_cache_dtype=plan.kv_cache_dtypes[0],
-        **{name: given[name] for name in ENGINE},
-    )
-
-
-def _check_targets(given: dict[str, Any]) -> None:
+def _check_targets(files: Files) -> None:
     """Refuse a file that cannot be written before anything has run, not after hours."""
-    for name in ("json", "csv", "html"):
-        path: Path | None = given[f"{name}_file"]
+    for name, path in files.items():
         if path is None:
             continue
         folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -175,32 +152,27 @@ def _check_targets(given: dict[str, Any]) -> None:
             )
 
 
-def _write(report: EvalReport, given: dict[str, Any]) -> None:
+def _write(report: EvalReport, out: Path | None, files: Files) -> None:
     """The files that were asked for, and all three in --out."""
     from kvreclaim.eval.html import write_html
 
-    out: Path | None = given["out"]
-    inside = [None] * 3 if out is None else [out / f"report.{suffix}" for suffix in ("json", "csv", "html")]
-    asked = (given["json_file"], given["csv_file"], given["html_file"])
-    writers = (report.write_json, report.write_csv, lambda path: write_html(report, path))
-    for write, paths in zip(writers, zip(inside, asked, strict=True), strict=True):
-        for path in paths:
+    writers: dict[str, Callable[[Path], None]] = {
+        "json": report.write_json,
+        "csv": report.write_csv,
+        "html": lambda path: write_html(report, path),
+    }
+    for kind, write in writers.items():
+        for path in (out and out / f"report.{kind}", files[kind]):
             if path is not None:
                 _write_one(write, path)
 
 
-def _write_one(write: Any, path: Path) -> None:
+def _write_one(write: Callable[[Path], None], path: Path) -> None:
     try:
         write(path)
     except OSError as error:
         raise InvalidArgumentError(f"{str(path)!r} cannot be written: {error}.") from error
     typer.echo(f"wrote {path}", err=True)
-
-
-def _split(value: str) -> list[str]:
-    from kvreclaim.eval.plan import split_specs
-
-    return split_specs(value)
 
 
 def _numbers(value: str, kind: type, option: str, example: str) -> Sequence[Any]:
@@ -218,7 +190,3 @@ def _console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=160)
-
-
-def _command() -> str:
-    return shlex.join(["kvreclaim", *sys.argv[1:]])

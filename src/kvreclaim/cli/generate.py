@@ -2,84 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvreclaim.cli import options as opt
-from kvreclaim.cli.compression import compression_of
+from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.config import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvreclaim import LLM, CompressionConfig, SamplingParams
+    from kvreclaim import LLM, CompressionConfig
     from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput
 
+OF_MANY = (
+    "max_num_seqs",
+    "seed",
+    "scheduling_policy",
+    "eviction_policy",
+    "max_pinned_fraction",
+    "kv_cache_metrics_sample",
+)
+"""What matters among several requests only."""
 
+
+@takes
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, without=OF_MANY)],
+    params: Annotated[
+        SamplingParams,
+        Takes(config=SamplingParams, panel=opt.SAMPLING, defaults={"max_tokens": 256, "temperature": 0.0}),
+    ],
+    compression: Annotated[Any, opt.Compression],
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
-    kernels: opt.Kernels = "auto",
-    kv_cache_dtype: opt.KVCacheDType = "auto",
-    block_size: opt.EngineInt = 16,
-    num_gpu_blocks_override: opt.NumBlocks = None,
-    max_num_batched_tokens: opt.EngineInt = 2048,
-    max_model_len: opt.EngineLimit = None,
-    enable_prefix_caching: opt.PrefixCaching = True,
-    max_tokens: opt.SamplingLimit = 256,
-    temperature: opt.SamplingNumber = 0.0,
-    top_p: opt.SamplingNumber = 1.0,
-    top_k: opt.SamplingInt = 0,
-    min_p: opt.SamplingNumber = 0.0,
-    seed: opt.SamplingLimit = None,
-    stop: opt.Stop = None,
-    ignore_eos: opt.IgnoreEos = False,
-    kv_compression: opt.Policy = None,
-    kv_budget: opt.Budget = None,
-    kv_compression_interval: opt.CompressionInt = None,
-    kv_compression_mode: opt.CompressionText = None,
-    kv_compression_stats: opt.CompressionText = None,
-    kv_sinks: opt.CompressionInt = None,
-    kv_recent: opt.CompressionInt = None,
-    kv_protect_prompt: opt.ProtectPrompt = False,
 ) -> None:
     """Generate from one prompt; text goes to standard output, metrics to standard error."""
-    given = dict(locals())
-    with opt.usage_errors():
-        _run(given)
-
-
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
-ENGINE = (
-    "dtype",
-    "device",
-    "kernels",
-    "kv_cache_dtype",
-    "block_size",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "enable_prefix_caching",
-)
-
-
-def _run(given: dict[str, Any]) -> None:
-    """Torch and transformers are imported here, so that --help and a usage error need neither."""
-    from kvreclaim import LLM, SamplingParams, demo_model
+    from kvreclaim import LLM, demo_model
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
-    compression = compression_of(given)
-    params = SamplingParams(**{name: given[name] for name in SAMPLING})
-    llm = LLM(
-        given["model"] or demo_model(),
-        num_blocks=given["num_gpu_blocks_override"],
-        max_num_seqs=1,
-        **{name: given[name] for name in ENGINE},
-    )
-    _stream(llm, given["prompt"], params, compression)
+    options = asdict(engine) | {"max_num_seqs": 1}
+    _stream(LLM(model or demo_model(), dtype=dtype, device=device, **options), prompt, params, compression)
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, compression: CompressionConfig | None) -> None:

@@ -14,8 +14,10 @@ from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.options import KVCacheDType, usage_errors
+from kvreclaim.cli.options import KVCacheDType
 from kvreclaim.cli.serve import serve
+from kvreclaim.cli.takes import takes
+from kvreclaim.config import EngineConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,11 +47,12 @@ def _main(
 
 
 @app.command()
+@takes
 def demo(
+    engine: Annotated[EngineConfig, KVCacheDType],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the chart.")] = Path("demo_out"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; the model is too small for more.")] = 1,
-    kv_cache_dtype: KVCacheDType = "auto",
 ) -> None:
     """Show on real output what eviction, compaction and query mixtures do to memory and accuracy."""
     import torch
@@ -60,12 +63,13 @@ def demo(
 
     console = Console()
     torch.set_num_threads(threads)
-    with usage_errors():
-        hide_progress_bars()
-        plan = DemoPlan(kv_cache_dtype=kv_cache_dtype)
-        chosen = "" if kv_cache_dtype == "auto" else f" --kv-cache-dtype {kv_cache_dtype}"
-        report = run_demo(demo_model(), plan, console, command=f"kvreclaim demo{chosen}")
-        present(report, console, out, json_file)
+    hide_progress_bars()
+    chosen = engine.kv_cache_dtype
+    option = "" if chosen == "auto" else f" --kv-cache-dtype {chosen}"
+    report = run_demo(
+        demo_model(), DemoPlan(kv_cache_dtype=chosen), console, command=f"kvreclaim demo{option}"
+    )
+    present(report, console, out, json_file)
 
 
 if __name__ == "__main__":

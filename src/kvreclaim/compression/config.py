@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvreclaim.checks import check_bool, check_choice, check_int
+from kvreclaim.checks import check_choice
 from kvreclaim.compression.policy import CompressionPolicy, Mode
-from kvreclaim.compression.registry import DEFAULT_POLICY, make_policy
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
+from kvreclaim.config import CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.way import Way
 
@@ -20,7 +21,7 @@ StatsSource = str | os.PathLike[str] | QueryStats
 
 
 @dataclass(frozen=True)
-class CompressionConfig:
+class CompressionConfig(CompressionSettings):
     """How the KV cache of a sequence is compressed.
 
     policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)"
@@ -42,27 +43,11 @@ class CompressionConfig:
     Raises: InvalidArgumentError.
     """
 
-    policy: str = DEFAULT_POLICY
-    budget: int = 2048
-    interval: int = 128
-    sinks: int = 4
-    recent: int = 128
-    protect_prompt: bool = False
-    mode: Mode | str | None = None
     stats: StatsSource | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_int("budget", self.budget, 1, " tokens")
-        check_int("interval", self.interval, 1, " token")
-        check_int("sinks", self.sinks, 0, " tokens")
-        check_int("recent", self.recent, 0, " tokens")
-        check_bool("protect_prompt", self.protect_prompt)
-        if self.budget <= self.sinks + self.recent:
-            raise InvalidArgumentError(
-                f"budget is {self.budget} tokens, but sinks + recent = {self.sinks + self.recent} are always "
-                "kept; raise the budget or lower sinks or recent."
-            )
+        super().__post_init__()
         if self.mode is not None:
             check_choice("mode", self.mode, Mode)
             object.__setattr__(self, "mode", Mode(self.mode))

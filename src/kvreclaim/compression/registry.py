@@ -31,11 +31,11 @@ from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.spec import Spec, Value, parse_spec, write_value
+from kvreclaim.config import DEFAULT_POLICY
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
-DEFAULT_POLICY = "query_mixture"
 _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
     {
         cls.name: cls

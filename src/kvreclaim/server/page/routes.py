@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kvreclaim.compression import CompressionConfig, Compressor, Wrapper, policy_class, policy_names
-from kvreclaim.compression.registry import DEFAULT_POLICY
+from kvreclaim.config import DEFAULT_POLICY
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError

@@ -1,0 +1,107 @@
+"""Options of a command from the fields of the configs that it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args
+
+import typer
+
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.options import Setting, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takes:
+    """Beside a parameter's type, in Annotated: stands for the options of a config.
+
+    config:   whose fields they are
+    panel:    of the help text
+    only:     these fields; all that are offered where empty
+    without:  but these
+    defaults: of this command, where they are not the config's
+    unset:    no default is shown or passed on: what is not given is not there
+    own_names: by the fields' names, whatever flags they have elsewhere
+    build:    what the parameter becomes, of the fields that have a value; the config where None
+    """
+
+    config: type
+    panel: str
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unset: bool = False
+    own_names: bool = False
+    build: Callable[..., Any] | None = None
+
+    def settings(self) -> list[Setting]:
+        known = settings_of(self.config)
+        unknown = {*self.only, *self.without, *self.defaults} - {*known}
+        assert not unknown, f"{self.config.__name__} has no option {unknown}"
+        names = self.only or [name for name in known if known[name].said.help]
+        return [known[name] for name in names if name not in self.without]
+
+    def parameter(self, name: str, setting: Setting) -> inspect.Parameter:
+        """The option as typer wants it; name: of the parameter that it is part of."""
+        said, kind = setting.said, setting.said.typed_as or setting.type
+        default = self.defaults.get(setting.name, setting.default)
+        flags = (not self.own_names and said.flags) or (f"--{setting.name.replace('_', '-')}",)
+        if kind is bool:
+            plain = flags[0]
+            flags = (f"{plain}/--no-{plain[2:]}",) if default else (plain,)
+        elif self.unset or default in (None, ()):
+            kind, default = kind | None, None
+        info = typer.Option(*flags, help=said.help, envvar=said.env, rich_help_panel=said.panel or self.panel)
+        return inspect.Parameter(
+            f"{name}_{setting.name}",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, info],
+        )
+
+    def value(self, name: str, given: dict[str, Any]) -> Any:
+        """The parameter's value; its options are taken out of what was given. Raises: KVReclaimError."""
+        values = {setting.name: given.pop(f"{name}_{setting.name}") for setting in self.settings()}
+        present = {
+            key: value
+            for key, value in values.items()
+            if value is not None and not (self.unset and value is False)
+        }
+        return (self.build or self.config)(**present)
+
+
+def takes(function: Callable[..., None]) -> Callable[..., None]:
+    """A command of typer with the options of every parameter that has Takes beside its type; the function is
+    called with what these build, and a caller's mistake is one sentence."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Takes] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        marks = [mark for mark in get_args(parameter.annotation) if isinstance(mark, Takes)]
+        if marks:
+            [groups[name]] = marks
+            parameters += [marks[0].parameter(name, setting) for setting in marks[0].settings()]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def command(**given: Any) -> None:
+        with usage_errors():
+            built = {name: group.value(name, given) for name, group in groups.items()}
+            function(**given, **built)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Print one sentence and exit with 2 instead of a traceback."""
+    try:
+        yield
+    except KVReclaimError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error

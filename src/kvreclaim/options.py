@@ -1,0 +1,97 @@
+"""A setting is said once, in its dataclass field: default, bounds and help.
+
+Checks, the command line and the bodies of requests read it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import MappingProxyType, NoneType
+from typing import Any, get_args, get_type_hints
+
+from kvreclaim.checks import check_bool, check_choice, check_int, check_number
+
+KEY = "option"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is said of a field.
+
+    help:      a sentence; an option without one is not offered on command lines
+    low, high: least and greatest value; an int may lack either, a float neither
+    unit:      stands behind an int's bound in a refusal
+    choices:   the only values
+    flags:     on command lines; the field's own name where empty
+    panel:     of the help text; where empty, that of the config
+    env:       a variable that may hold the value
+    typed_as:  what a command line reads, where it is not the field's own type
+    """
+
+    help: str = ""
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    panel: str = ""
+    env: str | None = None
+    typed_as: Any = None
+
+
+def option(default: Any, help: str = "", **facts: Any) -> Any:
+    """A dataclass field with this default. facts: of Option."""
+    return field(default=default, metadata={KEY: Option(help=help, **facts)})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a config as its declaration has it. type: without None; optional: None is a value."""
+
+    name: str
+    type: Any
+    optional: bool
+    default: Any
+    said: Option
+
+    def check(self, value: object) -> None:
+        """Raises: InvalidArgumentError unless value is of the type and within the bounds."""
+        said = self.said
+        low, high = said.low, said.high
+        if value is None and self.optional:
+            return
+        if said.choices:
+            check_choice(self.name, value, said.choices)
+        elif self.type is bool:
+            check_bool(self.name, value)
+        elif self.type is int:
+            assert low is not None, f"{self.name} is an int without a least value"
+            check_int(self.name, value, int(low), said.unit, maximum=None if high is None else int(high))
+        elif self.type is float:
+            assert low is not None, f"{self.name} is a float without a least value"
+            assert high is not None, f"{self.name} is a float without a greatest value"
+            check_number(self.name, value, low, high)
+
+
+@cache
+def settings_of(config: type) -> Mapping[str, Setting]:
+    """The options of a dataclass, by name."""
+    hints = get_type_hints(config)
+    found = {}
+    for each in fields(config):
+        if KEY in each.metadata:
+            kinds = get_args(hints[each.name])
+            left = [kind for kind in kinds if kind is not NoneType]
+            optional = len(left) < len(kinds)
+            kind = left[0] if optional and len(left) == 1 else hints[each.name]
+            found[each.name] = Setting(each.name, kind, optional, each.default, each.metadata[KEY])
+    return MappingProxyType(found)
+
+
+def check_options(config: object) -> None:
+    """Every option of a dataclass's object. Raises: InvalidArgumentError for the first that is wrong."""
+    own: Any = type(config)
+    for setting in settings_of(own).values():
+        setting.check(getattr(config, setting.name))

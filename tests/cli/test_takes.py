@@ -1,0 +1,128 @@
+"""Options from the fields of configs: each arrives, none is ignored, and none needs torch to be told."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvreclaim.cli.eval import evaluate
+from kvreclaim.cli.generate import generate
+from kvreclaim.cli.main import app
+from kvreclaim.cli.options import Compression
+from kvreclaim.cli.serve import serve
+from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
+from kvreclaim.options import Setting, settings_of
+from kvreclaim.server.config import ServerConfig
+
+runner = CliRunner()
+CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
+WORDS: dict[str, str] = {"eviction_policy": "gdsf", "kv_cache_dtype": "int8"}
+ALL = [
+    pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
+    for config in CONFIGS
+    for setting in settings_of(config).values()
+    if setting.said.help
+]
+
+
+def another(setting: Setting) -> Any:
+    """A value that is not the default, within the bounds."""
+    said, default = setting.said, setting.default
+    if said.choices:
+        return next(choice for choice in said.choices if choice != default)
+    if setting.type is bool:
+        return not default
+    if setting.type is int:
+        return (said.low if default is None else default) + 1
+    if setting.type is float:
+        return said.low if default == said.high else (default + said.high) / 2
+    return WORDS.get(setting.name, "a-word")
+
+
+def run(group: Takes, *arguments: str) -> Any:
+    """What a command gets for these arguments."""
+    found: list[Any] = []
+
+    def command(config) -> None:
+        found.append(config)
+
+    command.__annotations__ = {"config": Annotated[Any, group]}
+    small = typer.Typer()
+    small.command()(takes(command))
+    result = runner.invoke(small, list(arguments))
+    assert result.exit_code == 0, result.output
+    return found[0]
+
+
+@pytest.mark.parametrize(("config", "setting"), ALL)
+def test_every_option_arrives(config: type, setting: Setting) -> None:
+    group = Takes(config=config, panel="p", build=dict)
+    value = another(setting)
+    for flag in setting.said.flags or ("--" + setting.name.replace("_", "-"),):
+        spelt = flag if value is not False else "--no-" + flag.removeprefix("--")
+        arguments = [spelt] if isinstance(value, bool) else [flag, str(value)]
+        got = run(group, *arguments)[setting.name]
+        assert got == ([value] if isinstance(got, list) else value) or str(got) == value
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SamplingParams, CompressionSettings])
+def test_without_options_it_is_the_config_as_it_comes(config: type) -> None:
+    assert run(Takes(config=config, panel="p")) == config()
+
+
+def test_a_command_has_defaults_of_its_own() -> None:
+    group = Takes(config=SamplingParams, panel="p", defaults={"max_tokens": 256, "temperature": 0.0})
+    assert run(group) == SamplingParams(max_tokens=256, temperature=0.0)
+    assert run(group, "--max-tokens", "3") == SamplingParams(max_tokens=3, temperature=0.0)
+
+
+def test_what_is_not_given_is_told_apart_from_nought() -> None:
+    assert run(Compression) is None
+    config = run(Compression, "--kv-compression", "knorm", "--kv-sinks", "0", "--kv-protect-prompt")
+    assert (config.policy, config.sinks, config.budget, config.protect_prompt) == ("knorm", 0, 2048, True)
+
+
+def test_a_mistake_is_one_sentence() -> None:
+    result = runner.invoke(app, ["generate", "--prompt", "a", "--kv-cache-metrics-sample", "1"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    result = runner.invoke(app, ["generate", "--prompt", "a", "--top-p", "2"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: top_p is 2.0; it must be a number from 0.0 to 1.0.\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "groups", "others"),
+    [
+        (serve, {"config": ServerConfig, "engine": EngineConfig}, {"log_level", "log_format"}),
+        (generate, {"engine": EngineConfig, "params": SamplingParams}, {"prompt"}),
+    ],
+)
+def test_an_option_is_a_field_of_a_config_or_one_of_a_few(command, groups, others) -> None:
+    groups = {**groups, "compression": CompressionSettings}
+    fields = {f"{group}_{name}" for group, config in groups.items() for name in settings_of(config)}
+    assert set(inspect.signature(command).parameters) - fields == {"model", "dtype", "device", *others}
+
+
+def test_eval_has_the_settings_of_its_plan_under_their_own_names() -> None:
+    names = set(inspect.signature(evaluate).parameters)
+    shared = {f"shared_{name}" for name in settings_of(CompressionSettings)}
+    assert shared - names == {"shared_policy", "shared_budget"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--top-p", "2"]])
+def test_neither_help_nor_a_mistake_imports_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom kvreclaim.cli.main import app\n"
+        f"try: app({arguments!r})\nexcept SystemExit: pass\n"
+        "print({'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,82 @@
+"""Bounds of settings: what a declaration says, the config holds, in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import Setting, settings_of
+from kvreclaim.server.config import ServerConfig
+
+CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, CompressionConfig, ServerConfig)
+NEEDED: dict[type, dict[str, Any]] = {ServerConfig: {"served_model_name": ("m",)}}
+ROOM: dict[str, dict[str, Any]] = {
+    "budget": {"sinks": 0, "recent": 0},
+    "max_tokens": {"min_tokens": 0},
+    "temperature": {"n": 1},
+}
+"""What another setting must be for one to reach its bound."""
+ALL = [
+    pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
+    for config in CONFIGS
+    for setting in settings_of(config).values()
+]
+
+
+def make(config: type, setting: Setting, value: Any) -> Any:
+    given = {**NEEDED.get(config, {}), **ROOM.get(setting.name, {}), setting.name: value}
+    return config(**given)
+
+
+def refused(config: type, setting: Setting, value: Any) -> str:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make(config, setting, value)
+    assert str(caught.value).endswith(".")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "setting"), ALL)
+def test_a_setting_stays_within_what_its_declaration_says(config: type, setting: Setting) -> None:
+    said, name = setting.said, setting.name
+    if setting.optional:
+        assert getattr(make(config, setting, None), name) is None
+    if said.choices:
+        assert getattr(make(config, setting, said.choices[-1]), name) == said.choices[-1]
+        sentence = refused(config, setting, "nonesuch")
+        assert sentence == f"{name} is 'nonesuch'; it must be one of {', '.join(said.choices)}."
+    elif setting.type is bool:
+        assert getattr(make(config, setting, not setting.default), name) is not setting.default
+        assert refused(config, setting, 1) == f"{name} is 1; it must be true or false."
+    elif setting.type is int:
+        assert getattr(make(config, setting, said.low), name) == said.low
+        below = said.low - 1
+        sentence = f"{name} is {below}; it must be an integer >= {said.low}{said.unit}."
+        assert refused(config, setting, below) == sentence
+        assert name in refused(config, setting, True)
+    elif setting.type is float:
+        for bound in (said.low, said.high):
+            if (name, bound) != ("top_p", 0.0):  # above 0: said by its own sentence
+                assert getattr(make(config, setting, bound), name) == bound
+        for beyond in (said.low - 1, said.high + 1, float("nan")):
+            sentence = f"{name} is {beyond}; it must be a number from {said.low} to {said.high}."
+            assert refused(config, setting, beyond) == sentence
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_number_has_a_declaration(config: type) -> None:
+    """Else nothing would check it."""
+    loose = {f.name for f in dataclasses.fields(config) if f.init} - {*settings_of(config)}
+    numbers = {f.name for f in dataclasses.fields(config) if isinstance(f.default, int | float)}
+    assert not loose & numbers
+
+
+def test_a_config_has_the_settings_that_are_known_without_torch() -> None:
+    """CompressionConfig adds what needs policies: statistics as an object, the policy's own options."""
+    known = {f.name for f in dataclasses.fields(CompressionConfig)}
+    assert known == {*settings_of(CompressionSettings), "options"}
+    assert set(settings_of(CompressionConfig)) == {*settings_of(CompressionSettings)} - {"stats"}
