@@ -143,6 +143,48 @@ def test_streaming_gives_growing_outputs_and_closing_aborts(make_llm):
     assert_idle(llm)
 
 
+class Counted(list):
+    """A list that counts the items that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.copied += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.copied += len(self)
+        return super().__iter__()
+
+
+def test_a_stream_copies_nothing_that_it_has_said(make_llm):
+    """What is new at each token, and everything of the outputs that somebody looks at."""
+    llm, num_tokens = make_llm(enable_prefix_caching=False), 200  # whose keys would hold the same lists
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=1, prompt_logprobs=0
+    )
+    stream = llm.stream("the end", params)
+    outputs = [next(stream)]
+    [request] = llm.engine.requests.values()
+    [seq] = request.sequences
+    tokens, reports, known = map(Counted, (seq.token_ids, seq.logprobs, request.prompt_logprobs))
+    seq.token_ids, seq.logprobs, request.prompt_logprobs = tokens, reports, known
+    outputs += stream
+    assert len(outputs) == num_tokens
+    assert tokens.copied < 4 * num_tokens
+    assert reports.copied == known.copied == 0
+    [whole] = llm.generate("the end", params)
+    for count, output in enumerate(outputs, 1):
+        assert output.outputs[0].token_ids == whole.outputs[0].token_ids[:count]
+        assert output.outputs[0].logprobs == whole.outputs[0].logprobs[:count]
+        assert output.prompt_logprobs == whole.prompt_logprobs
+        assert output.finished == (count == num_tokens)
+    assert outputs[-1].outputs == whole.outputs
+    outputs[-1].outputs[0].token_ids.clear()
+    assert len(outputs[-2].outputs[0].token_ids) == num_tokens - 1, "each has lists of its own"
+
+
 def test_chat_uses_the_template(make_llm):
     llm = make_llm()
     out = llm.chat([{"role": "user", "content": "end"}], GREEDY)

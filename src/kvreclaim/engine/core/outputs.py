@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Generic, Literal, TypeVar, get_args
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PreemptionReason = Literal["decode", "prefill", "itself"]
@@ -23,19 +26,50 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 """One entry per prompt token; the first, which nothing predicts, is None."""
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One output of a request; text and token_ids are all that came so far.
+class Grown(Generic[T]):
+    """What a list that only grows holds now, from one place on; copied by whoever asks for it."""
 
-    stop_reason: the stop string or token id that ended it; None for end-of-sequence or a length limit
+    __slots__ = ("_items", "_start", "_stop")
+
+    def __init__(self, items: list[T], start: int = 0) -> None:
+        self._items, self._start, self._stop = items, start, len(items)
+
+    def copy(self) -> list[T]:
+        return self._items[self._start : self._stop]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grown) and self.copy() == other.copy()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+
+@dataclass
+class CompletionOutput:
+    """One output of a request; text, token_ids and logprobs are all that came so far.
+
+    drawn, reports: what token_ids and logprobs are made of when they are read, so that a stream that says
+                    everything again at each token copies nothing
+    logprobs:       None unless they were asked for
+    stop_reason:    the stop string or token id that ended it; None for end-of-sequence or a length limit
     """
 
     index: int
     text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    drawn: Grown[int]
+    reports: Grown[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        return self.drawn.copy()
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return None if self.reports is None else self.reports.copy()
 
 
 @dataclass(slots=True)
@@ -80,12 +114,13 @@ class RequestMetrics:
         return self.blocks_freed / self.blocks_perfect if self.blocks_perfect else None
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestOutput:
     """A request's outputs; `finished` once every one of them has a finish_reason.
 
     error:           why the request failed, None otherwise
-    prompt_logprobs: those of the prompt's tokens so far, if they were asked for
+    prompt_reports:  what prompt_logprobs are made of when they are read
+    prompt_logprobs: those of the prompt's tokens so far; None unless they were asked for
     """
 
     request_id: str
@@ -95,7 +130,11 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_reports: Grown[dict[int, Logprob] | None] | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return None if self.prompt_reports is None else self.prompt_reports.copy()
 
 
 @dataclass(slots=True)

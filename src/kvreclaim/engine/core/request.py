@@ -16,6 +16,7 @@ from kvreclaim.engine.answer.sampler import SampleRow
 from kvreclaim.engine.core.outputs import (
     CompletionOutput,
     FinishReason,
+    Grown,
     Logprob,
     PromptLogprobs,
     RequestMetrics,
@@ -102,12 +103,11 @@ class Sequence:
         return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
 
     def output(self) -> CompletionOutput:
-        generated = self.token_ids[self.num_prompt :]
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text if self.detokenizer else "",
-            token_ids=generated,
-            logprobs=list(self.logprobs) if self.request.params.logprobs is not None else None,
+            drawn=Grown(self.token_ids, self.num_prompt),
+            reports=Grown(self.logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -206,7 +206,7 @@ class Request:
             finished=self.finished,
             metrics=self.collect_metrics(),
             error=self.error,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            prompt_reports=None if self.prompt_logprobs is None else Grown(self.prompt_logprobs),
         )
 
     def score_output(self) -> ScoreOutput:
