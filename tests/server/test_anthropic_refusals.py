@@ -81,6 +81,7 @@ REFUSED = [
     ({"top_k": -2}, "top_k"),
     ({"min_tokens": 13}, "min_tokens"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+    ({"logit_bias": {f"{i % 256:0{3 + i // 256}}": 1.0 for i in range(1025)}}, "logit_bias"),
     ({"metadata": {"user": "x"}}, "metadata.user"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a"),

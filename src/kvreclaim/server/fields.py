@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -11,8 +12,12 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
+
+from kvreclaim.config import CompressionSettings, SamplingParams
+from kvreclaim.options import settings_of
 
 MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
@@ -38,6 +43,9 @@ def described(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+T = TypeVar("T", bound=BaseModel)
+
+
 class Fields(BaseModel):
     """A JSON object of a request: values are taken as they are, unknown names are refused."""
 
@@ -51,17 +59,56 @@ OptionValue = Annotated[
 """What a policy's name can say too (compression/spec.py)."""
 
 
+def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
+    """Gives a body these settings of a config, None where they are left out. Their bounds are only described:
+    the config refuses, in its own words."""
+
+    def with_settings(body: type[T]) -> type[T]:
+        fields: dict[str, Any] = {}
+        for setting in (settings_of(config)[name] for name in names):
+            bounds = {"minimum": setting.said.low, "maximum": setting.said.high}
+            extra: dict[str, Any] = {key: bound for key, bound in bounds.items() if bound is not None}
+            described = Field(None, description=setting.said.help, json_schema_extra=extra)
+            fields[setting.name] = (setting.type | None, described)
+        return create_model(
+            body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
+        )
+
+    return with_settings
+
+
+@mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in ("policy", "stats")))
 class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 
     policy: str | None = Field(None, min_length=1, max_length=MAX_POLICY_LENGTH)
-    budget: int | None = None
-    interval: int | None = None
-    sinks: int | None = None
-    recent: int | None = None
-    protect_prompt: bool | None = None
-    mode: str | None = None
     options: dict[str, OptionValue] | None = None
+
+
+SAMPLING = (
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Settings of SamplingParams that both dialects mirror."""
+
+
+@mirrors(SamplingParams, SAMPLING)
+class GeneratingFields(Fields):
+    """What every request that generates may say, in both dialects."""
+
+    stream: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_TOKEN_LIST)
+    cache_salt: str | None = Field(None, min_length=1)
+    priority: int = 0
+    kv_compression: KVCompression | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

@@ -8,20 +8,9 @@ from typing import Any
 from kvreclaim.config import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
+from kvreclaim.server.fields import SAMPLING
 
-SHARED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-)
+SHARED = (*SAMPLING, "logit_bias")
 """Fields of SamplingParams that have the same name in both dialects."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kvreclaim.server.fields import Fields, KVCompression, StopList, refusal
+from kvreclaim.server.fields import Fields, GeneratingFields, StopList, refusal
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
@@ -111,24 +111,9 @@ class ConversationFields(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessageRequest(ConversationFields):
+class MessageRequest(GeneratingFields, ConversationFields):
     """docs/api.md says what each field does; None is the default that it names there."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopList | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: Metadata | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    cache_salt: str | None = Field(None, min_length=1)
-    priority: int = 0
-    kv_compression: KVCompression | None = None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, KVCompression, StopStrings
+from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, GeneratingFields, StopStrings
 
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
@@ -22,32 +22,17 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
-class GenerationFields(Fields):
+class GenerationFields(GeneratingFields):
     """docs/api.md says what each does; None is the default that it names there."""
 
     model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
     stop: StopStrings | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_TOKEN_LIST)
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_TOKEN_LIST)
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
-    cache_salt: str | None = Field(None, min_length=1)
     prompt_cache_key: str | None = Field(None, min_length=1)
     prompt_cache_retention: PromptCacheRetention | None = None
-    priority: int = 0
-    kv_compression: KVCompression | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
