@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.policy import NO_SIGNALS, CompressionPolicy, LayerSignals, LayerView, Mode
+from kvreclaim.compression.policy import (
+    NO_SIGNALS,
+    CompressionPolicy,
+    LayerSignals,
+    LayerView,
+    Mode,
+    score_all,
+)
 from kvreclaim.compression.refusals import STATISTICS, check_policy, layer_stats
-from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
@@ -25,16 +32,26 @@ SignalSource = Callable[[int], LayerSignals]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """What one compression knows: lengths in tokens; positions [L, K, T] where the engine has them."""
+class Question:
+    """What is to be kept of one sequence?
 
+    source:           layer -> its keys and values in token order; asked once per layer that votes
+    num_tokens:       T, the live tokens
+    num_prompt_slots: leading slots that hold prompt tokens
+    logical_len:      position of the next query; >= T
+    positions:        [L, K, T] logical positions of the slots (or broadcastable), for models with sliding
+                      layers; without it a slot counts as out of a window only if it must be
+    signals:          layer -> what the policy's needs name besides statistics
+    first:            nothing has been evicted yet
+    """
+
+    source: LayerSource
     num_tokens: int
-    keep: int
+    num_prompt_slots: int
     logical_len: int
-    candidates: slice
-    positions: Tensor | None
-    signals: SignalSource
-    first: bool
+    positions: Tensor | None = None
+    signals: SignalSource = lambda _: NO_SIGNALS
+    first: bool = True
 
 
 class Compressor:
@@ -127,7 +144,6 @@ class Compressor:
         prompt, keep = num_prompt_slots, self.budget if keep is None else keep
         return kept_prompt_slots(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
 
-    @torch.no_grad()
     def choose(
         self,
         layer_source: LayerSource,
@@ -141,71 +157,80 @@ class Compressor:
         keep: int | None = None,
         check: Callable[[Tensor], None] = refuse_nan,
     ) -> Tensor:
-        """The slots that stay.
+        """choose_all of one sequence. first: None: if logical_len is num_tokens."""
+        first = logical_len == num_tokens if first is None else first
+        question = Question(
+            layer_source, num_tokens, num_prompt_slots, logical_len, positions, signals, first
+        )
+        return self.choose_all([question], keep=keep, check=check)[0]
+
+    @torch.no_grad()
+    def choose_all(
+        self,
+        questions: Sequence[Question],
+        *,
+        keep: int | None = None,
+        check: Callable[[Tensor], None] = refuse_nan,
+    ) -> list[Tensor]:
+        """The slots that stay of each of several sequences, as if it were asked about alone.
 
         Args:
-            layer_source:     layer -> its keys and values in token order; asked once per layer that votes
-            num_tokens:       T, the physical length
-            num_prompt_slots: leading slots that hold prompt tokens
-            logical_len:      position of the next query; >= T
-            positions:        [L, K, T] logical positions of the slots (or broadcastable), for models with
-                              sliding layers; without it a slot counts as out of a window only if it must be
-            signals:          layer -> what the policy's needs name besides statistics
-            first:            nothing has been evicted yet; None: if logical_len is T
-            keep:             tokens kept; None: the budget, which it must not be below
-            check:            as for select: what becomes of a NaN
+            keep:  tokens kept; None: the budget, which it must not be below
+            check: as for select: what becomes of a NaN
 
-        Returns: [L | 1, K | 1, min(keep, T)] int64 ascending, by mode. Sliding layers do not vote in
+        Returns: [L | 1, K | 1, min(keep, T)] int64 ascending each, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
         Raises: InvalidArgumentError if the policy gives scores of a wrong shape or NaN.
         """
         keep = self.budget if keep is None else keep
         assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
-        if num_tokens <= keep or not self.way.evicts:
-            return self._everything(num_tokens)
-        first = logical_len == num_tokens if first is None else first
-        free = self._candidates(num_tokens, num_prompt_slots, keep)
-        job = _Pass(num_tokens, keep, logical_len, free, positions, signals, first)
-        tiers = self.tiers(num_tokens, num_prompt_slots)
-        return select(self._votes(layer_source, job), keep, tiers, self.mode, self.select_top, check)
+        over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.way.evicts]
+        votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for i in over:
+            prompt = questions[i].num_prompt_slots if self.config.protect_prompt else 0
+            alike.setdefault((questions[i].num_tokens, prompt), []).append(i)
+        found: dict[int, Tensor] = {}
+        for (num_tokens, prompt), places in alike.items():
+            tiers, scores = self.tiers(num_tokens, prompt), [votes.pop(i) for i in places]
+            kept = select_each(scores, keep, tiers, self.mode, self.select_top, check)
+            found.update(zip(places, kept, strict=True))
+        return [found[i] if i in found else self._everything(q.num_tokens) for i, q in enumerate(questions)]
 
     @torch.no_grad()
-    def choose_blocks(
-        self,
-        layer_source: LayerSource,
-        num_tokens: int,
-        num_prompt_slots: int,
-        logical_len: int,
-        block_size: int,
-        *,
-        positions: Tensor | None = None,
-        signals: SignalSource = lambda _: NO_SIGNALS,
-    ) -> list[int]:
-        """The full blocks that go under a policy of whole blocks; arguments and errors as for choose.
+    def choose_blocks(self, questions: Sequence[Question], block_size: int) -> list[list[int]]:
+        """The full blocks that go of each of several sequences under a policy of whole blocks.
 
         Returns: ceil((T - budget) / block_size) ascending indices; blocks with a protected prompt token go
             after all others, those with a sink or a recent token never.
+        Raises: as choose_all.
         """
-        if num_tokens <= self.budget:
-            return []
-        free = self._candidates(num_tokens, num_prompt_slots, self.budget)
-        job = _Pass(num_tokens, self.budget, logical_len, free, positions, signals, logical_len == num_tokens)
-        tiers = self.tiers(num_tokens, num_prompt_slots)
-        return lowest_blocks(self._votes(layer_source, job), self.budget, tiers, block_size)
+        over = [q for q in questions if q.num_tokens > self.budget]
+        votes = iter(self._votes(over, self.budget))
+        found = []
+        for q in questions:
+            tiers = self.tiers(q.num_tokens, q.num_prompt_slots)
+            known = q.num_tokens > self.budget
+            found.append(lowest_blocks(next(votes), self.budget, tiers, block_size) if known else [])
+        return found
 
     def stats_of(self, layer: int) -> LayerStats | None:
         """The statistics of one layer, if the policy needs any."""
         return None if self._stats is None else self._stats[layer]
 
-    def score(self, view: LayerView) -> Tensor:
-        """The policy's scores [K, T]. Raises: InvalidArgumentError if they are of a wrong shape or dtype."""
-        scores = self.policy.score(view)
-        if scores.shape != view.source.shape or scores.dtype != torch.float32:
-            raise InvalidArgumentError(
-                f"policy {self.policy.name} scored layer {view.layer} with {scores.dtype} "
-                f"{list(scores.shape)}; it must be float32 {list(view.source.shape)}."
-            )
-        return scores
+    def score(self, views: Sequence[LayerView]) -> list[Tensor]:
+        """The policy's scores [K, T] of one layer of each sequence.
+
+        Raises: InvalidArgumentError if they are of a wrong shape or dtype.
+        """
+        found = score_all(self.policy, views)
+        for view, scores in zip(views, found, strict=True):
+            if scores.shape != view.source.shape or scores.dtype != torch.float32:
+                raise InvalidArgumentError(
+                    f"policy {self.policy.name} scored layer {view.layer} with {scores.dtype} "
+                    f"{list(scores.shape)}; it must be float32 {list(view.source.shape)}."
+                )
+        return found
 
     @torch.no_grad()
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -218,58 +243,65 @@ class Compressor:
             )
         return scores
 
-    def _votes(self, layer_source: LayerSource, job: _Pass) -> Tensor:
-        """[voters, K, T] fp32."""
-        return torch.stack([self._scores(layer, layer_source, job) for layer in self._voters])
+    def _votes(self, questions: Sequence[Question], keep: int) -> list[Tensor]:
+        """[voters, K, T] fp32 of each sequence; every layer is scored for all of them at once."""
+        if not questions:
+            return []
+        layers = [self._scores(layer, questions, keep) for layer in self._voters]
+        return [torch.stack(rows) for rows in zip(*layers, strict=True)]
 
     def _everything(self, num_tokens: int) -> Tensor:
         layers = self.facts.num_layers if self.mode is Mode.PER_LAYER_HEAD else 1
         heads = 1 if self.mode is Mode.UNION else self.facts.layers[0].num_kv_heads
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
-    def _candidates(self, num_tokens: int, num_prompt_slots: int, keep: int) -> slice:
-        prompt = num_prompt_slots
-        return candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
+    def _scores(self, layer: int, questions: Sequence[Question], keep: int) -> list[Tensor]:
+        """[K, T] fp32 of one layer of each; -inf for tokens that none of its future queries can see."""
+        found = self.score([self._view(layer, question, keep) for question in questions])
+        window = self._windows[layer]
+        if window is None:
+            return found
+        return [
+            scores.masked_fill(self._unseen(layer, window, question), -torch.inf)
+            for question, scores in zip(questions, found, strict=True)
+        ]
 
-    def _scores(self, layer: int, layer_source: LayerSource, job: _Pass) -> Tensor:
-        """[K, T] fp32 of one layer; -inf for tokens that none of its future queries can see."""
-        view = LayerView(
+    def _view(self, layer: int, question: Question, keep: int) -> LayerView:
+        num_tokens, prompt = question.num_tokens, question.num_prompt_slots
+        return LayerView(
             layer,
-            layer_source(layer),
-            job.logical_len,
+            question.source(layer),
+            question.logical_len,
             self.facts.layers[layer],
             self.stats_of(layer),
-            job.candidates,
-            signals=self._signals(layer, job),
-            first=job.first,
-            budget=job.keep,
+            candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules),
+            signals=self._signals(layer, question),
+            first=question.first,
+            budget=keep,
         )
-        scores = self.score(view)
-        window = self._windows[layer]
-        return scores if window is None else scores.masked_fill(self._unseen(layer, window, job), -torch.inf)
 
-    def _signals(self, layer: int, job: _Pass) -> LayerSignals:
+    def _signals(self, layer: int, question: Question) -> LayerSignals:
         """What the engine kept, and the positions wherever they are known."""
-        signals = job.signals(layer)
-        positions = self._positions(layer, job)
+        signals = question.signals(layer)
+        positions = self._positions(layer, question)
         if signals.positions is not None or positions is None:
             return signals
         return replace(signals, positions=positions)
 
-    def _positions(self, layer: int, job: _Pass) -> Tensor | None:
+    def _positions(self, layer: int, question: Question) -> Tensor | None:
         """[K, T] of one layer."""
-        if job.positions is None:
+        if question.positions is None:
             return None
         heads = self.facts.layers[layer].num_kv_heads
-        table = job.positions.expand(self.facts.num_layers, heads, job.num_tokens)
+        table = question.positions.expand(self.facts.num_layers, heads, question.num_tokens)
         return table[layer].to(self.facts.device)
 
-    def _unseen(self, layer: int, window: int, job: _Pass) -> Tensor:
+    def _unseen(self, layer: int, window: int, question: Question) -> Tensor:
         """Slots whose position is at most L - window: [K, T] or [T] bool. Unknown positions are at most
         L - T + slot, since they ascend up to L - 1; exact as long as nothing has been evicted."""
-        oldest = job.logical_len - window
-        positions = self._positions(layer, job)
+        oldest = question.logical_len - window
+        positions = self._positions(layer, question)
         if positions is not None:
             return positions <= oldest
-        slots = torch.arange(job.num_tokens, device=self.facts.device)
-        return slots + (job.logical_len - job.num_tokens) <= oldest
+        slots = torch.arange(question.num_tokens, device=self.facts.device)
+        return slots + (question.logical_len - question.num_tokens) <= oldest

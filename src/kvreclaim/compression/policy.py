@@ -158,6 +158,11 @@ class CompressionPolicy(ABC):
         """[K, T] fp32 on the device of the keys, higher = keep; every entry finite if keys and values
         are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
 
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        """The scores of the same layer of several sequences: for each, to the last bit, what score gives of
+        its view alone. Overridden where work can be shared (see score_all)."""
+        return [self.score(view) for view in views]
+
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         """Only under Way.CELLS: tokens that each head keeps, [L, K] float, before rounding to blocks.
 
@@ -220,3 +225,16 @@ class Wrapper(CompressionPolicy):
 
     def score(self, view: LayerView) -> Tensor:
         return self.inner.score(view)
+
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        return score_all(self.inner, views)
+
+
+def score_all(policy: CompressionPolicy, views: Sequence[LayerView]) -> list[Tensor]:
+    """score_many, unless a subclass overrides score alone: then it is asked view by view."""
+    for owner in type(policy).__mro__:
+        if "score_many" in vars(owner):
+            return policy.score_many(views)
+        if "score" in vars(owner):
+            break
+    return [policy.score(view) for view in views]

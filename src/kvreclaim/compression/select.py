@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,20 @@ def select(
     parts = [before.expand(len(flat), -1), top, after.expand(len(flat), -1)]
     kept = torch.cat(parts, dim=-1)
     return (kept if apart else kept.sort(dim=-1).values).view(*rows.shape[:2], -1)
+
+
+def select_each(
+    scores: Sequence[Tensor],
+    budget: int,
+    tiers: Tensor,
+    mode: Mode,
+    select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
+    check: NanCheck = refuse_nan,
+) -> list[Tensor]:
+    """select of several sequences [L, K, T] with the same T and tiers, the rows of all of them at once."""
+    rows = [_shared_scores(each, mode) for each in scores]
+    kept = select(torch.cat(rows), budget, tiers, Mode.PER_LAYER_HEAD, select_top, check)
+    return list(kept.chunk(len(rows)))
 
 
 def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -> list[int]:

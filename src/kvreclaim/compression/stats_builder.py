@@ -202,7 +202,7 @@ def _covariance(queries: Tensor, mean: Tensor) -> Tensor:
 def _per_band(clusters: Clusters, layout: RopeLayout) -> Tensor:
     """Variances [H, C, D] with the two dims of a band set to their mean, E|q_f - mu_f|^2 / 2."""
     variances = clusters.variances.clone()
-    real, imag = layout.band_dims(variances.device)
+    real, imag = layout.bands
     shared = (variances[..., real] + variances[..., imag]) / 2
     variances[..., real] = shared
     variances[..., imag] = shared

@@ -147,10 +147,10 @@ def _scores(
             budget=compressor.budget,
         )
         if lengths.first:
-            scores.append(list(compressor.score(whole)))
+            scores.append(list(compressor.score([whole])[0]))
             continue
         alone = [head_view(whole, head, source(layer, head), span) for head, span in enumerate(spans)]
-        scores.append([compressor.score(view)[0] for view in alone])
+        scores.append([compressor.score([view])[0][0] for view in alone])
     return scores
 
 

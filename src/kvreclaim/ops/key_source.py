@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,3 +108,28 @@ class PagedSource(KeySource):
 
     def value_norms(self) -> Tensor:
         return self.backend.value_norms(self.tokens)
+
+
+def key_norms(sources: Sequence[KeySource]) -> list[Tensor]:
+    """||k|| of each: [K, T] fp32, in one call where they lie in one layer of a cache."""
+    return _norms(sources, lambda source: source.key_norms())
+
+
+def value_norms(sources: Sequence[KeySource]) -> list[Tensor]:
+    """||v|| of each: [K, T] fp32, in one call where they lie in one layer of a cache."""
+    return _norms(sources, lambda source: source.value_norms())
+
+
+def _norms(sources: Sequence[KeySource], norms: Callable[[KeySource], Tensor]) -> list[Tensor]:
+    """A norm is of its token alone, so several sequences are scored as one whose table is all of theirs; what
+    the last blocks hold past their ends is cut off."""
+    paged = [source for source in sources if isinstance(source, PagedSource)]
+    layers = {(id(source.backend), id(source.tokens.layer)) for source in paged}
+    if len(paged) < len(sources) or len(layers) != 1 or len(sources) == 1:
+        return [norms(source) for source in sources]
+    size = paged[0].tokens.cache.block_size
+    ids = [source.tokens.block_ids[: -(-source.shape[1] // size)] for source in paged]
+    table = torch.cat(ids)
+    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size)
+    parts = norms(PagedSource(paged[0].backend, tokens)).split([len(own) * size for own in ids], dim=1)
+    return [part[:, : source.shape[1]] for part, source in zip(parts, sources, strict=True)]

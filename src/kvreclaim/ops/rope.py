@@ -33,12 +33,19 @@ class RopeLayout:
     def num_bands(self) -> int:
         return self.inv_freq.numel()
 
-    def band_dims(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Indices [F] of the real and of the imaginary dims, on the CPU by default."""
-        f = torch.arange(self.num_bands, device=device)
+    @property
+    def bands(self) -> tuple[slice, slice]:
+        """Where the real and the imaginary dims of the bands lie."""
+        end = self.start + 2 * self.num_bands
         if self.style == "half":
-            return self.start + f, self.start + f + self.num_bands
-        return self.start + 2 * f, self.start + 2 * f + 1
+            return slice(self.start, self.start + self.num_bands), slice(self.start + self.num_bands, end)
+        return slice(self.start, end, 2), slice(self.start + 1, end, 2)
+
+    def band_dims(self) -> tuple[Tensor, Tensor]:
+        """Indices [F] of the real and of the imaginary dims, on the CPU."""
+        dims = torch.arange(self.start + 2 * self.num_bands)
+        real, imag = self.bands
+        return dims[real], dims[imag]
 
     def rest_dims(self, head_dim: int, device: torch.device | None = None) -> Tensor:
         """Indices [D - 2F] of the dims that are not rotated, ascending, on the CPU by default."""
@@ -48,7 +55,7 @@ class RopeLayout:
 
 def to_bands(x: Tensor, layout: RopeLayout) -> Tensor:
     """[..., D] real -> [..., F] complex (complex128 for float64 input, else complex64)."""
-    real, imag = layout.band_dims(x.device)
+    real, imag = layout.bands
     x = x if x.dtype == torch.float64 else x.float()
     return torch.complex(x[..., real], x[..., imag])
 
@@ -57,10 +64,11 @@ def from_bands(bands: Tensor, rest: Tensor, layout: RopeLayout) -> Tensor:
     """[..., F] complex and [..., D - 2F] real -> [..., D] real; the inverse of to_bands and rest_dims."""
     head_dim = 2 * layout.num_bands + rest.shape[-1]
     out = rest.new_empty((*rest.shape[:-1], head_dim))
-    real, imag = layout.band_dims(rest.device)
-    out[..., real] = bands.real.to(rest.dtype)
-    out[..., imag] = bands.imag.to(rest.dtype)
-    out[..., layout.rest_dims(head_dim, rest.device)] = rest
+    real, imag = layout.bands
+    out[..., real] = bands.real
+    out[..., imag] = bands.imag
+    out[..., : layout.start] = rest[..., : layout.start]
+    out[..., layout.start + 2 * layout.num_bands :] = rest[..., layout.start :]
     return out
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.moving import move
-from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+from kvreclaim.ops.rope import RopeLayout
 
 MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
 
@@ -34,15 +34,24 @@ def offset_phases(logical_len: int, offsets: Sequence[int], layout: RopeLayout) 
 
 
 def turned_queries(queries: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor:
-    """Queries [..., D] before rotation, each multiplied by every turn [O, F]: [..., O, D].
+    """Queries [..., D] before rotation, each multiplied by every turn [..., O, F]: [..., O, D], the leading
+    dims broadcast.
 
     The dims without position are repeated as they are. Real: the product with a rotated key is then
-    an ordinary dot product, Re sum_f q_f turn_f conj(K_f) + rest.
+    an ordinary dot product, Re sum_f q_f turn_f conj(K_f) + rest. Products and sums are those of real
+    numbers, each rounded by itself, so that a result depends on its own query and turn alone.
     """
-    queries = as_real(queries)
-    bands = to_bands(queries, layout)[..., None, :] * move(turns, queries.device)
-    rest = queries[..., layout.rest_dims(queries.shape[-1], queries.device)]
-    return from_bands(bands, rest[..., None, :].expand(*bands.shape[:-1], -1), layout)
+    queries, turns = as_real(queries)[..., None, :], move(turns, queries.device)
+    real, imag = (queries[..., part] for part in layout.bands)
+    shape = torch.broadcast_shapes(real.shape[:-1], turns.shape[:-1])
+    out = queries.new_empty((*shape, queries.shape[-1]))
+    first, second = layout.bands
+    out[..., first] = (real * turns.real - imag * turns.imag).to(out.dtype)
+    out[..., second] = (real * turns.imag + imag * turns.real).to(out.dtype)
+    end = layout.start + 2 * layout.num_bands
+    out[..., : layout.start] = queries[..., : layout.start]
+    out[..., end:] = queries[..., end:]
+    return out
 
 
 def band_power(keys: Tensor, layout: RopeLayout) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvreclaim.checks import check_choice
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.ops.key_source import key_norms
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,11 @@ class Knorm(CompressionPolicy):
         check_choice("knorm option 'keep'", self.keep, ("small", "large"))
 
     def score(self, view: LayerView) -> Tensor:
-        norm = _round(view.source.key_norms())
-        return norm if self.keep == "large" else -norm
+        return self.score_many([view])[0]
+
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        norms = [_round(norm) for norm in key_norms([view.source for view in views])]
+        return norms if self.keep == "large" else [-norm for norm in norms]
 
 
 def _round(norm: Tensor) -> Tensor:

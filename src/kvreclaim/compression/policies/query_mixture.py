@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvreclaim.checks import check_bool, check_choice, check_number, check_offsets
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.ops.key_source import value_norms
 from kvreclaim.ops.scoring import collapsed_mixture, offset_phases, summed_mixture, turned_queries
 
 FORMS = ("expected", "collapsed", "sum")
@@ -56,19 +59,30 @@ class QueryMixture(CompressionPolicy):
         check_number("query_mixture option 'temperature'", self.temperature, 1e-3, 1e6)
 
     def score(self, view: LayerView) -> Tensor:
-        scores = self._mixture(view)
-        return scores * view.source.value_norms() if self.value_norm else scores
+        return self.score_many([view])[0]
 
-    def _mixture(self, view: LayerView) -> Tensor:
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        scores = [self._mixture(*each) for each in zip(views, self._centers(views), strict=True)]
+        if not self.value_norm:
+            return scores
+        norms = value_norms([view.source for view in views])
+        return [score * norm for score, norm in zip(scores, norms, strict=True)]
+
+    def _centers(self, views: Sequence[LayerView]) -> Tensor:
+        """[views, H, C, O, D] centres, turned to the offsets from where each sequence is."""
+        view = views[0]
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.stats.centers is not None, f"layer {view.layer}: no centres"
+        assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
+        every = [offset_phases(each.logical_len, self.offsets, view.facts.rope) for each in views]
+        if self.form == "collapsed":
+            every = [turns.mean(dim=0, keepdim=True) for turns in every]
+        return turned_queries(view.stats.centers, torch.stack(every)[:, None, None], view.facts.rope)
+
+    def _mixture(self, view: LayerView, centers: Tensor) -> Tensor:
+        assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.stats.center_var is not None, f"layer {view.layer}: no centre variances"
         assert view.stats.center_weight is not None, f"layer {view.layer}: no centre weights"
-        assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
-        turns = offset_phases(view.logical_len, self.offsets, view.facts.rope)
-        if self.form == "collapsed":
-            turns = turns.mean(dim=0, keepdim=True)
-        centers = turned_queries(view.stats.centers, turns, view.facts.rope)
         over = slice(None) if self.normalise == "all" else view.candidates
         variances, scale = view.stats.center_var, view.facts.softmax.scale / self.temperature
         if self.form == "expected":

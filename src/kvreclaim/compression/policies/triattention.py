@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,33 +61,41 @@ class TriAttention(CompressionPolicy):
             )
 
     def score(self, view: LayerView) -> Tensor:
-        assert view.stats is not None, f"layer {view.layer}: no query statistics"
-        assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
-        query = _Query(view.stats.q_mean, view.stats.q_abs_mean, view.facts.rope, view.logical_len)
-        scores = query.score(view.source, self)
-        return group_max(z_scores(scores, view.candidates), view.source.shape[0])
+        return self.score_many([view])[0]
+
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        stats, layout = views[0].stats, views[0].facts.rope
+        assert stats is not None, f"layer {views[0].layer}: no query statistics"
+        assert layout is not None, f"layer {views[0].layer}: no verified rotation"
+        query = _Query(stats.q_mean, stats.q_abs_mean, layout)
+        places = [(view.source, view.logical_len) for view in views]
+        every = zip(views, query.scores(places, self), strict=True)
+        return [group_max(z_scores(scores, view.candidates), view.source.shape[0]) for view, scores in every]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Query:
-    """The statistics of a layer's queries at one moment: mean [H, D], abs_mean [H, >= F]."""
+    """The statistics of a layer's queries: mean [H, D], abs_mean [H, >= F]."""
 
     mean: Tensor
     abs_mean: Tensor
     layout: RopeLayout
-    logical_len: int
 
-    def score(self, source: KeySource, policy: TriAttention) -> Tensor:
-        """[H, T], before the z-score. The mean over offsets is taken over their phases first, which
-        collapses them into one product per head."""
-        turns = offset_phases(self.logical_len, OFFSETS, self.layout)
+    def scores(self, places: Sequence[tuple[KeySource, int]], policy: TriAttention) -> list[Tensor]:
+        """[H, T] each, before the z-score, of keys at a logical length. The mean over offsets is taken over
+        their phases first, which collapses them into one product per head."""
+        every = [offset_phases(logical_len, OFFSETS, self.layout) for _, logical_len in places]
         if policy.aggregate == "mean":
-            turns = turns.mean(dim=0, keepdim=True)
-        queries = turned_queries(self.mean, turns if policy.use_trig else turns[:0], self.layout)
+            every = [turns.mean(dim=0, keepdim=True) for turns in every]
+        turns = torch.stack([turns if policy.use_trig else turns[:0] for turns in every])
+        queries = turned_queries(self.mean, turns[:, None], self.layout)
         spread = None
         if policy.use_norm:
             spread = self.abs_mean[:, : self.layout.num_bands] - to_bands(self.mean, self.layout).abs()
-        return source.trig_norm_scores(queries, spread, self.layout)
+        return [
+            source.trig_norm_scores(own, spread, self.layout)
+            for (source, _), own in zip(places, queries, strict=True)
+        ]
 
 
 def raw_scores(
@@ -121,7 +130,7 @@ def raw_scores(
     layout = RopeLayout(inv_freq.to(torch.float64), "half" if rope_style == "half" else "interleaved")
     mean = from_bands(q_mean, q_mean.real.new_empty(q_mean.shape[0], 0), layout)
     policy = TriAttention("mean" if aggregate == "mean" else "max")
-    return _Query(mean, q_abs_mean, layout, logical_len).score(DenseSource(keys, keys), policy)
+    return _Query(mean, q_abs_mean, layout).scores([(DenseSource(keys, keys), logical_len)], policy)[0]
 
 
 def _check_shapes(keys: Tensor, q_mean: Tensor, q_abs_mean: Tensor, inv_freq: Tensor) -> None:

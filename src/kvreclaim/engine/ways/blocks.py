@@ -16,10 +16,8 @@ class Blocks:
 
     def choose(self, jobs: list[Job]) -> list[list[int]]:
         """The table entries of each that go."""
-        pages, size = self.pages, self.pages.cache.block_size
-        return [
-            job.compressor.choose_blocks(*pages.question(job), size, **pages.context(job)) for job in jobs
-        ]
+        questions = [self.pages.question(job) for job in jobs]
+        return jobs[0].compressor.choose_blocks(questions, self.pages.cache.block_size)
 
     def apply(self, job: Job, choice: list[int]) -> Done:
         pages, size = self.pages, self.pages.cache.block_size

@@ -59,7 +59,7 @@ class UnevenPass:
             ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
             return PagedSource(pages.backend, PagedTokens(self.cells.layers[0], ids, num_tokens))
 
-        signals = pages.context(job)["signals"]
+        signals = pages.question(job).signals
         return choose_uneven(job.compressor, source, lengths, pages.cache.block_size, signals)
 
     def apply(self, job: Job, choice: UnevenChoice) -> Done:

@@ -19,10 +19,7 @@ class Compact:
 
     def choose(self, jobs: list[Job]) -> list[Tensor]:
         """[L | 1, K | 1, M] int64 kept slots of each."""
-        pages = self.pages
-        return [
-            job.compressor.choose(*pages.question(job), **pages.context(job), first=job.first) for job in jobs
-        ]
+        return jobs[0].compressor.choose_all([self.pages.question(job) for job in jobs])
 
     def apply(self, job: Job, choice: Tensor) -> Done:
         pages = self.pages

@@ -17,12 +17,8 @@ class Mask:
 
     def choose(self, jobs: list[Job]) -> list[Tensor]:
         """[L | 1, K | 1, M] int64 of each: which of its live slots stay."""
-        return [self._choose(job) for job in jobs]
-
-    def _choose(self, job: Job) -> Tensor:
-        pages, live = self.pages, self._live_slots(job)
-        question, context = pages.question(job, live), pages.context(job, live)
-        return job.compressor.choose(*question, **context, first=job.first)
+        questions = [self.pages.question(job, self._live_slots(job)) for job in jobs]
+        return jobs[0].compressor.choose_all(questions)
 
     def apply(self, job: Job, choice: Tensor) -> Done:
         size = self.pages.cache.block_size

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import LayerSource, SignalSource
+from kvreclaim.compression.compressor import Question
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.signals.signals import Signals, wants_positions
 from kvreclaim.engine.ways.job import Job
@@ -18,13 +17,6 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-
-
-class Context(TypedDict):
-    """Keyword arguments of Compressor.choose and choose_blocks."""
-
-    positions: Tensor | None
-    signals: SignalSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +33,14 @@ class Pages:
         """[blocks] int64 on the device: the table before the pass."""
         return torch.tensor(job.source_ids, device=self.cache.device)
 
-    def question(self, job: Job, live: Tensor | None = None) -> tuple[LayerSource, int, int, int]:
-        """What a compressor is asked about: the live tokens, their number, how many are of the prompt, and
-        the position of the next query.
+    def question(self, job: Job, live: Tensor | None = None) -> Question:
+        """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
 
         live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
         """
         block_ids = self.index(job)
 
-        def layer_source(layer: int) -> KeySource:
+        def source(layer: int) -> KeySource:
             tokens = PagedTokens(self.cache.layers[layer], block_ids, job.num_slots)
             paged = PagedSource(self.backend, tokens)
             if live is None:
@@ -58,17 +49,18 @@ class Pages:
             k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
             return DenseSource(k, v)
 
-        return layer_source, job.num_tokens, job.prompt_slots, job.next_position
-
-    def context(self, job: Job, live: Tensor | None = None) -> Context:
-        """Positions, if a sliding window asks for them, and signals."""
         positions = self._positions(job) if self._needs_positions(job) else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
-        return {
-            "positions": positions,
-            "signals": lambda layer: self.signals.of(job.seq, layer, job.num_slots, live),
-        }
+        return Question(
+            source,
+            job.num_tokens,
+            job.prompt_slots,
+            job.next_position,
+            positions,
+            lambda layer: self.signals.of(job.seq, layer, job.num_slots, live),
+            job.first,
+        )
 
     def moved(self, job: Job, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
