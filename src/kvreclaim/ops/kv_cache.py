@@ -33,7 +33,15 @@ class KVCache:
     softmaxes: tuple[Softmax, ...]
     open: OpenBlocks | None = None
     origin: CacheShape | None = None
-    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    layers: tuple[LayerCache, ...] = field(init=False, repr=False)
+    _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        layers = tuple(
+            LayerCache(self, index, tuple(plane[index] for plane in self.planes), softmax)
+            for index, softmax in enumerate(self.softmaxes)
+        )
+        object.__setattr__(self, "layers", layers)
 
     @classmethod
     def plain(cls, k: Tensor, v: Tensor, softmaxes: tuple[Softmax, ...], *, latent: bool = False) -> KVCache:
@@ -47,10 +55,6 @@ class KVCache:
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]
-
-    @property
-    def layers(self) -> tuple[LayerCache, ...]:
-        return self.cached("layers", _layers)
 
     @property
     def k(self) -> Tensor:
@@ -125,13 +129,6 @@ class LayerCache:
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]
-
-
-def _layers(cache: KVCache) -> tuple[LayerCache, ...]:
-    return tuple(
-        LayerCache(cache, index, tuple(plane[index] for plane in cache.planes), softmax)
-        for index, softmax in enumerate(cache.softmaxes)
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
