@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from kvreclaim import demo_model
-from kvreclaim.bench import compress, memory, step
+from kvreclaim.bench import compress, memory, step, together
 from kvreclaim.bench.common import alternate
+from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.patches import Clock, timers
 from kvreclaim.cli.main import app
 
@@ -52,6 +54,7 @@ def test_step_takes_its_timers_off_again():
 
 def test_compress_splits_a_pass(tmp_path):
     options = ("--contexts", "300,400", "--budgets", "96,160", "--budget-context", 300)
+    options += ("--together", 0)
     rows, _ = run(tmp_path, "compress", *COMMON, *options, "--budget", 96, "--interval", 16)
     assert len(rows) == 2 * 3
     for row in rows:
@@ -59,6 +62,16 @@ def test_compress_splits_a_pass(tmp_path):
         assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["select_ms"] + row["move_ms"])
         assert min(row["score_ms"], row["select_ms"], row["move_ms"], row["share"]) > 0
     assert compress.compress_table(rows).row_count == 6
+
+
+@pytest.mark.parametrize("policy", ["query_mixture", "snapkv"])
+def test_together_compresses_every_sequence(policy):
+    base = DecodePlan(Path(demo_model()), dtype="float32", threads=1, budget=48, interval=16)
+    (row,) = together.run(base, [policy], 3, rounds=1)
+    assert row["sequences"] == 3
+    assert min(row["one_ms"], row["together_ms"], row["alone_ms"]) > 0
+    assert row["ratio"] == row["together_ms"] / row["one_ms"]
+    assert together.together_table([row]).row_count == 1
 
 
 def test_memory_counts_requests_at_once(tmp_path):

@@ -73,7 +73,7 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
         session.run(4)
         before = (totals.compactions, totals.score_s, totals.compact_s)
         quiet = []
-        with timers(clock, [(compressor_module, "select", "select")]):
+        with timers(clock, [(compressor_module, "select_each", "select")]):
             for _ in range(steps):
                 passes, started = totals.compactions, perf_counter()
                 session.run(1)

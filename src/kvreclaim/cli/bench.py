@@ -164,14 +164,17 @@ def compress(
     batches: Annotated[str, typer.Option(help="Sequences.")] = "1",
     budget: Annotated[int, typer.Option(help="At which the contexts are varied.")] = 2048,
     interval: Annotated[int, typer.Option(help="Tokens.")] = 128,
+    together: Annotated[int, typer.Option(min=0, help="Sequences due together; 0: leave it out.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Of passes that are due together.")] = 7,
     threads: Threads = 2,
     dtype: Dtype = "bfloat16",
     kernels: Kernels = "auto",
     json_file: Json = None,
 ) -> None:
-    """Cost of one compaction pass (score, select, move) and its share of decoding."""
+    """Cost of one compaction pass (score, select, move), its share of decoding, and of passes together."""
     with ready(threads):
         from kvreclaim.bench import common, compress
+        from kvreclaim.bench import together as together_bench
         from kvreclaim.bench.decode_plan import DecodePlan
 
         base = DecodePlan(
@@ -192,7 +195,9 @@ def compress(
         )
         rows = compress.run(plan, common.wide_console(stderr=True))
         common.show(compress.compress_table(rows))
-        common.write_json(common.report(rows, command_line()), json_file)
+        due = together_bench.run(base, plan.policies, together, rounds) if together else []
+        common.show(together_bench.together_table(due))
+        common.write_json(common.report(rows, command_line(), together=due), json_file)
 
 
 @bench_app.command("kernels")
