@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 from fastapi import FastAPI
+from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.face.async_engine import AsyncEngine
@@ -53,6 +54,7 @@ def running_server(llm: LLM | None = None, **config: Any) -> Iterator[Running]:
     async def main() -> None:
         service = Service(AsyncEngine(llm), settings)
         server = Server(service)
+        server.config.timeout_keep_alive = LIMIT_S  # or it may close what a client is about to use again
         box.update(service=service, server=server, loop=asyncio.get_running_loop())
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started and not task.done():

@@ -18,7 +18,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 START_LIMIT_S = 300.0
-STOP_LIMIT_S = 60.0
+STOP_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Served:
     def counters(self, prefix: str = "kvreclaim_") -> dict[str, float]:
         """Samples on /metrics by name, summed over labels."""
         found: dict[str, float] = {}
-        with urlopen(f"{self.url}/metrics", timeout=30) as page:
+        with urlopen(f"{self.url}/metrics", timeout=START_LIMIT_S) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(prefix):
                     name, value = line.partition("{")[0], line.rpartition(" ")[2]
@@ -92,6 +92,11 @@ def _wait(served: Served) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """One that no socket is given for a minute, unless it asks for just this one as servers do: a connection
+    to it has been closed by its own end. vLLM takes it first thing, before it loads a model."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    return port

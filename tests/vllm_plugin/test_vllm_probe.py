@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvreclaim.compression import CompressionConfig, QueryStats
@@ -112,8 +112,8 @@ def loaded_by_vllm(path: Path, dtype: str = "bfloat16", **more: Any) -> Iterator
         **more,
     ).create_engine_config()
     try:
-        with set_current_vllm_config(config):
-            worker = CPUWorker(config, 0, 0, f"tcp://127.0.0.1:{get_open_port()}", is_driver_worker=True)
+        with set_current_vllm_config(config), TemporaryDirectory() as folder:
+            worker = CPUWorker(config, 0, 0, f"file://{folder}/rendezvous", is_driver_worker=True)
             worker.init_device()
             worker.load_model()
         check_rotations(worker.get_model())

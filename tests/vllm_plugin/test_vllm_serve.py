@@ -18,7 +18,7 @@ import pytest
 import torch
 from models import random_prompts
 from oracle import full_logprobs
-from serving import Served, serving
+from serving import STOP_LIMIT_S, Served, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "vllm"
 BLOCK, BUDGET, INTERVAL, BLOCKS = 32, 192, 64, 40
@@ -202,7 +202,7 @@ def test_it_ends_at_sigterm(server):
     assert family  # the engine core
     assert "Traceback" not in server.text()
     assert server.stop() == 0
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=STOP_LIMIT_S)
     assert alive == []
     log = server.text()
     assert f"query_mixture, budget {BUDGET}" in log
