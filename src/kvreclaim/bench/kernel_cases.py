@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, Shape
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -144,7 +145,7 @@ def compact(shape: Shape, budget: int) -> Case:
 
     def run(filled: Filled, layer: int) -> None:
         ids = filled.one
-        filled.backend.compact(filled.cache, kept, ids, ids[: -(-budget // BLOCK_SIZE)])
+        filled.backend.compact(filled.cache, kept, ids, ids[: blocks_for(budget, BLOCK_SIZE)])
 
     def result(filled: Filled, layer: int) -> Tensor:
         return filled.gather(layer, budget)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
@@ -47,7 +48,7 @@ class Shape:
 
     @property
     def blocks_each(self) -> int:
-        return -(-self.context // BLOCK_SIZE)
+        return blocks_for(self.context, BLOCK_SIZE)
 
     @property
     def token_bytes(self) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvreclaim.bench.bandwidth import timed
 from kvreclaim.bench.common import Row, alternate, spread, table, text
 from kvreclaim.bench.kernels import TOLERANCES, WrongKernelError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
@@ -65,7 +66,7 @@ class _Chunk:
         form = kv_format(plan.kv_cache_dtype, plan.dtype)
         backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, plan.dtype, device, form)).backend
         like = torch.empty(0, dtype=plan.dtype, device=device)
-        blocks = -(-length // BLOCK_SIZE)
+        blocks = blocks_for(length, BLOCK_SIZE)
         cache = backend.allocate((layer,), blocks, BLOCK_SIZE, like=like, kv_format=form, open_rows=2)
         table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
         ids = torch.from_numpy(table.astype(np.int64)).to(device)

@@ -30,6 +30,7 @@ from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class MemoryPlan:
     def pool_tokens(self) -> int:
         """Slots of the pool, in whole blocks of either block size."""
         tokens = self.pool_requests * self.length
-        return -(-tokens // VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
+        return blocks_for(tokens, VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
 
     def compression(self, policy: str) -> CompressionConfig | None:
         if policy == "full":
@@ -157,7 +158,7 @@ def _vllm(plan: MemoryPlan, python: Path) -> Row:
         waiting=done["waiting"],
         preemptions=done["preemptions"],
         peak_blocks=max(done["blocks"]),
-        blocks_held=-(-plan.length // VLLM_BLOCK_SIZE),
+        blocks_held=blocks_for(plan.length, VLLM_BLOCK_SIZE),
     )
 
 

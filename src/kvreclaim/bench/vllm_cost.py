@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Row, text
 from kvreclaim.bench.vllm_pool import BLOCK_SIZE, Case, VllmPlan, VllmSide
+from kvreclaim.memory.blocks import blocks_for
 
 ABSENT, AGAIN, INSTALLED, UNREACHED = "absent", "absent again", "installed", "never reached"
 BUDGET = 1 << 20
@@ -41,7 +42,7 @@ class CostPlan:
     @property
     def case(self) -> Case:
         """A pool in which all of them fit twice."""
-        blocks = 2 * self.requests * -(-(self.prompt + self.output) // BLOCK_SIZE) + 1
+        blocks = 2 * self.requests * blocks_for(self.prompt + self.output, BLOCK_SIZE) + 1
         return Case(self.requests, self.prompt, self.output, blocks, BUDGET)
 
 

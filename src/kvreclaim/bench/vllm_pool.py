@@ -21,6 +21,7 @@ from kvreclaim.bench.systems.base import CHUNK
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.checks import require
 from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.memory.blocks import blocks_for
 
 BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes for all models; tokens."""
@@ -264,7 +265,9 @@ def block_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _block_line(row: Row) -> str:
-    low, high = (-(-tokens // BLOCK_SIZE) for tokens in (row["budget"], row["budget"] + row["interval"]))
+    low, high = (
+        blocks_for(tokens, BLOCK_SIZE) for tokens in (row["budget"], row["budget"] + row["interval"])
+    )
     return (
         f"{row['case']}: a request holds at most {row['after_pass']} blocks after a pass (budget: {low}) "
         f"and {row['decoding']} between two (budget + interval: {high}); "

@@ -15,6 +15,7 @@ from kvreclaim.cli.bench_options import command_line, formats_in
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def evaluate(
     options = TaskOptions(num_tokens=num_tokens, text=text, dialect=dialect, max_new_tokens=max_new_tokens)
     if threads is not None:
         torch.set_num_threads(threads)
-    per_sequence = -(-num_tokens // engine.block_size) + 1
+    per_sequence = blocks_for(num_tokens, engine.block_size) + 1
     whole_batch = {
         "num_blocks": per_sequence * batch_size,
         "max_num_seqs": batch_size,

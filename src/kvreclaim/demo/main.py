@@ -12,6 +12,7 @@ from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
 from kvreclaim.demo.show import draw_report, show_report
 from kvreclaim.engine.face.llm import LLM
+from kvreclaim.memory.blocks import blocks_for
 
 
 def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:
@@ -25,7 +26,7 @@ def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> 
         max_model_len=plan.final_length,
         kv_cache_dtype=plan.kv_cache_dtype,
     )
-    per_sequence = -(-plan.final_length // plan.block_size)
+    per_sequence = blocks_for(plan.final_length, plan.block_size)
     scorer = llm.sibling(num_blocks=per_sequence * plan.num_scored)
     console.print(llm.engine.kernels)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))

@@ -16,6 +16,7 @@ from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
+from kvreclaim.memory.blocks import blocks_for
 
 POLICIES: dict[str, tuple[str, dict[str, object]]] = {
     "evict-only": ("evict-only", {}),
@@ -59,7 +60,7 @@ class DemoPlan:
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool of the generations and of the load."""
-        per_sequence = -(-self.final_length // self.block_size)
+        per_sequence = blocks_for(self.final_length, self.block_size)
         return max(per_sequence, int(self.num_generated * per_sequence * self.pool_share))
 
     def settings(self) -> list[tuple[str, float | None]]:

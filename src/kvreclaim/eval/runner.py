@@ -16,6 +16,7 @@ from kvreclaim.eval.budget import Storage
 from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Outcome, Task
+from kvreclaim.memory.blocks import blocks_for
 
 
 class CellError(KVReclaimError):
@@ -187,7 +188,7 @@ class BatchRunner:
         self.llm.engine.memory.reset_prefix_cache()
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.llm.engine.config.block_size)
+        return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
     def _result(
         self, item: Item, config: CompressionConfig | None, said: _Said, outcome: Outcome, note: str | None

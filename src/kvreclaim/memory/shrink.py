@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.pool import BlockPool
 
 
@@ -49,7 +50,7 @@ def check_plan(plan: ShrinkPlan, table: BlockTable, pool: BlockPool, block_size:
     assert 0 <= plan.num_tokens <= table.physical_len, (
         f"sequence {seq_id}: {plan.num_tokens} slots planned, it has {table.physical_len}"
     )
-    needed = -(-plan.num_tokens // block_size)
+    needed = blocks_for(plan.num_tokens, block_size)
     assert len(targets) == needed, (
         f"sequence {seq_id}: {len(targets)} targets for {plan.num_tokens} slots, {needed} needed"
     )

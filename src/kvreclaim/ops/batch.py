@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
+
 T = TypeVar("T")
 
 
@@ -165,7 +167,7 @@ class AttentionGroup:
     @cached_property
     def num_columns(self) -> int:
         most = max(seq.seq_len for seq in self.sequences)
-        return -(-most // self.block_size) * self.block_size
+        return blocks_for(most, self.block_size) * self.block_size
 
     @cached_property
     def rows(self) -> Tensor:

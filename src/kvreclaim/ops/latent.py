@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.kv_cache import PagedTokens
 
@@ -94,7 +95,7 @@ def expanded_attention(backend: Backend, tokens: PagedTokens, query: Tensor, wei
     earlier = tokens.num_tokens - num_queries
     for start in range(0, tokens.num_tokens, step):
         end = min(tokens.num_tokens, start + step)
-        ids = tokens.block_ids[start // size : -(-end // size)]
+        ids = tokens.block_ids[start // size : blocks_for(end, size)]
         keys, _ = backend.gather_tokens(PagedTokens(tokens.layer, ids, end - start))
         latents, rotary = keys[0].to(dtype).split([rank, keys.shape[-1] - rank], dim=-1)
         first = max(0, start - earlier)

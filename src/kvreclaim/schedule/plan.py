@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvreclaim.memory.blocks import blocks_for
+
 Id = TypeVar("Id", int, str)
 
 
@@ -56,7 +58,7 @@ def plan_compaction(
     assert len(blocks) == len(table.block_ids), f"sequence {seq_id}: holes in its table {table.block_ids}"
     assert len(blocks) == len(table.ref_counts) == len(table.indexed), f"sequence {seq_id}: {table}"
     assert 0 <= num_tokens <= len(blocks) * block_size, f"{num_tokens} tokens, {len(blocks)} blocks"
-    needed = -(-num_tokens // block_size)
+    needed = blocks_for(num_tokens, block_size)
     private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []

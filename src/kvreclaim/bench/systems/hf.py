@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.memory.blocks import blocks_for
 
 REQUEST_TIMEOUT_S = 600.0
 
@@ -150,7 +151,7 @@ class ContinuousBatching(_Transformers):
         page = 256
         config = ContinuousBatchingConfig(
             page_size=page,
-            num_blocks=batch * (-(-max_len // page) + 1),
+            num_blocks=batch * (blocks_for(max_len, page) + 1),
             max_batch_tokens=CHUNK,
             max_requests_per_batch=batch,
             safety_margin=0.0,

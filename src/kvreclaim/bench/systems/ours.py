@@ -17,6 +17,7 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 
 NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
@@ -48,7 +49,7 @@ class Ours(System):
             setup.model,
             dtype=setup.dtype,
             block_size=block_size,
-            num_blocks=max(-(-slots // block_size) for slots in self._slots.values()),
+            num_blocks=max(blocks_for(slots, block_size) for slots in self._slots.values()),
             max_num_seqs=max(point.batch for point in points),
             max_num_batched_tokens=CHUNK,
             max_model_len=max(point.max_len for point in points),
@@ -66,7 +67,7 @@ class Ours(System):
 
     def new_bytes(self, point: Point) -> int:
         engine = self.llm.engine
-        return engine.cache.bytes_per_block * -(-self._slots_needed(point) // engine.config.block_size)
+        return engine.cache.bytes_per_block * blocks_for(self._slots_needed(point), engine.config.block_size)
 
     def facts(self) -> dict[str, object]:
         budget = (

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 BLOCK_SIZE = 128
@@ -127,7 +128,7 @@ class Vllm(System):
     def __init__(self, setup: Setup, points: list[Point], *, python: Path, eager: bool = True) -> None:
         itemsize = 4 if setup.dtype == "float32" else 2
         self.vocab_size = int(AutoConfig.from_pretrained(setup.model).get_text_config().vocab_size)
-        num_blocks = max(point.batch * (-(-point.max_len // BLOCK_SIZE) + 1) for point in points) + 1
+        num_blocks = max(point.batch * (blocks_for(point.max_len, BLOCK_SIZE) + 1) for point in points) + 1
         self.block_bytes = BLOCK_SIZE * kv_bytes_per_token(setup.model, itemsize)
         self.touched = 0
         self.process = VllmProcess(python, setup.threads, num_blocks * self.block_bytes)
@@ -153,7 +154,7 @@ class Vllm(System):
 
     def new_bytes(self, point: Point) -> int:
         """Pages of the pool are taken when they are first written and then stay."""
-        needed = point.batch * (-(-point.max_len // BLOCK_SIZE) + 1) * self.block_bytes
+        needed = point.batch * (blocks_for(point.max_len, BLOCK_SIZE) + 1) * self.block_bytes
         return max(0, needed - self.touched)
 
     def open(self, point: Point) -> VllmSession:

@@ -9,6 +9,7 @@ import torch
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
 
@@ -32,7 +33,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     num_blocks = config.num_blocks
     if num_blocks is None:
         affordable = (int(free * config.kv_memory_fraction) - open_bytes) // block_bytes
-        num_blocks = min(affordable, -(-max_model_len // config.block_size) * config.max_num_seqs)
+        num_blocks = min(affordable, blocks_for(max_model_len, config.block_size) * config.max_num_seqs)
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "

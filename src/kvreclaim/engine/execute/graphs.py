@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvreclaim.config import EngineConfig
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
@@ -167,7 +168,7 @@ class DecodeGraphs:
         self._capture = capture
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._problem: str | None = None
-        width = -(-max_model_len // cache.block_size)
+        width = blocks_for(max_model_len, cache.block_size)
         self._buffers = DecodeBuffers.allocate(max_num_seqs, width, cache.device)
 
     @torch.inference_mode()

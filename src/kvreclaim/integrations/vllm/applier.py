@@ -20,6 +20,7 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import Pass, StepMessage
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
 from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.facts import ModelFacts
@@ -104,7 +105,7 @@ class Applier:
         """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
         loads at first use, or memory that is not there, shows before anyone waits."""
         settings = self.options.settings
-        num_blocks = -(-(settings.budget + settings.interval) // self.views.block_size)
+        num_blocks = blocks_for(settings.budget + settings.interval, self.views.block_size)
         table = self.views.block_ids(range(min(num_blocks, self.views.num_blocks)))
         num_tokens = min(settings.budget + settings.interval, self.views.num_blocks * self.views.block_size)
         with torch.inference_mode():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
@@ -167,7 +168,7 @@ class CacheViews:
         target_ids: [>= blocks of M slots]; may share blocks with source_ids.
         """
         heads = self.layers[0].num_kv_heads
-        target_ids = target_ids[: -(-kept.shape[-1] // self.layers[0].block_size)]
+        target_ids = target_ids[: blocks_for(kept.shape[-1], self.layers[0].block_size)]
         for layer, rows in zip(self.layouts, kept.expand(len(self.layers), heads, -1), strict=True):
             layer.compact(rows, source_ids, target_ids)
 

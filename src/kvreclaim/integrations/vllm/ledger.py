@@ -16,6 +16,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Forecast, Pool, Request, State
 from kvreclaim.integrations.vllm.options import Options, most_tokens
 from kvreclaim.integrations.vllm.passes import Pass, Totals
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.plan import plan_compaction
 from kvreclaim.schedule.protection import kept_prompt_slots
 
@@ -228,4 +229,4 @@ class Ledger:
         return max(settings.interval, self.block_size)
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)

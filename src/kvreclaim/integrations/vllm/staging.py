@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import LayerFacts
@@ -41,7 +42,7 @@ class Stage:
     def put(self, keys: Tensor) -> PagedTokens:
         """keys [K, T, D] of any float dtype."""
         num_tokens = keys.shape[1]
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        num_blocks = blocks_for(num_tokens, BLOCK_SIZE)
         if self.cache is None or self.cache.num_blocks < num_blocks:
             like = torch.empty(0, dtype=self.dtype, device=keys.device)
             self.cache = self.backend.allocate((self.layer,), num_blocks, BLOCK_SIZE, like=like)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.formats import kivi_codec
 from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID
 from kvreclaim.ops.formats.kivi_codec import OPEN, Geometry, Groups, Units
@@ -106,7 +107,7 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     size, num_kept = cache.block_size, kept.shape[-1]
     tail = num_kept % size
     assert not tail or cache.origin is None, f"{num_kept} tokens do not fill cells of {size} slots"
-    targets = target_ids[: -(-num_kept // size)]
+    targets = target_ids[: blocks_for(num_kept, size)]
     rows, full = rows_of(cache), num_kept // size
     row = None
     if cache.origin is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.batch import AttentionGroup
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
@@ -120,7 +121,7 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
     format in its dtype, of codes in fp32."""
     cache = tokens.cache
     if cache.open is not None:
-        blocks = tokens.block_ids[: -(-tokens.num_tokens // cache.block_size)]
+        blocks = tokens.block_ids[: blocks_for(tokens.num_tokens, cache.block_size)]
         k, v = decode_blocks(tokens.layer, blocks)
         k, v = (_by_sequence(x, (1, len(blocks)))[0, :, : tokens.num_tokens] for x in (k, v))
         return k, v

@@ -12,6 +12,7 @@ from kvreclaim.integrations.vllm.hooks import wrap
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, most_tokens
 from kvreclaim.integrations.vllm.v0_32 import signatures
+from kvreclaim.memory.blocks import blocks_for
 
 OURS = "kvreclaim.integrations.vllm"
 FIGURES = "kvreclaim"
@@ -75,7 +76,7 @@ def capped_bytes(needed: int, vllm_config: Any, kv_cache_groups: Any) -> int:
     tokens = _options(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
     if tokens is None:
         return needed
-    blocks = -(-min(vllm_config.model_config.max_model_len, tokens) // block_size)
+    blocks = blocks_for(min(vllm_config.model_config.max_model_len, tokens), block_size)
     return min(needed, blocks * int(_pool_bytes_per_block(vllm_config, kv_cache_groups)))
 
 

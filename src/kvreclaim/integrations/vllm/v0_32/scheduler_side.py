@@ -20,6 +20,7 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import signatures
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 FIGURES = "kvreclaim"
@@ -88,7 +89,7 @@ class ReclaimKVCacheManager(KVCacheManager):
         blocks, num_tokens, boundary = super().get_computed_blocks(request)
         ledger = self.reclaim
         chunk = min(request.num_tokens, ledger.max_chunk)
-        most = ledger.pool.num_blocks - -(-chunk // ledger.block_size)
+        most = ledger.pool.num_blocks - blocks_for(chunk, ledger.block_size)
         if len(blocks.blocks[0]) <= most or ledger.caps(request) is None:
             return blocks, num_tokens, boundary
         cut = self.create_kv_cache_blocks((list(blocks.blocks[0][:most]),))
