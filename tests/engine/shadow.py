@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.engine.ways.job import Done
 from kvreclaim.model.attention import AttentionCall, LatentCall
@@ -82,11 +81,11 @@ class Shadow:
     def _watch_compression(self, llm: LLM, monkeypatch) -> None:
         run = llm.engine.compression.run
 
-        def watched_run(due):
-            outcomes = run(due)
-            for seq, outcome in zip(due, outcomes, strict=True):
+        def watched_run(jobs):
+            outcomes = run(jobs)
+            for job, outcome in zip(jobs, outcomes, strict=True):
                 if isinstance(outcome, Done):
-                    self._follow(self.histories[seq.seq_id], outcome)
+                    self._follow(self.histories[job.seq.seq_id], outcome)
             return outcomes
 
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)

@@ -86,15 +86,15 @@ def fail_in(llm, monkeypatch, where):
 
     seq = bad.sequences[0]
     if where in ("commit", "can_grow", "grow", "fork", "table", "indexed_len"):
-        breaks(engine.memory, where, lambda seq_id, *rest: seq_id == seq.seq_id)
+        breaks(engine.memory, where, lambda seq_id, *rest, **_: seq_id == seq.seq_id)
     elif where == "match_prefix":
         breaks(engine.memory, where, lambda keys, **_: keys is seq.keys)
     elif where == "generator":
         seq.generator = "none"
     elif where == "finish":
         seq.detokenizer = FailingFinish()
-    elif where == "_plan":
-        breaks(engine.compression, where, lambda one: one is seq)
+    elif where == "shrink":
+        breaks(engine.memory, where, lambda plan: plan.seq_id == seq.seq_id)
     elif where == "choose":
         way = engine.compression.ways[Way.COMPACT]
         breaks(way, where, lambda jobs: any(job.seq is seq for job in jobs))
@@ -103,7 +103,7 @@ def fail_in(llm, monkeypatch, where):
 
 
 PLACES = ("commit", "can_grow", "grow", "fork", "indexed_len", "match_prefix", "generator", "finish")
-PASS_PLACES = ("_plan", "choose", "apply")
+PASS_PLACES = ("shrink", "choose", "apply")
 
 
 @pytest.mark.parametrize("where", PLACES + PASS_PLACES)

@@ -9,6 +9,7 @@ from settings import EVICTING, MOVING, small, takes_every_hit
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression import Mode
+from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.ops import reference as ops
 from kvreclaim.schedule.way import Way
 
@@ -191,7 +192,7 @@ def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm
 
     def checked_apply(job, choice):
         due.remove(job)
-        others = {block for later in due for block in later.source_ids}
+        others = {block for later in due for block in later.plan.source_ids}
         others |= {b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1}
         held = sorted(others)
         before = cache.k[:, held].clone(), cache.v[:, held].clone()
@@ -252,9 +253,10 @@ def test_order_of_kept_slots_does_not_matter(make_llm):
 
 def _next_logits(llm, seq):
     """The logits of the sequence's next token, without advancing it."""
-    item = llm.engine.scheduler.schedule()[0]
-    assert item.seq is seq
-    logits, _ = llm.engine.runner.forward([item])
+    plan = llm.engine.scheduler.schedule()
+    llm.engine.runner.prepare(plan)
+    logits, _ = llm.engine.runner.forward([Scheduled(seq, plan.rows[0])])
+    assert plan.rows[0].seq_id == seq.seq_id
     return logits[0].tolist()
 
 

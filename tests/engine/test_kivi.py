@@ -15,8 +15,8 @@ from settings import assert_idle, small
 from kvreclaim import SamplingParams
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.execute import graphs
-from kvreclaim.engine.execute.open_blocks import open_blocks
 from kvreclaim.ops import native
+from kvreclaim.schedule import StepPlan
 
 NATIVE = pytest.mark.skipif(native.unavailable_reason() is not None, reason="the extension is not there")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -180,7 +180,7 @@ def test_rows_are_those_of_running_sequences_and_none_leaks(kivi):
         tables = [engine.memory.table(seq.seq_id) for seq in engine.scheduler.running]
         tails = {t.block_ids[t.physical_len // 8] for t in tables if t.physical_len % 8}
         assert tails <= rows.blocks
-        engine.backend.keep_open(engine.cache, open_blocks([], engine.memory))
+        engine.runner.prepare(StepPlan())
         assert rows.blocks == tails
     assert not engine.has_unfinished
     assert not rows.blocks
@@ -201,6 +201,6 @@ def test_decode_graphs_are_refused_with_the_reason(kivi, caplog):
         device=SimpleNamespace(type="cuda"), open=engine.cache.open, format=engine.cache.format
     )
     backend = SimpleNamespace(static_tables=None)
-    with caplog.at_level(logging.INFO, logger="kvreclaim.engine"):
+    with caplog.at_level(logging.INFO, logger="kvreclaim"):
         assert graphs.decode_graphs(None, on_gpu, backend, EngineConfig(max_model_len=64)) is None
     assert "kivi4 seals blocks while it writes" in caplog.text

@@ -50,7 +50,7 @@ def check(engine):
         assert shown.physical_len == sum(table.physical_len for table in tables)
         assert shown.num_blocks == sum(len([b for b in t.block_ids if b is not None]) for t in tables)
         assert shown.num_evicted == sum(seq.num_computed - seq.num_live for seq in seqs)
-        assert shown.blocks_freed == sum(seq.state.blocks_freed for seq in seqs)
+        assert shown.blocks_freed == sum(seq.account.blocks_freed for seq in seqs)
     return view
 
 

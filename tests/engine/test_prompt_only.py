@@ -9,8 +9,8 @@ from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.ways import passes
 from kvreclaim.errors import RequestTooLongError
+from kvreclaim.schedule import ledger
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 
@@ -33,9 +33,9 @@ def test_one_pass_at_the_end_of_a_long_prompt_and_none_for_a_short_one(
     shadow, lengths = Shadow(llm, monkeypatch), []
     run = llm.engine.compression.run
 
-    def noted_run(due):
-        lengths.extend((seq.num_prompt, seq.num_computed, seq.num_live) for seq in due)
-        return run(due)
+    def noted_run(jobs):
+        lengths.extend((job.seq.num_prompt, job.plan.logical_len, job.plan.num_tokens) for job in jobs)
+        return run(jobs)
 
     monkeypatch.setattr(llm.engine.compression, "run", noted_run)
     outputs = llm.generate(tiny.prompts((150, 20, 24, 25), seed=3), GREEDY, small(policy))
@@ -97,14 +97,14 @@ def test_preemption_repeats_the_pass_at_the_same_place(make_llm):
 def test_a_postponed_pass_is_made_up_for(make_llm, monkeypatch):
     """Lacking blocks at the end of the prompt, the sequence is compressed at the next chance."""
     llm = make_llm(block_size=8)
-    plan, calls = passes.plan_compaction, []
+    plan, calls = ledger.plan_compaction, []
 
     def failing_plan(seq_id, *args, **kwargs):
         (seq,) = llm.engine.scheduler.running
         calls.append(seq.num_computed)
         return None if len(calls) <= 3 else plan(seq_id, *args, **kwargs)
 
-    monkeypatch.setattr(passes, "plan_compaction", failing_plan)
+    monkeypatch.setattr(ledger, "plan_compaction", failing_plan)
     (out,) = llm.generate(tiny.prompts((50,), seed=2), GREEDY, small("prompt-norm"))
     assert calls == [50, 51, 52, 53]
     assert (out.metrics.compactions, out.metrics.compactions_postponed) == (1, 3)

@@ -140,13 +140,13 @@ def test_a_steps_figures_add_up(make_llm):
 def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monkeypatch):
     """What admission promised is wrong for one: the engine says so and goes on."""
     llm = make_llm(num_blocks=4)
-    monkeypatch.setattr(engine_module, "check_length", lambda *_: None)
+    monkeypatch.setattr(engine_module, "check_length", lambda *_, **__: None)
     engine = llm.engine
     monkeypatch.setattr(engine_module, "output_limit", lambda *_: math.inf)
     huge = engine.add_request("huge", tiny.prompts((100,))[0], GREEDY)
     engine.add_request("fine", tiny.prompts((10,))[0], GREEDY)
     fine = engine.requests["fine"]
-    fine.max_len = 22
+    fine.max_len = fine.sequences[0].max_len = 22
     while engine.has_unfinished:
         engine.step()
     assert "fits into no empty pool" in huge.error

@@ -76,7 +76,7 @@ def test_the_victim_is_the_last_to_come_or_the_least_important(policy, victims, 
         add(engine, name, priority if ranked else 0, max_tokens=25, seed=seed)
         for seed, (name, priority) in enumerate([("first", 5), ("second", 1), ("third", 2)])
     ]
-    with caplog.at_level(logging.INFO, logger="kvreclaim.engine"):
+    with caplog.at_level(logging.INFO, logger="kvreclaim.schedule"):
         finish(engine, requests)
     assert [r.request_id for r in requests if r.metrics.preemptions] == victims
     assert [r.output().outputs[0].token_ids for r in requests] == alone
@@ -92,7 +92,7 @@ def test_every_reason_of_a_preemption_is_told(make_llm, caplog):
     engine = make_llm(scheduling_policy="priority", block_size=8, num_blocks=14).engine
     assert engine.totals.preemptions == {"decode": 0, "prefill": 0, "itself": 0}
     rng, requests = random.Random(2), []
-    with caplog.at_level(logging.INFO, logger="kvreclaim.engine"):
+    with caplog.at_level(logging.INFO, logger="kvreclaim.schedule"):
         for i in range(30):
             requests.append(
                 add(engine, f"r{i}", rng.randrange(3), rng.randrange(5, 60), rng.randrange(5, 40))

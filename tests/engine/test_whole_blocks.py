@@ -72,12 +72,12 @@ def test_no_byte_of_the_cache_changes(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     run, cache, passes = llm.engine.compression.run, llm.engine.cache, []
 
-    def checked_run(due):
+    def checked_run(jobs):
         before = cache.k.clone(), cache.v.clone()
-        outcomes = run(due)
+        outcomes = run(jobs)
         assert torch.equal(cache.k, before[0])
         assert torch.equal(cache.v, before[1])
-        passes.extend(seq.seq_id for seq in due)
+        passes.extend(job.seq.seq_id for job in jobs)
         return outcomes
 
     monkeypatch.setattr(llm.engine.compression, "run", checked_run)

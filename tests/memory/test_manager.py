@@ -147,6 +147,56 @@ def test_a_forked_tail_is_copied_before_it_is_written():
     memory.check()
 
 
+def test_the_source_of_a_copy_is_not_handed_out_before_the_copy_is_made():
+    memory = MemoryManager(3, 4)
+    run(memory, 0, range(3))
+    fork(memory, 0, 1)
+    assert memory.grow(0, 1).copies == ((0, 1),)
+    memory.free(1)
+    assert (memory.pool.num_free, memory.stats().in_use) == (1, 2)
+    memory.check()
+    memory.settle()
+    assert memory.pool.num_free == 2
+    memory.settle()
+    memory.check()
+
+
+def test_a_held_source_is_still_written_in_place_by_its_last_sequence():
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(3))
+    fork(memory, 0, 1)
+    fork(memory, 0, 2)
+    assert [memory.grow(i, 1).copies for i in (0, 1, 2)] == [((0, 1),), ((0, 2),), ()]
+    for seq_id in (0, 1, 2):
+        token_list(memory.table(seq_id).keys).append(7 + seq_id)
+        memory.commit(seq_id, 1)
+    memory.settle()
+    memory.check()
+
+
+def test_what_is_not_exact_is_never_found():
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(8))
+    token_list(memory.table(0).keys).extend(range(8, 16))
+    for exact in (False, True):
+        memory.grow(0, 4)
+        memory.commit(0, 4, exact=exact)
+    assert find(memory, range(17)).num_tokens == 8
+    memory.check()
+
+
+def test_distrusted_blocks_are_found_by_nobody():
+    memory = MemoryManager(8, 4)
+    run(memory, 0, range(8))
+    run(memory, 1, [*range(4), 9, 9, 9, 9])
+    memory.distrust(1)
+    assert find(memory, range(9)).num_tokens == 0
+    memory.free(0)
+    memory.free(1)
+    assert memory.stats().cached == 1  # the second block of the first, which nothing leads to any more
+    memory.check()
+
+
 def test_a_copy_needs_a_block():
     memory = MemoryManager(2, 4)
     run(memory, 0, range(6))

@@ -149,6 +149,7 @@ class World:
         growth = self.memory.grow(seq_id, num_tokens)
         assert growth.new_blocks == tuple(fresh)
         assert growth.copies == copies
+        self.memory.settle()
         return True
 
     def extend(self, seq_id: int, tokens: Sequence[int]) -> bool:

@@ -9,20 +9,23 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.pool import BlockPool
 
 
-def check_memory(pool: BlockPool, tables: Mapping[int, BlockTable], block_size: int) -> None:
-    """Pool, index and tables agree. Raises AssertionError with the numbers."""
+def check_memory(
+    pool: BlockPool, tables: Mapping[int, BlockTable], held: Counter[int], block_size: int
+) -> None:
+    """Pool, index and tables agree; held: references beside those of tables. Raises AssertionError with the
+    numbers."""
     pool.check()
-    _check_counts(pool, tables)
+    _check_counts(pool, tables, held)
     for seq_id, table in tables.items():
         _check_table(seq_id, table, pool, block_size)
 
 
-def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable]) -> None:
+def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable], held: Counter[int]) -> None:
     free = pool.num_free - pool.num_cached
     assert free + pool.num_cached + pool.num_in_use == pool.num_blocks, (
         f"{free} free + {pool.num_cached} cached + {pool.num_in_use} in use != {pool.num_blocks}"
     )
-    entries = Counter(block for table in tables.values() for block in table.blocks())
+    entries = Counter(block for table in tables.values() for block in table.blocks()) + held
     references = {block: refs for block, refs in enumerate(pool.refs) if refs}
     assert entries.total() == sum(references.values()), (
         f"{entries.total()} table entries, {sum(references.values())} references"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvreclaim.checks import check_number
@@ -10,7 +11,7 @@ from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.check import check_memory
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
-from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_is_shared, unshare_tail
+from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_refs, unshare_tail
 from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
@@ -72,6 +73,7 @@ class MemoryManager:
         self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
         self._hashing = BlockHash(block_size, fingerprint, hash_function)
         self._tables: dict[int, BlockTable] = {}
+        self._held: Counter[int] = Counter()
         self._freed_by_compression = 0
         self._cow_copies = 0
 
@@ -177,7 +179,7 @@ class MemoryManager:
         needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
         if needed < 0:
             needed = 0
-        if num_tokens and tail_is_shared(table, self.pool, self.block_size):
+        if num_tokens and self._tail_is_shared(table):
             needed += 1
         return needed <= self.pool.num_free
 
@@ -185,28 +187,37 @@ class MemoryManager:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
 
         Changes no length. Growing again before commit adds only what is still missing. The caller
-        has asked can_grow first.
+        has asked can_grow first. The source of a copy is not handed out before `settle`.
         """
         table = self.table(seq_id)
         needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
-        shared = num_tokens > 0 and tail_is_shared(table, self.pool, self.block_size)
+        shared = num_tokens > 0 and self._tail_is_shared(table)
         if needed <= 0 and not shared:
             return NO_GROWTH
         blocks = self.pool.allocate(max(needed, 0) + shared)
-        copies = (unshare_tail(table, self.pool, self.block_size, blocks.pop(0)),) if shared else ()
-        self._cow_copies += shared
+        copies: tuple[tuple[int, int], ...] = ()
+        if shared:
+            copies = (unshare_tail(table, self.block_size, blocks.pop(0)),)
+            self._held[copies[0][0]] += 1
+            self._cow_copies += 1
         table.append(blocks)
         return Growth(tuple(blocks), copies)
 
-    def commit(self, seq_id: int, num_tokens: int) -> None:
-        """The K/V of the next num_tokens tokens have been written; full blocks become hits."""
+    def settle(self) -> None:
+        """The copies that grow asked for have been made: their sources are no longer held for them."""
+        self.pool.release(self._held.elements())
+        self._held.clear()
+
+    def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
+        """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
+        tokens, and so all later ones, are not what full attention would give."""
         table = self.table(seq_id)
         start = table.physical_len
         room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
-        assert not num_tokens or not tail_is_shared(table, self.pool, self.block_size), (
-            f"sequence {seq_id}: wrote a shared block"
-        )
+        assert not num_tokens or not self._tail_is_shared(table), f"sequence {seq_id}: wrote a shared block"
+        if not exact and table.exact:
+            table.mark_inexact()
         table.advance(num_tokens)
         if table.chain is not None:
             self.prefix.enter_full_blocks(table, start // self.block_size)
@@ -254,6 +265,11 @@ class MemoryManager:
         self._freed_by_compression += freed
         return freed
 
+    def distrust(self, seq_id: int) -> None:
+        """What the sequence's blocks hold may be wrong: no prefix hit finds any of them from now on."""
+        for block in self.table(seq_id).blocks():
+            self.pool.strip(block)
+
     def mark_inexact(self, seq_id: int) -> None:
         """Something lossy happened: nothing written from here on is ever indexed."""
         self.table(seq_id).mark_inexact()
@@ -276,7 +292,11 @@ class MemoryManager:
 
     def check(self) -> None:
         """Verify the whole structure, O(pool). Raises AssertionError."""
-        check_memory(self.pool, self._tables, self.block_size)
+        check_memory(self.pool, self._tables, self._held, self.block_size)
+
+    def _tail_is_shared(self, table: BlockTable) -> bool:
+        """Whether the next slot lies in a begun block that other sequences hold too."""
+        return tail_refs(table, self.pool, self.block_size, self._held) > 1
 
     def _refuse_known(self, seq_id: int) -> None:
         if seq_id in self._tables:

@@ -26,7 +26,7 @@ from steering import halted, until
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.face.pool_view import IN_USE
 from kvreclaim.server.page.feed import MAX_PENDING, MAX_VIEWERS, Viewer
-from kvreclaim.server.page.snapshot import NO_BLOCKS, Compaction, Recorder
+from kvreclaim.server.page.snapshot import Compaction, Recorder
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "page_examples.py"
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())
@@ -187,7 +187,7 @@ def test_nobody_reads_the_engine_while_nobody_watches(page_server: Running) -> N
 def test_a_viewer_that_does_not_read_gets_the_last_frame_and_bounded_news() -> None:
     viewer = Viewer()
     for i in range(1000):
-        viewer.show(f"frame {i}\n".encode(), [Compaction(f"r{i}", NO_BLOCKS, 9, 4, 5, 80)])
+        viewer.show(f"frame {i}\n".encode(), [Compaction(f"r{i}", np.arange(5, dtype=np.int32), 9, 4, 5, 80)])
     viewer.dismiss("draining")
 
     async def read() -> list[bytes]:

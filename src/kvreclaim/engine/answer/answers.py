@@ -3,64 +3,114 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.logprobs import report_prompt
 from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
-from kvreclaim.engine.core.due import is_due
 from kvreclaim.engine.core.lifecycle import Lifecycle
-from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.request import Request, Scheduled, Sequence
+from kvreclaim.engine.ways.job import Job
 from kvreclaim.engine.ways.passes import CompressionPass
+from kvreclaim.schedule import Pass, Way
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """A step whose logits have been looked at.
+
+    best:  the argmax of each row
+    sound: items whose rows are all numbers, with the positions and the rows of logits that they own
+    """
+
+    logits: Tensor
+    best: list[int]
+    sound: list[tuple[Scheduled, range, slice]]
 
 
 class Answers:
-    """Gives each sequence what its rows of the logits say. A failure ends its own request only."""
+    """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
-    def __init__(self, config: EngineConfig, lifecycle: Lifecycle, compression: CompressionPass) -> None:
-        self.config = config
+    passes: that happened since the engine last emptied it
+    """
+
+    def __init__(self, lifecycle: Lifecycle, compression: CompressionPass) -> None:
         self.lifecycle = lifecycle
         self.compression = compression
         self.totals = lifecycle.totals
+        self.passes: list[tuple[Request, Pass[int]]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
 
-    def take(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> None:
-        """logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order."""
-        draws: list[tuple[Sequence, int]] = []
+    def look(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> Looked:
+        """Before anything is made of a step: who has numbers for logits. The requests of the others end, and
+        nothing that their blocks hold is found by prefix any more.
+
+        logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order, or none and
+                one row that is only looked at
+        """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
-        finite = best.values.isfinite().tolist()
-        row = 0
+        finite, sound, row = best.values.isfinite().tolist(), [], 0
         for item, positions in zip(step, wanted, strict=True):
-            seq, request, rows = item.seq, item.seq.request, slice(row, row + len(positions))
+            rows = slice(row, row + max(1, len(positions)))
             row = rows.stop
+            if item.seq.finish_reason is not None:
+                continue
+            if all(finite[rows]):
+                sound.append((item, positions, rows))
+            else:
+                error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
+                self.lifecycle.distrust(item.seq.request)
+                self.lifecycle.fail(item.seq.request, error, "computing")
+        return Looked(logits, best.indices.tolist(), sound)
+
+    def take(self, looked: Looked) -> None:
+        """After the step's tokens have been committed: draw, score, and compress who is due."""
+        draws: list[tuple[Sequence, int]] = []
+        for item, positions, rows in looked.sound:
+            seq, request = item.seq, item.seq.request
             if not positions or seq.finish_reason is not None:
                 continue
             self.lifecycle.touched[request.request_id] = request
-            if not all(finite[rows]):
-                error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
-                self.lifecycle.fail(request, error, "computing")
-                continue
             if request.lacks_prompt_logprobs:
-                self._note_prompt(seq, positions, logits[rows])
+                self._note_prompt(seq, positions, looked.logits[rows])
             if request.scores is not None:
-                self._score(seq, positions, logits[rows])
+                self._score(seq, positions, looked.logits[rows])
             elif positions.stop == len(seq.token_ids):
-                draws.append((seq, row - 1))
-        self._draw(draws, logits, best.indices.tolist())
-        self.compress([item.seq for item in step])
+                draws.append((seq, rows.stop - 1))
+        self._draw(draws, looked.logits, looked.best)
+        self.compress([item.seq for item, _, _ in looked.sound])
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Bring those that are due back to their budgets."""
-        limit = self.config.max_num_batched_tokens
-        due = [seq for seq in sequences if seq.finish_reason is None and is_due(seq, limit)]
+        jobs, scheduler = [], self.lifecycle.scheduler
+        for seq in sequences:
+            with self.lifecycle.contained(seq.request, "compressing"):
+                postponed = seq.account.postponed
+                jobs += [self._job(plan) for plan in scheduler.compress([seq])]
+                self.totals.compactions_postponed += seq.account.postponed - postponed
         with torch.inference_mode():
-            outcomes = self.compression.run(due)
-        for seq, outcome in zip(due, outcomes, strict=True):
-            if isinstance(outcome, Exception) and seq.finish_reason is None:
-                self.lifecycle.fail(seq.request, outcome, "compressing")
+            outcomes = self.compression.run(jobs)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.seq.finish_reason is not None:
+                continue
+            if isinstance(outcome, Exception):
+                self.lifecycle.fail(job.seq.request, outcome, "compressing")
+                continue
+            with self.lifecycle.contained(job.seq.request, "compressing"):
+                plan = job.plan
+                if plan.way in (Way.MASK, Way.BLOCKS):
+                    plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
+                self.passes.append((job.seq.request, plan))
+
+    def _job(self, plan: Pass[int]) -> Job:
+        seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size
+        assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
+        self.totals.compactions += 1
+        self.totals.tokens_evicted += plan.num_tokens - plan.keep
+        self.totals.blocks_perfect += -(-plan.num_tokens // size) - -(-plan.keep // size)
+        return Job(seq, seq.request.compressor, plan)
 
     def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
         """The prompt tokens that these positions predict; logits [len(positions), V]."""
@@ -73,6 +123,8 @@ class Answers:
             assert first == len(known), f"token {first} comes after {len(known)} known ones"
             given = request.prompt_token_ids[first : positions.stop + 1]
             known += report_prompt(logits[: len(given)], given, num_top)
+            if not request.lacks_prompt_logprobs:
+                seq.most_hit = None
 
     def _score(self, seq: Sequence, positions: range, logits: Tensor) -> None:
         """The continuation tokens that these positions predict; logits [len(positions), V]."""

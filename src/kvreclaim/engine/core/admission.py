@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvreclaim.checks import is_int
-from kvreclaim.compression import Compressor
+from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.core.due import decode_cap, prompt_cap
-from kvreclaim.engine.ways.reads import least_blocks
+from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of the prompt, and of everything known or to come."""
-
-    prompt: int
-    known: int
 
 
 def check_prompt(
@@ -85,92 +75,93 @@ def check_priority(priority: int, config: EngineConfig) -> None:
         )
 
 
-def _check_compression(compressor: Compressor | None, config: EngineConfig) -> None:
-    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
+def footprint_of(compressor: Compressor | None, config: EngineConfig) -> Footprint:
+    """What a request's compression lets it hold in this engine."""
     if compressor is None:
-        return
-    settings, size, name = compressor.config, config.block_size, compressor.policy.name
+        return Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+    settings, needs = compressor.config, needs_of(compressor)
+    window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
+    return Footprint(
+        way=compressor.way,
+        budget=settings.budget,
+        interval=settings.interval,
+        prompt_only=compressor.prompt_only,
+        sinks=settings.sinks,
+        recent=settings.recent,
+        protect_prompt=settings.protect_prompt,
+        window=None if Signal.ATTENTION_MASS in needs else window,
+        block_size=config.block_size,
+        max_chunk=config.max_num_batched_tokens,
+    )
+
+
+def _check_compression(footprint: Footprint, name: str) -> None:
+    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
+    size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
+    uneven, least = footprint.way is Way.CELLS, footprint.least_budget
     problem = None
-    if compressor.way is Way.CELLS and compressor.budget % size:
+    if uneven and budget % size:
         problem = (
-            f"budget is {compressor.budget} tokens, but {name} keeps unequal numbers per head, which are "
-            f"counted in blocks of {size}; pass a multiple, such as {-(-compressor.budget // size) * size}"
+            f"budget is {budget} tokens, but {name} keeps unequal numbers per head, which are "
+            f"counted in blocks of {size}; pass a multiple, such as {-(-budget // size) * size}"
         )
-    elif compressor.way is Way.CELLS and compressor.interval < size:
+    elif uneven and interval < size:
         problem = (
-            f"interval is {compressor.interval} tokens, but under {name} heads trade whole blocks of {size}, "
+            f"interval is {interval} tokens, but under {name} heads trade whole blocks of {size}, "
             f"and would have none to trade after the first pass; raise the interval to at least {size}"
         )
-    least = _least_budget(compressor, size)
-    if compressor.budget < least:
+    elif budget < least:
         problem = (
-            f"budget is {compressor.budget} tokens, but {name} goes by whole blocks of {size}, and those of "
-            f"{settings.sinks} sinks and {settings.recent} recent tokens may take {least}; raise the budget "
-            f"to {least}, or lower recent or block_size"
+            f"budget is {budget} tokens, but {name} goes by whole blocks of {size}, and those of "
+            f"{footprint.sinks} sinks and {footprint.recent} recent tokens may take {least}; raise the "
+            f"budget to {least}, or lower recent or block_size"
         )
     if problem is not None:
         raise InvalidArgumentError(f"{problem}.", field="compression")
 
 
-def _least_budget(compressor: Compressor, size: int) -> int:
-    """Tokens in the blocks that may not go, or are always read, at the worst place of the newest token."""
-    sinks, recent = compressor.config.sinks, compressor.config.recent
-    if compressor.way is Way.READS:
-        return least_blocks(compressor, size) * size
-    return -(-sinks // size) * size + recent + size - 1 if compressor.way is Way.BLOCKS else 0
-
-
-def check_length(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> None:
+def check_length(
+    num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
+) -> None:
     """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its way of compressing
-    does not go with the size of the blocks."""
-    _check_compression(compressor, config)
-    num_tokens = lengths.known
+    does not go with the size of the blocks.
+
+    num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
+    """
+    _check_compression(footprint, policy)
     assert config.max_model_len is not None, "the engine's limits are set"
-    if num_tokens >= config.max_model_len:
+    if known >= config.max_model_len:
         raise RequestTooLongError(
-            f"the prompt has {num_tokens} tokens, but max_model_len is {config.max_model_len} (prompt and "
+            f"the prompt has {known} tokens, but max_model_len is {config.max_model_len} (prompt and "
             "output together); shorten the prompt or raise max_model_len.",
             field="prompt",
         )
     capacity = _capacity(config)
-    held = slots_needed(Lengths(lengths.prompt, num_tokens + 1), compressor, config)
+    held = footprint.slots_needed(num_prompt, known + 1)
     if held > capacity:
         remedy = (
             "lower the budget, the interval or max_num_batched_tokens, or raise num_blocks"
-            if compressor is not None and compressor.bounded
+            if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
         raise RequestTooLongError(
-            f"the prompt of {num_tokens} tokens needs {held} slots, but the pool holds {capacity} "
+            f"the prompt of {known} tokens needs {held} slots, but the pool holds {capacity} "
             f"({config.num_blocks} blocks of {config.block_size}); {remedy}.",
             field="prompt",
         )
 
 
 def output_limit(
-    lengths: Lengths, params: SamplingParams, compressor: Compressor | None, config: EngineConfig
+    num_prompt: int, known: int, max_tokens: int | None, footprint: Footprint, config: EngineConfig
 ) -> int:
     """Tokens, prompt included, at which outputs end with reason "length": max_tokens, max_model_len, or
     what the whole pool can hold of one sequence, whichever comes first."""
     assert config.max_model_len is not None, "the engine's limits are set"
-    limit = config.max_model_len
-    if params.max_tokens is not None:
-        limit = min(limit, lengths.known + params.max_tokens)
-    excess = slots_needed(Lengths(lengths.prompt, limit), compressor, config) - _capacity(config)
+    limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
+    excess = footprint.slots_needed(num_prompt, limit) - _capacity(config)
     if excess <= 0:
         return limit
-    return _capacity(config) if compressor is not None and compressor.bounded else limit - excess
-
-
-def slots_needed(lengths: Lengths, compressor: Compressor | None, config: EngineConfig) -> int:
-    """Slots that a sequence holds at most on its way to these lengths."""
-    if compressor is None or not compressor.way.reclaims:
-        return lengths.known
-    if compressor.prompt_only:
-        dropped = max(0, lengths.prompt - compressor.budget)
-        return max(lengths.prompt, lengths.known - dropped)
-    in_prompt = min(lengths.prompt, prompt_cap(compressor, config.max_num_batched_tokens))
-    return max(in_prompt, min(lengths.known, decode_cap(compressor)))
+    return _capacity(config) if footprint.bounded else limit - excess
 
 
 def _capacity(config: EngineConfig) -> int:

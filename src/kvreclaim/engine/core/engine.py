@@ -11,12 +11,17 @@ import torch
 
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
-from kvreclaim.engine.answer.answers import Answers
-from kvreclaim.engine.core.admission import Lengths, check_length, check_priority, check_prompt, output_limit
+from kvreclaim.engine.answer.answers import Answers, Looked
+from kvreclaim.engine.core.admission import (
+    check_length,
+    check_priority,
+    check_prompt,
+    footprint_of,
+    output_limit,
+)
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
-from kvreclaim.engine.core.request import Request, Scores
-from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.request import Request, Scheduled, Scores
 from kvreclaim.engine.core.sizing import open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
@@ -29,6 +34,7 @@ from kvreclaim.memory.pins import Retention
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format
+from kvreclaim.schedule import Pass, StepDone, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +44,11 @@ UNSEEDED = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The requests that got tokens or ended in this step, and the step's figures."""
+    """The requests that got tokens or ended in this step, its figures, and its passes in their order."""
 
     requests: list[Request]
     stats: StepStats
+    passes: list[tuple[Request, Pass[int]]]
 
 
 class Engine:
@@ -89,7 +96,7 @@ class Engine:
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
-        self.answers = Answers(config, self.lifecycle, self.compression)
+        self.answers = Answers(self.lifecycle, self.compression)
         self._num_added = 0
 
     @property
@@ -117,14 +124,16 @@ class Engine:
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
-        lengths = Lengths(len(prompt_token_ids), len(tokens) - (continuation is not None))  # last: uncomputed
+        lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
         if request_id in self.requests:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
         check_priority(priority, self.config)
-        check_length(lengths, compressor, self.config)
+        footprint = footprint_of(compressor, self.config)
+        policy = "full" if compressor is None else compressor.policy.name
+        check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
-        max_len = output_limit(lengths, params, compressor, self.config)
+        max_len = output_limit(*lengths, params.max_tokens, footprint, self.config)
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
@@ -133,7 +142,7 @@ class Engine:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        self.lifecycle.begin(request, list(tokens))
+        self.lifecycle.begin(request, list(tokens), footprint)
         self._num_added += 1
         return request
 
@@ -156,18 +165,26 @@ class Engine:
         started, touched = time.perf_counter(), self.lifecycle.touched
         touched.clear()
         prompts_done = self.totals.prompts_done
-        step = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
+        step = self.lifecycle.follow(plan)
         if not step and not touched and self.scheduler.waiting and not self.scheduler.running:
-            error = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
-            self.lifecycle.fail(self.scheduler.waiting[0].request, error, "admitting")
+            stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
+            self.lifecycle.fail(self.scheduler.waiting[0].request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
         num_decode = sum(_is_decode(item) for item in step)
         for item in step:
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
-        if step:
-            self._run(step)
+        looked = self._compute(plan, step) if step else None
+        computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
+        for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
+            self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+        if looked is not None:
+            for item, _, _ in looked.sound:
+                with self.lifecycle.contained(item.seq.request, "committing"):
+                    self._note_computed(item)
+            self.answers.take(looked)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
@@ -179,22 +196,21 @@ class Engine:
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
-        return StepResult(list(touched.values()), stats)
+        passes, self.answers.passes = self.answers.passes, []
+        return StepResult(list(touched.values()), stats, passes)
 
-    def _run(self, step: list[Scheduled]) -> None:
+    def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
+        """The step's logits, looked at; None if nobody has any. Blocks are prepared once."""
         try:
+            self.runner.prepare(plan)
             logits, wanted = self.runner.forward(step)
         except Exception as error:
             if len(step) == 1:
                 self.lifecycle.fail(step[0].seq.request, error, "computing")
-                return
+                return None
             logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
             step, logits, wanted = self._forward_each(step)
-        for item in step:
-            with self.lifecycle.contained(item.seq.request, "committing"):
-                self._commit(item)
-        if step:
-            self.answers.take(step, logits, wanted)
+        return self.answers.look(step, logits, wanted) if step else None
 
     def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
         """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more.
@@ -213,15 +229,13 @@ class Engine:
                     wanted += positions
         return done, torch.cat(rows) if rows else torch.empty(0), wanted
 
-    def _commit(self, item: Scheduled) -> None:
-        seq, start = item.seq, item.seq.num_computed
+    def _note_computed(self, item: Scheduled) -> None:
+        """Figures of a sequence whose tokens have just been committed."""
+        seq, request = item.seq, item.seq.request
         if seq.finish_reason is not None:
             return
-        self.memory.commit(seq.seq_id, item.num_tokens)
-        seq.num_computed += item.num_tokens
         seq.note_blocks(self.memory.table(seq.seq_id).num_blocks)
-        self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - start)
-        request = seq.request
+        self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
         if not request.prompt_done and seq.num_computed >= seq.num_prompt:
             request.prompt_done = True
             self.totals.prompts_done += 1
@@ -233,4 +247,4 @@ class Engine:
 
 def _is_decode(item: Scheduled) -> bool:
     """Whether its newest token is all that a sequence computes."""
-    return item.num_tokens == 1 and item.seq.num_computed >= item.seq.num_prompt
+    return item.num_tokens == 1 and item.row.first >= item.seq.num_prompt

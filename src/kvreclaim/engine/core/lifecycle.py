@@ -13,12 +13,11 @@ import torch
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
-from kvreclaim.engine.core.request import Request, Sequence
-from kvreclaim.engine.core.scheduler import Listener, Scheduler
+from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,9 @@ logger = logging.getLogger(__name__)
 class Lifecycle:
     """The requests in flight. What a sequence holds is given back here and nowhere else.
 
-    requests: by id, those with a sequence that has not ended
-    touched:  by id, those that got tokens or ended since the engine last emptied it
+    requests:  by id, those with a sequence that has not ended
+    sequences: by id, those that have not ended
+    touched:   by request id, those that got tokens or ended since the engine last emptied it
     """
 
     def __init__(
@@ -39,33 +39,54 @@ class Lifecycle:
         self.totals = EngineTotals()
         self.requests: dict[str, Request] = {}
         self.touched: dict[str, Request] = {}
-        listener = Listener(freed=signals.drop, failed=self._scheduling_failed)
-        self.scheduler = Scheduler(config, memory, self.totals, listener)
+        self.scheduler: Scheduler[Sequence] = Scheduler(
+            memory,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            by_priority=config.scheduling_policy == "priority",
+        )
+        self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
 
-    def begin(self, request: Request, token_ids: list[int]) -> None:
+    def begin(self, request: Request, token_ids: list[int], footprint: Footprint) -> None:
         """Queue the request with its first sequence."""
-        keys = self.memory.keys(token_ids, request.params.cache_salt)
-        seq = self._new_sequence(request, 0, token_ids, keys)
-        seq.waits_for_fork = request.params.n > 1
+        seq = self._new_sequence(request, 0, token_ids, footprint)
+        seq.seats = request.params.n
+        if request.lacks_prompt_logprobs:
+            seq.most_hit = 0
+        elif request.scores is not None:
+            seq.most_hit = seq.num_prompt - 1
         self.requests[request.request_id] = request
         self.scheduler.add(seq)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """The siblings of a prompt that has just been computed; they share all its blocks."""
-        parent.waits_for_fork = False
-        request = parent.request
+        request, parent.seats = parent.request, 1
         children = []
         for index in range(1, request.params.n):
-            token_ids = list(parent.token_ids)
-            child = self._new_sequence(request, index, token_ids, parent.keys.fork(token_ids))
-            child.num_computed = parent.num_computed
+            child = self._new_sequence(request, index, list(parent.token_ids), parent.footprint)
             child.state = parent.state.fork()
-            self.memory.fork(parent.seq_id, child.seq_id, child.keys)
-            self.scheduler.running.append(child)
+            self.scheduler.fork(parent, child)
             self.signals.fork(parent.seq_id, child.seq_id)
             children.append(child)
         return children
+
+    def follow(self, plan: StepPlan) -> list[Scheduled]:
+        """Note what a plan has done to sequences. Returns: what is to be computed."""
+        for lost in plan.preempted:
+            self.signals.drop(lost.seq_id)
+            self.sequences[lost.seq_id].request.metrics.preemptions += 1
+            self.totals.preemptions[lost.reason] += 1
+        for begun in plan.admitted:
+            request = self.sequences[begun.seq_id].request
+            if not request.cached_tokens_known:
+                request.metrics.num_cached_tokens = begun.num_hit
+                request.cached_tokens_known = True
+        for seq_id, error in plan.failed:
+            if seq_id in self.sequences:
+                self.fail(self.sequences[seq_id].request, error, "scheduling")
+        rows = (row for row in plan.rows if row.seq_id in self.sequences)
+        return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
@@ -80,6 +101,13 @@ class Lifecycle:
         logger.error("%s request %s failed", doing, request.request_id, exc_info=error)
         request.error = f"{type(error).__name__}: {error}"
         self.end_request(request, "error")
+
+    def distrust(self, request: Request) -> None:
+        """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
+        that the same prompt is computed anew."""
+        for seq in request.sequences:
+            if seq.status is Status.RUNNING:
+                self.memory.distrust(seq.seq_id)
 
     def end_request(self, request: Request, reason: FinishReason) -> None:
         """End its sequences that have not ended."""
@@ -102,20 +130,37 @@ class Lifecycle:
         if request.finished:
             request.metrics.e2e_s = time.perf_counter() - request.arrival_s
             self.requests.pop(request.request_id, None)
+        self.sequences.pop(seq.seq_id, None)
         try:
             self.scheduler.remove(seq)
+            self.signals.drop(seq.seq_id)
         except Exception:
             logger.exception("returning the blocks of request %s failed", request.request_id)
 
-    def _scheduling_failed(self, seq: Sequence, error: Exception) -> None:
-        self.fail(seq.request, error, "scheduling")
-
-    def _new_sequence(self, request: Request, index: int, token_ids: list[int], keys: BlockKeys) -> Sequence:
+    def _new_sequence(
+        self, request: Request, index: int, token_ids: list[int], footprint: Footprint
+    ) -> Sequence:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0:
             generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = Detokenizer(tokenizer, params.stop_strings) if tokenizer is not None else None
-        seq = Sequence(next(self._seq_ids), request, index, token_ids, keys, generator, detokenizer)
+        seq_id = next(self._seq_ids)
+        seq = Sequence(
+            seq_id=seq_id,
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_prompt=len(request.prompt_token_ids),
+            max_len=request.max_len,
+            index=index,
+            first_id=request.sequences[0].seq_id if request.sequences else seq_id,
+            footprint=footprint,
+            priority=request.priority,
+            cache_salt=params.cache_salt,
+            request=request,
+            generator=generator,
+            detokenizer=detokenizer,
+        )
+        self.sequences[seq_id] = seq
         request.sequences.append(seq)
         return seq

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar, get_args
 
+from kvreclaim.schedule.step import PreemptionReason
+
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PreemptionReason = Literal["decode", "prefill", "itself"]
-"""A sequence gave its blocks back for the next token of another, for another's prompt, or because it needed
-one and was last in line itself."""
 
 
 @dataclass(frozen=True, slots=True)

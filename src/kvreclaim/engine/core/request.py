@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from kvreclaim import schedule
 from kvreclaim.compression import Compressor
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.answer.detokenizer import Detokenizer
@@ -25,59 +26,33 @@ from kvreclaim.engine.core.outputs import (
 )
 from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
-from kvreclaim.memory.prefix.keys import BlockKeys
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One output in the making.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(schedule.Sequence):
+    """One output in the making, with what its tokens and text are made from.
 
-    token_ids:    prompt, then what was generated (or is given, for a request that is scored)
-    keys:         by which the prefix index finds its blocks
-    num_computed: leading tokens whose K/V have been written; the rest is known but not computed
-    row_cache:    (version, block ids) of the block table as the kernels want it
-    cell_cache:   (version, cells of each head), where heads have their own tables
+    state:      what its way of compressing remembers
+    row_cache:  (version, block ids) of the block table as the kernels want it
+    cell_cache: (version, cells of each head), where heads have their own tables
     """
 
-    seq_id: int
     request: Request
-    index: int
-    token_ids: list[int]
-    keys: BlockKeys
     generator: torch.Generator | None = None
     detokenizer: Detokenizer | None = None
-    num_computed: int = 0
     state: CompressionState = field(default_factory=CompressionState)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     peak_blocks: int = 0
     answer_blocks: int = 0
-    waits_for_fork: bool = False
     row_cache: tuple[int, np.ndarray] | None = None
     cell_cache: tuple[int, np.ndarray] | None = None
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def seats(self) -> int:
-        """Places it takes among the running sequences, those of its siblings to come included."""
-        return self.request.params.n if self.waits_for_fork else 1
-
-    @property
-    def num_live(self) -> int:
-        """Tokens that a head attends to."""
-        return self.num_computed - self.state.num_evicted
+    def waits_for_fork(self) -> bool:
+        """Whether its siblings are to begin once its prompt is computed."""
+        return self.seats > 1
 
     def note_blocks(self, num_held: int) -> None:
         """Its table holds so many blocks after computing up to num_computed."""
@@ -87,7 +62,7 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
-        self.num_computed = 0
+        schedule.Sequence.reset(self)
         self.state = CompressionState()
         self.row_cache = None
         self.cell_cache = None
@@ -111,6 +86,18 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled:
+    """A sequence and what it computes in this step."""
+
+    seq: Sequence
+    row: schedule.Row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -168,11 +155,6 @@ class Request:
     prompt_done: bool = False
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Where it stands among all requests by importance, then by arrival; the least comes first."""
-        return self.priority, self.sequences[0].seq_id
-
-    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are asked for and not all known."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
@@ -186,13 +168,13 @@ class Request:
         m = self.metrics
         m.num_prompt_tokens = len(self.prompt_token_ids)
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
-        states = [seq.state for seq in self.sequences]
-        m.tokens_evicted = sum(s.num_evicted - s.inherited_evicted for s in states)
-        m.blocks_freed = sum(s.blocks_freed for s in states)
-        m.blocks_perfect = sum(s.blocks_perfect for s in states)
-        m.tokens_lost_to_rounding = sum(s.rounded for s in states)
-        m.compactions = sum(s.compactions for s in states)
-        m.compactions_postponed = sum(s.postponed for s in states)
+        accounts = [seq.account for seq in self.sequences]
+        m.tokens_evicted = sum(a.num_evicted - a.inherited_evicted for a in accounts)
+        m.blocks_freed = sum(a.blocks_freed for a in accounts)
+        m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
+        m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)
+        m.compactions = sum(a.compactions for a in accounts)
+        m.compactions_postponed = sum(a.postponed for a in accounts)
         m.peak_blocks = max((seq.peak_blocks for seq in self.sequences), default=0)
         m.answer_blocks = max((seq.answer_blocks for seq in self.sequences), default=0)
         return replace(m)

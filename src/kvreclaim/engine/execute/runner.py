@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
-from kvreclaim.engine.execute.open_blocks import open_blocks
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part
@@ -22,6 +21,7 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.schedule import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,18 +103,30 @@ class ModelRunner:
         self._has_windows = any(layer.softmax.window is not None for layer in loaded.facts.layers)
         self.graphs: DecodeGraphs | None = None
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
+
+        Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the next
+        tokens of all sequences go to, whether they take part or not, and for those that are copied.
+        """
+        if self.cache.open is not None:
+            sources = (source for source, _ in plan.copies)
+            self.ops.keep_open(self.cache, {*self.memory.unfilled(), *sources})
+        if plan.copies:
+            self.ops.copy_blocks(self.cache, list(plan.copies))
+        if plan.fresh:
+            self.ops.prepare_blocks(self.cache, list(plan.fresh))
+
     @torch.inference_mode()
     def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
         """Compute the step and write its K/V.
 
         Returns: logits [rows, V], at most as many rows as the step has tokens, and, for each scheduled
-        sequence, the token positions whose rows it owns, in order (position p predicts token p + 1).
+        sequence, the token positions whose rows it owns, in order (position p predicts token p + 1); one of
+        which no position is wanted owns the row of its last token, which tells whether all went well.
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
-        if self.cache.open is not None:
-            self.ops.keep_open(self.cache, open_blocks(step, self.memory))
-        self._prepare_blocks(step)
         inputs, watched = self._inputs(step), self.signals.watches(step)
         logits = self._replay(step, inputs, watched)
         if logits is not None:
@@ -140,7 +152,8 @@ class ModelRunner:
         for item in step:
             seq, start = item.seq, item.seq.num_computed
             want = _wanted_positions(item)
-            inputs.rows.append(np.arange(want.start, want.stop) - start + len(inputs.tokens))
+            rows = want or range(start + item.num_tokens - 1, start + item.num_tokens)
+            inputs.rows.append(np.arange(rows.start, rows.stop) - start + len(inputs.tokens))
             inputs.wanted.append(want)
             inputs.tokens += seq.token_ids[start : start + item.num_tokens]
             slots = self._slots(item)
@@ -162,14 +175,6 @@ class ModelRunner:
         else:
             return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
         return None
-
-    def _prepare_blocks(self, step: list[Scheduled]) -> None:
-        copies = [pair for item in step for pair in item.growth.copies]
-        if copies:
-            self.ops.copy_blocks(self.cache, copies)
-        fresh = [block for item in step for block in item.growth.new_blocks]
-        if fresh:
-            self.ops.prepare_blocks(self.cache, fresh)
 
     def _slots(self, item: Scheduled) -> SequenceSlots:
         table = self.memory.table(item.seq.seq_id)

@@ -80,6 +80,6 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         logical_len=sum(table.logical_len for table in tables),
         physical_len=sum(table.physical_len for table in tables),
         num_blocks=sum(table.num_blocks for table in tables),
-        num_evicted=sum(seq.state.num_evicted for seq in sequences),
-        blocks_freed=sum(seq.state.blocks_freed for seq in sequences),
+        num_evicted=sum(seq.account.num_evicted for seq in sequences),
+        blocks_freed=sum(seq.account.blocks_freed for seq in sequences),
     )

@@ -24,8 +24,7 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Sequence
-    from kvreclaim.engine.core.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Scheduled, Sequence
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
 """Signals that every step has to add to."""
@@ -271,18 +270,8 @@ def is_watched(seq: Sequence) -> bool:
     compressor = seq.request.compressor
     if compressor is None or not needs_of(compressor) & WATCHED:
         return False
-    over = seq.num_prompt <= compressor.budget or seq.state.last_computed > 0
+    over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
     return not (compressor.policy.prompt_only and over)
-
-
-def first_hit_limit(compressor: Compressor, first_compaction: int) -> int:
-    """Most tokens that a prefix hit may cover so that the first pass finds the signals it would without:
-    the queries of its window have to be computed, and attention mass is summed from the first token on."""
-    needs = needs_of(compressor)
-    if Signal.ATTENTION_MASS in needs:
-        return 0
-    window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
-    return max(0, first_compaction - max(1, window))
 
 
 def _window(seq: Sequence) -> int:

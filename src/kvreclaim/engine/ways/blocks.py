@@ -21,9 +21,9 @@ class Blocks:
 
     def apply(self, job: Job, choice: list[int]) -> Done:
         pages, size = self.pages, self.pages.cache.block_size
-        stays = torch.ones(job.num_tokens, dtype=torch.bool)
+        stays = torch.ones(job.plan.num_tokens, dtype=torch.bool)
         for index in choice:
             stays[index * size : (index + 1) * size] = False
         kept = stays.nonzero()[None, None, :, 0].to(pages.cache.device)
         pages.moved(job, kept)
-        return Done(kept, kept.shape[-1], int(stays[: job.prompt_slots].sum()), tuple(choice))
+        return Done(kept, kept.shape[-1], int(stays[: job.plan.prompt_slots].sum()), tuple(choice))

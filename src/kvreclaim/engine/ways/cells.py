@@ -27,7 +27,7 @@ from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Scheduled
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""
@@ -48,7 +48,7 @@ class UnevenPass:
         pages, cells = self.pages, job.seq.state.cells
         tokens = head_lengths(cells, job.num_slots, pages.cache)
         lengths = HeadLengths(tokens, _prompt_slots(job, tokens.shape), job.next_position, cells is None)
-        blocks, present = pages.index(job), grown_cells(cells, np.array(job.source_ids), pages.cache)
+        blocks, present = pages.index(job), grown_cells(cells, np.array(job.plan.source_ids), pages.cache)
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
@@ -67,10 +67,10 @@ class UnevenPass:
         are written, a few at a time."""
         cache, state, kept = self.pages.cache, job.seq.state, choice.kept
         tokens = head_lengths(state.cells, job.num_slots, cache)
-        present = grown_cells(state.cells, np.array(job.source_ids), cache)
+        present = grown_cells(state.cells, np.array(job.plan.source_ids), cache)
         held = -(-tokens // cache.block_size)
         wanted = np.array([[len(slots) // cache.block_size for slots in rows] for rows in kept])
-        cells, order = assign_cells(present, held, wanted, np.array(job.target_ids), cache)
+        cells, order = assign_cells(present, held, wanted, np.array(job.plan.target_ids), cache)
         step = max(1, MAX_BYTES // (int(held.max()) * self.cells.bytes_per_block))
         for heads in (order[start : start + step] for start in range(0, len(order), step)):
             self._move(
@@ -79,7 +79,7 @@ class UnevenPass:
                 [cells[at][: wanted[at]] for at in heads],
             )
         prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
-        state.cells = Cells(cells, wanted, len(job.target_ids), prompt_slots)
+        state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
         if job.compressor.prompt_only:
             self.pages.signals.drop(job.seq.seq_id)
         state.rounded += choice.moved
@@ -101,7 +101,9 @@ class UnevenPass:
 def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
     """[L, K] leading slots of each head that hold prompt tokens, before a pass."""
     cells = job.seq.state.cells
-    return np.full(shape, job.prompt_slots) if cells is None else cells.prompt_slots + job.prompt_slots
+    return (
+        np.full(shape, job.plan.prompt_slots) if cells is None else cells.prompt_slots + job.plan.prompt_slots
+    )
 
 
 def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:

@@ -24,10 +24,10 @@ class Compact:
     def apply(self, job: Job, choice: Tensor) -> Done:
         pages = self.pages
         source = pages.index(job)
-        target = torch.tensor(job.target_ids, device=source.device)
+        target = torch.tensor(job.plan.target_ids, device=source.device)
         pages.backend.compact(pages.cache, choice, source, target)
         if job.slots_are_positions:
             turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
         pages.moved(job, choice)
-        prompt_slots = job.compressor.kept_prompt_slots(job.num_tokens, job.prompt_slots)
+        prompt_slots = job.compressor.kept_prompt_slots(job.plan.num_tokens, job.plan.prompt_slots)
         return Done(choice, choice.shape[-1], prompt_slots)

@@ -10,37 +10,22 @@ from torch import Tensor
 from kvreclaim.compression import Compressor
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.core.request import Sequence
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule import Pass, Way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A sequence that is due. Where its survivors move, its table is the new one already; the bytes of the
-    source blocks stay as they are until every job of the round has chosen.
-
-    source_ids:   its table before, holes filled with another block of it (never attended)
-    target_ids:   its table afterwards; empty where nothing moves
-    num_tokens:   live tokens of a head before
-    logical_len:  tokens computed so far, evicted ones included
-    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
-    first:        nothing of it has been evicted yet
-    blocks_freed: by the new table
-    """
+    """A pass to be carried out. Where survivors move, the sequence's table is the new one already; the bytes
+    of the source blocks stay as they are until every job of the round has chosen."""
 
     seq: Sequence
     compressor: Compressor
-    source_ids: tuple[int, ...]
-    target_ids: tuple[int, ...]
-    num_tokens: int
-    logical_len: int
-    prompt_slots: int
-    first: bool
-    blocks_freed: int = 0
+    plan: Pass[int]
 
     @property
     def num_slots(self) -> int:
         """Slots in use before, those of masked tokens included."""
-        return self.logical_len if self.compressor.way is Way.MASK else self.num_tokens
+        return self.plan.logical_len if self.plan.way is Way.MASK else self.plan.num_tokens
 
     @property
     def slots_are_positions(self) -> bool:
@@ -50,7 +35,7 @@ class Job:
     @property
     def next_position(self) -> int:
         """Position of the next query."""
-        return self.num_slots if self.slots_are_positions else self.logical_len
+        return self.num_slots if self.slots_are_positions else self.plan.logical_len
 
 
 @dataclass(frozen=True, slots=True, eq=False)

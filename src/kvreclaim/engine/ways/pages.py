@@ -31,7 +31,7 @@ class Pages:
 
     def index(self, job: Job) -> Tensor:
         """[blocks] int64 on the device: the table before the pass."""
-        return torch.tensor(job.source_ids, device=self.cache.device)
+        return torch.tensor(job.plan.source_ids, device=self.cache.device)
 
     def question(self, job: Job, live: Tensor | None = None) -> Question:
         """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
@@ -54,12 +54,12 @@ class Pages:
             positions = positions.take_along_dim(live, -1)
         return Question(
             source,
-            job.num_tokens,
-            job.prompt_slots,
+            job.plan.num_tokens,
+            job.plan.prompt_slots,
             job.next_position,
             positions,
             lambda layer: self.signals.of(job.seq, layer, job.num_slots, live),
-            job.first,
+            job.plan.first,
         )
 
     def moved(self, job: Job, kept: Tensor) -> None:

@@ -17,7 +17,7 @@ from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Scheduled
 
 
 class Part(Protocol):

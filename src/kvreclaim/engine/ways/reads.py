@@ -21,23 +21,13 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.schedule.way import Way
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Sequence
-    from kvreclaim.engine.core.scheduler import Scheduled
+    from kvreclaim.engine.core.request import Scheduled
 
 MAX_ELEMENTS = 1 << 24
 """Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""
 FORCED = torch.finfo(torch.float32).max
-
-
-def reads_sparsely(seq: Sequence) -> bool:
-    """Whether the sequence's next tokens read some blocks only."""
-    compressor = seq.request.compressor
-    if compressor is None or compressor.way is not Way.READS:
-        return False
-    return seq.num_computed >= max(seq.num_prompt, compressor.budget)
 
 
 def least_blocks(compressor: Compressor, block_size: int) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.core.scheduler import Scheduled
+from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.digests import DigestStore
 from kvreclaim.engine.ways.cells import uneven_part
 from kvreclaim.engine.ways.parts import Part, PlainPart, rows_of
-from kvreclaim.engine.ways.reads import reads_part, reads_sparsely
+from kvreclaim.engine.ways.reads import reads_part
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
@@ -17,7 +16,7 @@ from kvreclaim.ops.kv_cache import KVCache
 
 def has_head_tables(seq: Sequence) -> bool:
     """Whether the sequence's heads do not share one block table."""
-    return seq.state.cells is not None or reads_sparsely(seq)
+    return seq.state.cells is not None or seq.reads_sparsely
 
 
 def split(
@@ -33,7 +32,7 @@ def split(
         return ()
     members: dict[Compressor | bool, list[int]] = {}
     for i, item in enumerate(step):
-        sparse = item.seq.request.compressor if reads_sparsely(item.seq) else None
+        sparse = item.seq.request.compressor if item.seq.reads_sparsely else None
         members.setdefault(sparse or item.seq.state.cells is not None, []).append(i)
     parts: list[Part] = []
     for kind, places in members.items():

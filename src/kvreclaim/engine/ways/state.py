@@ -1,4 +1,4 @@
-"""What compression remembers of one sequence."""
+"""Where the tokens of a compressed sequence lie, as tensors and tables."""
 
 from __future__ import annotations
 
@@ -26,40 +26,19 @@ class Cells:
 
 @dataclass(slots=True, eq=False)
 class CompressionState:
-    """What compression knows of one sequence between two passes.
+    """What a way of compressing remembers of one sequence between two passes, besides its Account.
 
-    num_evicted:    tokens that each head no longer attends to (equal in every head)
-    prompt_slots:   leading live slots that held prompt tokens after the last pass (0 if cells knows them)
-    last_computed:  logical length at the last pass
     evicted:        [L, K, slots] bool, only where nothing moves (evict-only)
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
-    inherited_evicted: num_evicted at the fork, which the parent has counted already
     """
 
-    num_evicted: int = 0
-    prompt_slots: int = 0
-    last_computed: int = 0
     evicted: Tensor | None = None
     slot_positions: Tensor | None = None
     cells: Cells | None = None
     rounded: int = 0
-    blocks_freed: int = 0
-    blocks_perfect: int = 0
-    compactions: int = 0
-    postponed: int = 0
-    inherited_evicted: int = 0
 
     def fork(self) -> CompressionState:
-        """The child's state: same tokens gone, its own counts from zero. Tensors are replaced, never
-        written in place, so they are shared."""
-        return replace(
-            self,
-            rounded=0,
-            blocks_freed=0,
-            blocks_perfect=0,
-            compactions=0,
-            postponed=0,
-            inherited_evicted=self.num_evicted,
-        )
+        """The child's state. Tensors are replaced, never written in place, so they are shared."""
+        return replace(self, rounded=0)

@@ -1,0 +1,41 @@
+"""What compression has done to one sequence, as counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """Everything but where the tokens lie.
+
+    num_evicted:   tokens that each head no longer attends to (equal in every head)
+    prompt_slots:  leading live slots that held prompt tokens after the last pass (0 where heads differ)
+    last_computed: logical length at the last pass
+    blocks_freed, blocks_perfect, compactions, postponed: see RequestMetrics
+    inherited_evicted: num_evicted at the fork, which the parent has counted already
+    """
+
+    num_evicted: int = 0
+    prompt_slots: int = 0
+    last_computed: int = 0
+    blocks_freed: int = 0
+    blocks_perfect: int = 0
+    compactions: int = 0
+    postponed: int = 0
+    inherited_evicted: int = 0
+
+    def fork(self) -> Account:
+        """The child's: same tokens gone, its own counts from zero."""
+        return replace(
+            self,
+            blocks_freed=0,
+            blocks_perfect=0,
+            compactions=0,
+            postponed=0,
+            inherited_evicted=self.num_evicted,
+        )
+
+    def prompt_now(self, num_computed: int, num_prompt: int) -> int:
+        """Leading live slots that hold prompt tokens, those computed since the last pass included."""
+        return self.prompt_slots + min(num_prompt, num_computed) - min(num_prompt, self.last_computed)

@@ -1,0 +1,152 @@
+"""The arithmetic of budgets: when a sequence is compressed, and how many slots it holds on its way.
+
+The points depend on the sequence's own lengths alone, not on what else is in the batch, unless a pass has to
+be postponed: then it lacks blocks because others hold shared ones in a full pool. A preempted request that
+is computed again therefore makes the same choices again.
+
+A policy that compresses the prompt only (prompt_only) has one such point, the end of a prompt longer than
+the budget. Nothing is evicted before, so the whole prompt must fit, and nothing after, so the sequence grows
+by all that is generated. A policy that reads sparsely has none; its sequences are cut where that begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.protection import kept_prompt_slots
+from kvreclaim.schedule.way import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """How one request's cache grows and shrinks in one engine. All lengths in tokens per layer and KV head.
+
+    way, budget, interval, prompt_only, sinks, recent, protect_prompt: of its compression
+    window:     queries before the first pass that must be computed, not hit, at least 1; None: all of them
+    block_size: slots per block
+    max_chunk:  tokens that one step computes at most
+    aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
+                blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
+    """
+
+    way: Way = Way.KEEP
+    budget: int = 0
+    interval: int = 1
+    prompt_only: bool = False
+    sinks: int = 0
+    recent: int = 0
+    protect_prompt: bool = False
+    window: int | None = 1
+    block_size: int = 16
+    max_chunk: int = 2048
+    aligned: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a sequence never holds much more than its budget, however long it gets."""
+        return self.way.reclaims and not self.prompt_only
+
+    @property
+    def decode_cap(self) -> int:
+        """Live tokens at which a sequence is compressed once its prompt is computed; less than a block
+        would give nothing back where what goes is aligned."""
+        return self.budget + (max(self.interval, self.block_size) if self.aligned else self.interval)
+
+    @property
+    def prompt_cap(self) -> int:
+        """Live tokens at which a sequence is compressed between two chunks of its prompt."""
+        return self.decode_cap if self.aligned else self.budget + max(self.interval, self.max_chunk)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens held at most at any time; None: the whole length, or the whole prompt."""
+        if not self.bounded:
+            return None
+        return self.decode_cap - 1 + self.max_chunk if self.aligned else max(self.prompt_cap, self.decode_cap)
+
+    def is_due(self, num_computed: int, num_prompt: int, account: Account) -> bool:
+        """Whether a sequence is compressed at its present length."""
+        if not self.way.evicts:
+            return False
+        in_prompt = num_computed < num_prompt
+        if self.prompt_only:
+            worth = num_prompt - self.budget >= (self.block_size if self.aligned else 1)
+            return worth and not in_prompt and account.last_computed == 0
+        live = num_computed - account.num_evicted
+        return live >= (self.prompt_cap if in_prompt else self.decode_cap)
+
+    def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
+        """Most tokens that may be computed in one go before the next pass is considered."""
+        prompt_left = num_prompt - num_computed
+        if self.way is Way.READS:
+            whole = max(num_prompt, self.budget) - num_computed
+            return whole if whole > 0 else self.max_chunk
+        if not self.way.evicts:
+            return self.max_chunk
+        if self.prompt_only:
+            return prompt_left if prompt_left > 0 else self.max_chunk
+        live = num_computed - account.num_evicted
+        if prompt_left > 0:
+            return min(prompt_left, max(1, self.prompt_cap - live))
+        return max(1, self.decode_cap - live)
+
+    def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
+        """Whether the next tokens read some blocks only: what is computed then is not exact."""
+        return self.way is Way.READS and num_computed >= max(num_prompt, self.budget)
+
+    def first_pass(self, num_prompt: int) -> int | None:
+        """Logical length at which a sequence is compressed for the first time; None: it never is."""
+        if not self.way.evicts:
+            return None
+        if self.prompt_only:
+            return num_prompt if num_prompt > self.budget else None
+        return min(self.prompt_cap, max(num_prompt, self.decode_cap))
+
+    def hit_limit(self, num_prompt: int, known: int) -> int:
+        """Most leading tokens that a prefix hit may cover so that the result is what it would be without:
+        nothing computed under sparse reads is replaced by exact blocks, and the first pass finds the signals
+        that it would find."""
+        if self.way is Way.READS:
+            return min(known, max(num_prompt, self.budget))
+        first = self.first_pass(num_prompt)
+        if first is None:
+            return known
+        return 0 if self.window is None else min(known, max(0, first - max(1, self.window)))
+
+    def slots_needed(self, num_prompt: int, known: int) -> int:
+        """Slots that a sequence holds at most on its way to these lengths."""
+        if not self.way.reclaims:
+            return known
+        if self.prompt_only:
+            return max(num_prompt, known - max(0, num_prompt - self.budget))
+        return max(min(num_prompt, self.prompt_cap), min(known, self.decode_cap))
+
+    def kept(self, live: int) -> int:
+        """Tokens that a pass over so many leaves."""
+        gone = max(0, live - self.budget)
+        if self.aligned:
+            gone = gone // self.block_size * self.block_size
+        elif self.way is Way.BLOCKS:
+            gone = -(-gone // self.block_size) * self.block_size
+        return live - gone
+
+    def kept_prompt(self, live: int, prompt_slots: int, keep: int) -> int:
+        """Prompt slots left of prompt_slots by a pass that leaves `keep` of `live`: protection.py."""
+        return kept_prompt_slots(
+            num_tokens=live,
+            prompt_slots=prompt_slots,
+            keep=keep,
+            sinks=self.sinks,
+            recent=self.recent,
+            protect_prompt=self.protect_prompt,
+        )
+
+    @property
+    def least_budget(self) -> int:
+        """Tokens in the blocks that may not go, or are always read, wherever the newest token lies."""
+        size = self.block_size
+        sinks = -(-self.sinks // size)
+        if self.way is Way.READS:
+            return (1 + max(1, sinks) + -(-max(0, self.recent - 1) // size)) * size
+        return sinks * size + self.recent + size - 1 if self.way is Way.BLOCKS else 0

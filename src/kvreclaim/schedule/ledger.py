@@ -1,0 +1,86 @@
+"""Passes from lengths alone: who is due, into which blocks it is compressed, and what that comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.plan import CompactionPlan, Id, TableState, plan_compaction
+from kvreclaim.schedule.step import Pass
+from kvreclaim.schedule.way import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A plan carried out: the blocks that hold the survivors, and how many more are free than before (fewer
+    where others hold the sources)."""
+
+    target_ids: tuple[int, ...]
+    blocks_freed: int
+
+
+class Pool(Protocol[Id]):
+    """The block pool and the tables of all sequences. num_free: blocks held by nobody."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    def table(self, seq_id: Id) -> TableState:
+        """The sequence's blocks in the order of their tokens."""
+
+    def apply(self, seq_id: Id, plan: CompactionPlan[Id]) -> Applied:
+        """Make the plan's targets the sequence's table, keep it out of the prefix index from now on, and give
+        back every other block of it."""
+
+
+def compress(
+    seq_id: Id, num_computed: int, num_prompt: int, footprint: Footprint, account: Account, pool: Pool[Id]
+) -> Pass[Id] | None:
+    """Bring a sequence that is due back to its budget; account, pool and table are changed at return.
+
+    Where nothing moves (Way.MASK, Way.BLOCKS) the blocks are dropped later, once the choice is made.
+
+    Returns: None if blocks are missing: the sequence stays due, the pass is counted as postponed.
+    """
+    live = num_computed - account.num_evicted
+    keep = footprint.kept(live)
+    table = pool.table(seq_id)
+    moves = footprint.way in (Way.COMPACT, Way.CELLS)
+    some = next((block for block in reversed(table.block_ids) if block is not None), 0)
+    source_ids = tuple(some if block is None else block for block in table.block_ids)
+    applied = Applied(source_ids, 0)
+    if moves:
+        plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
+        if plan is None:
+            account.postponed += 1
+            return None
+        applied = pool.apply(seq_id, plan)
+    prompt = account.prompt_now(num_computed, num_prompt)
+    done = Pass(
+        seq_id,
+        footprint.way,
+        source_ids,
+        applied.target_ids,
+        num_tokens=live,
+        keep=keep,
+        logical_len=num_computed,
+        prompt_slots=prompt,
+        first=account.num_evicted == 0,
+        blocks_freed=applied.blocks_freed,
+    )
+    _note(account, done, footprint)
+    return done
+
+
+def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
+    size, live, keep = footprint.block_size, done.num_tokens, done.keep
+    account.num_evicted = done.logical_len - keep
+    account.prompt_slots = (
+        0 if done.way is Way.CELLS else footprint.kept_prompt(live, done.prompt_slots, keep)
+    )
+    account.last_computed = done.logical_len
+    account.blocks_freed += done.blocks_freed
+    account.blocks_perfect += -(-live // size) - -(-keep // size)
+    account.compactions += 1

@@ -1,0 +1,96 @@
+"""A sequence as the scheduler sees it: lengths, its place in the order, what compression did to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.footprint import Footprint
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output in the making. The scheduler changes num_computed, account and status, nobody else.
+
+    token_ids:    prompt, then what was generated (or is given); whoever draws tokens appends them
+    num_prompt:   leading tokens that are the prompt
+    first_id:     seq_id of its request's first sequence: requests stand in the order of these
+    max_len:      tokens at which it ends, prompt included
+    seats:        places it takes among the running sequences, those of forks to come included
+    most_hit:     leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
+                  all of the prompt's rows are wanted
+    num_computed: leading tokens whose K/V have been written; the rest is known but not computed
+    keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
+    """
+
+    seq_id: int
+    request_id: str
+    token_ids: list[int]
+    num_prompt: int
+    max_len: int
+    index: int = 0
+    first_id: int = 0
+    footprint: Footprint = field(default_factory=Footprint)
+    priority: int = 0
+    cache_salt: str | None = None
+    seats: int = 1
+    most_hit: int | None = None
+    num_computed: int = 0
+    account: Account = field(default_factory=Account)
+    status: Status = Status.WAITING
+    keys: BlockKeys | None = None
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Its place by importance and arrival, the least first; a request's outputs stand together."""
+        return self.priority, self.first_id, self.index
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_live(self) -> int:
+        """Tokens that a head attends to."""
+        return self.num_computed - self.account.num_evicted
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is compressed at its present length."""
+        return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)
+
+    @property
+    def reads_sparsely(self) -> bool:
+        """Whether its next tokens read some blocks only."""
+        return self.footprint.reads_sparsely(self.num_computed, self.num_prompt)
+
+    @property
+    def next_chunk(self) -> int:
+        """Tokens that may be computed in one go."""
+        limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)
+        return min(self.num_uncomputed, limit)
+
+    @property
+    def hit_limit(self) -> int:
+        """Leading tokens that a prefix hit may cover."""
+        limit = self.footprint.hit_limit(self.num_prompt, len(self.token_ids))
+        return limit if self.most_hit is None else min(limit, self.most_hit)
+
+    def reset(self) -> None:
+        """Forget what was computed (preemption by recompute); the tokens stay known."""
+        self.num_computed = 0
+        self.account = Account()

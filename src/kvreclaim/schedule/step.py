@@ -1,0 +1,107 @@
+"""A step as values: what is to be computed, copied, compressed, and what has been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal
+
+from kvreclaim.schedule.plan import Id
+from kvreclaim.schedule.way import Way
+
+PreemptionReason = Literal["decode", "prefill", "itself"]
+"""A sequence gave its blocks back for the next token of another, for another's prompt, or because it needed
+one and was last in line itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence computes its known tokens first .. first + num_tokens - 1.
+
+    exact: by full attention over slots of which this holds, too; else they never enter the prefix index
+    """
+
+    seq_id: int
+    first: int
+    num_tokens: int
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence has begun, or begun anew, with so many tokens found in the prefix index."""
+
+    seq_id: int
+    num_hit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence has lost its blocks and waits; so many tokens are to be computed again."""
+
+    seq_id: int
+    reason: PreemptionReason
+    num_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step does, in this order; whoever executes it does each thing once.
+
+    preempted: sequences whose side state is to be dropped
+    failed:    sequences that could not be scheduled, with the error: their requests end
+    copies:    (source, target) blocks, copied together before anything is written; no block is both, and
+               no source is handed out before the step is done
+    fresh:     blocks that have been taken for the rows and hold nothing yet
+    rows:      computed in one forward pass, in this order
+    """
+
+    rows: tuple[Row, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    fresh: tuple[int, ...] = ()
+    admitted: tuple[Admitted, ...] = ()
+    preempted: tuple[Preempted, ...] = ()
+    failed: tuple[tuple[int, Exception], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What became of a plan's rows.
+
+    computed: ids of the sequences whose tokens were computed and whose logits are numbers, in their order
+    tokens:   what was drawn, for those whose tokens the scheduler is to append itself
+    """
+
+    computed: tuple[int, ...]
+    tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass(Generic[Id]):
+    """One compression of one sequence. Lengths in tokens, per layer and KV head.
+
+    source_ids:   blocks that hold the num_tokens live tokens, in table order; a hole, which nobody reads,
+                  names another block of the sequence
+    target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
+                  of a later pass: passes are carried out in their order. Under Way.MASK and Way.BLOCKS
+                  nothing moves, and only the choice tells which blocks go: Scheduler.compressed
+    logical_len:  tokens computed so far, evicted ones included: the position of the next query
+    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
+    first:        nothing of this sequence has been evicted yet
+    blocks_freed: blocks that went back to the pool, less those taken; as far as known beforehand
+    """
+
+    seq_id: Id
+    way: Way
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    num_tokens: int
+    keep: int
+    logical_len: int
+    prompt_slots: int
+    first: bool
+    blocks_freed: int = 0

@@ -1,0 +1,138 @@
+"""Where rooms meet: what is lossy, failed or no number never reaches another request."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from breaking import GREEDY
+
+from kvreclaim import CompressionConfig, SamplingParams
+
+S = 8
+
+
+def conversation(llm, compression, length=64):
+    """A prompt, and the same with the answer that the compression gives: the next turn."""
+    prompt = tiny.prompts((100,), seed=31)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    out = llm.generate([prompt], params, compression)[0]
+    assert out.error is None
+    return prompt, prompt + out.outputs[0].token_ids
+
+
+def quest():
+    return CompressionConfig("quest", budget=32, sinks=4, recent=8)
+
+
+def test_tokens_computed_under_sparse_reads_are_never_hit(make_llm):
+    llm = make_llm(block_size=S)
+    prompt, longer = conversation(llm, quest())
+    continuation = [5, 6, 7, 8]
+    warm = llm.score([longer], [continuation])[0]
+    assert warm.metrics.num_cached_tokens == len(prompt) // S * S
+    llm.engine.memory.reset_prefix_cache()
+    cold = llm.score([longer], [continuation])[0]
+    assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-5)
+
+
+def test_scored_tokens_under_sparse_reads_are_never_hit(make_llm):
+    llm = make_llm(block_size=S)
+    prompt, longer = conversation(llm, None)
+    llm.engine.memory.reset_prefix_cache()
+    llm.score([prompt], [longer[len(prompt) :]], quest())
+    assert llm.score([longer], [[5, 6]])[0].metrics.num_cached_tokens <= len(prompt)
+
+
+def test_sparse_reads_find_no_exact_block_where_they_would_have_read_sparsely(make_llm):
+    """After a preemption a sequence is computed again: as before, whatever others have indexed meanwhile."""
+    llm = make_llm(block_size=S)
+    prompt, longer = conversation(llm, None)
+    config = quest()
+    scored = llm.score([prompt], [longer[len(prompt) :]], config)[0]
+    llm.engine.memory.reset_prefix_cache()
+    assert llm.score([prompt], [longer[len(prompt) :]], config)[0].logprobs == pytest.approx(
+        scored.logprobs, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_a_failed_pass_that_is_run_again_leaves_forks_alone(kernels, make_llm, monkeypatch):
+    """In one step a fork copies its tail and the other fork is preempted, so that the copy's source would
+    be the next block to be handed out; the pass fails once."""
+
+    def outcome(fail):
+        size = 16 if kernels == "native" else S
+        llm = make_llm(
+            num_blocks=5,
+            block_size=size,
+            max_num_seqs=3,
+            enable_prefix_caching=False,
+            kernels=kernels,
+            max_model_len=5 * size,
+        )
+        engine, met = llm.engine, []
+        schedule, forward = engine.scheduler.schedule, engine.runner.forward
+
+        def watched():
+            plan = schedule()
+            if plan.copies and plan.preempted:
+                met.append(plan)
+            return plan
+
+        def failing(step):
+            if fail and met and len(step) > 1:
+                met.clear()
+                forward(step)
+                raise RuntimeError("once")
+            return forward(step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.scheduler, "schedule", watched)
+            patch.setattr(engine.runner, "forward", failing)
+            first, second = tiny.prompts((size + size // 2, 2 * size), seed=3)
+            params = SamplingParams(temperature=1.0, n=2, seed=1, max_tokens=size, ignore_eos=True)
+            requests = [
+                engine.add_request("forks", first, params),
+                engine.add_request(
+                    "other", second, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+                ),
+            ]
+            while engine.has_unfinished:
+                engine.step()
+                engine.memory.check()
+        assert bool(met) != fail, "the step in question has to happen"
+        assert [request.error for request in requests] == [None, None]
+        return [output.token_ids for request in requests for output in request.output().outputs]
+
+    assert outcome(fail=True) == outcome(fail=False)
+
+
+@pytest.mark.parametrize("chunk", [512, 24])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_was_no_number_is_not_cached(chunk, times, make_llm):
+    """Once, or with the retry again; in the only chunk of a prompt, or in its first."""
+    llm = make_llm(block_size=S, max_num_batched_tokens=chunk)
+    prompt = tiny.prompts((100,), seed=5)[0]
+    expected = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+    llm.engine.memory.reset_prefix_cache()
+    left = [times]
+
+    def poison(module, inputs, out):
+        if left[0]:
+            left[0] -= 1
+            hidden = out[0] if isinstance(out, tuple) else out
+            nan = torch.full_like(hidden, float("nan"))
+            return (nan, *out[1:]) if isinstance(out, tuple) else nan
+        return out
+
+    hook = llm.loaded.model.model.layers[0].register_forward_hook(poison)
+    try:
+        for _ in range(times):
+            assert "not finite" in llm.generate([prompt], GREEDY)[0].error
+            assert llm.engine.memory.stats().cached == 0
+        again = llm.generate([prompt], GREEDY)[0]
+    finally:
+        hook.remove()
+    assert (again.error, again.metrics.num_cached_tokens) == (None, 0)
+    assert again.outputs[0].token_ids == expected
