@@ -15,12 +15,14 @@ from torch import Tensor
 
 from kvreclaim.compression import Compressor
 from kvreclaim.engine.signals.digests import DigestStore
+from kvreclaim.engine.ways.pages import block_row
 from kvreclaim.engine.ways.parts import HeadPart
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.moving import move
 
 if TYPE_CHECKING:
     from kvreclaim.engine.core.request import Scheduled
@@ -60,24 +62,25 @@ class SparseReads:
         starts = [item.seq.num_computed for item in items]
         ends = [start + length for start, length in zip(starts, self.query_lens, strict=True)]
         self._seq_ids = [item.seq.seq_id for item in items]
-        tables = [memory.table(i).blocks() for i in self._seq_ids]
+        rows = [block_row(item.seq, memory) for item in items]
         self._filled: list[tuple[int, range, Tensor]] = []
-        for seq_id, end, table in zip(self._seq_ids, ends, tables, strict=True):
+        for seq_id, end, row in zip(self._seq_ids, ends, rows, strict=True):
             if missing := store.claim(seq_id, end // size):
-                ids = torch.tensor(table[missing.start : missing.stop], device=device)
+                ids = move(row[missing.start : missing.stop].astype(np.int64), device)
                 self._filled.append((seq_id, missing, ids))
         self._rows = store.index(self._seq_ids)
         positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
-        self.positions = torch.from_numpy(positions).to(device)
+        self.positions = move(positions, device)
         self._places = compressor.budget // size - 1
         lengths = self._places * size + positions % size + 1
         self._lengths = np.repeat(lengths, cache.num_kv_heads)
-        self._sent_lengths = torch.from_numpy(self._lengths.astype(np.int32)).to(device)
+        self._sent_lengths = move(self._lengths.astype(np.int32), device)
         self._starts = torch.arange(len(lengths) * cache.num_kv_heads + 1, dtype=torch.int32, device=device)
         self._shifts = torch.zeros_like(self._sent_lengths)
-        width = max(len(table) for table in tables)
-        padded = np.array([table + [0] * (width - len(table)) for table in tables])
-        self._row_table = torch.from_numpy(np.repeat(padded, self.query_lens, axis=0)).to(device)
+        padded = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        for i, row in enumerate(rows):
+            padded[i, : len(row)] = row
+        self._row_table = move(np.repeat(padded, self.query_lens, axis=0), device)
         self._num_blocks = int(positions.max()) // size
         self._bias = self._block_bias()
 
