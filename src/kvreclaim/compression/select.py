@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
 from kvreclaim.ops.moving import move
 
@@ -100,7 +101,7 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: Tensor, block_size: int) -
     num_tokens = scores.shape[-1]
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     full = num_tokens // block_size
-    wanted = max(0, -(-(num_tokens - budget) // block_size))
+    wanted = blocks_for(num_tokens - budget, block_size)
     refuse_nan(_holds_nan(scores.flatten(0, 1)))
     blocks = scores[..., : full * block_size].unflatten(-1, (full, block_size))
     seen = blocks > -torch.inf

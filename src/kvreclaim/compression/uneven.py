@@ -18,6 +18,7 @@ from kvreclaim.compression.compressor import Compressor, SignalSource
 from kvreclaim.compression.policy import LayerView, Mode
 from kvreclaim.compression.select import select
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.key_source import KeySource
 
 HeadSource = Callable[[int, int | None], KeySource]
@@ -101,7 +102,7 @@ def choose_uneven(
     ]
     counts = _checked(compressor, compressor.policy.counts(free, protected, compressor.budget), lengths)
     total = lengths.tokens.size * compressor.budget // block_size
-    least = -(-protected // block_size)
+    least = blocks_for(protected, block_size)
     blocks = round_to_blocks(counts, block_size, least, lengths.tokens // block_size, total)
     kept = [list(rows) for rows in scores]
     for layer, head in np.ndindex(blocks.shape):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.check import check_memory
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_refs, unshare_tail
@@ -132,7 +133,7 @@ class MemoryManager:
         """Whether admit and then grow(num_tokens) would succeed: a queued hit is no longer free."""
         refs = self.pool.refs
         queued = sum(1 for entry in match.entries if refs[entry.block] == 0)
-        needed = -(-num_tokens // self.block_size)
+        needed = blocks_for(num_tokens, self.block_size)
         return needed <= self.pool.num_free - queued
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
@@ -159,7 +160,7 @@ class MemoryManager:
         """
         parent = self.table(parent_id)
         self._refuse_known(child_id)
-        child = parent.fork(-(-parent.physical_len // self.block_size), keys)
+        child = parent.fork(blocks_for(parent.physical_len, self.block_size), keys)
         for block in child.blocks():
             self.pool.touch(block)
         self._tables[child_id] = child
@@ -176,7 +177,7 @@ class MemoryManager:
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
         table = self.table(seq_id)
-        needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
+        needed = blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids)
         if needed < 0:
             needed = 0
         if num_tokens and self._tail_is_shared(table):
@@ -190,7 +191,7 @@ class MemoryManager:
         has asked can_grow first. The source of a copy is not handed out before `settle`.
         """
         table = self.table(seq_id)
-        needed = -(-(table.physical_len + num_tokens) // self.block_size) - len(table.block_ids)
+        needed = blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids)
         shared = num_tokens > 0 and self._tail_is_shared(table)
         if needed <= 0 and not shared:
             return NO_GROWTH

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.kv_cache import PagedTokens
@@ -128,7 +129,7 @@ def _norms(sources: Sequence[KeySource], norms: Callable[[KeySource], Tensor]) -
     if len(paged) < len(sources) or len(layers) != 1 or len(sources) == 1:
         return [norms(source) for source in sources]
     size = paged[0].tokens.cache.block_size
-    ids = [source.tokens.block_ids[: -(-source.shape[1] // size)] for source in paged]
+    ids = [source.tokens.block_ids[: blocks_for(source.shape[1], size)] for source in paged]
     table = torch.cat(ids)
     tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size)
     parts = norms(PagedSource(paged[0].backend, tokens)).split([len(own) * size for own in ids], dim=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.protection import kept_prompt_slots
 from kvreclaim.schedule.way import Way
@@ -128,7 +129,7 @@ class Footprint:
         if self.aligned:
             gone = gone // self.block_size * self.block_size
         elif self.way is Way.BLOCKS:
-            gone = -(-gone // self.block_size) * self.block_size
+            gone = blocks_for(gone, self.block_size) * self.block_size
         return live - gone
 
     def kept_prompt(self, live: int, prompt_slots: int, keep: int) -> int:
@@ -146,7 +147,7 @@ class Footprint:
     def least_budget(self) -> int:
         """Tokens in the blocks that may not go, or are always read, wherever the newest token lies."""
         size = self.block_size
-        sinks = -(-self.sinks // size)
+        sinks = blocks_for(self.sinks, size)
         if self.way is Way.READS:
-            return (1 + max(1, sinks) + -(-max(0, self.recent - 1) // size)) * size
+            return (1 + max(1, sinks) + blocks_for(self.recent - 1, size)) * size
         return sinks * size + self.recent + size - 1 if self.way is Way.BLOCKS else 0

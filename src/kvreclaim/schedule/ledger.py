@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.plan import CompactionPlan, Id, TableState, plan_compaction
@@ -82,5 +83,5 @@ def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
     )
     account.last_computed = done.logical_len
     account.blocks_freed += done.blocks_freed
-    account.blocks_perfect += -(-live // size) - -(-keep // size)
+    account.blocks_perfect += blocks_for(live, size) - blocks_for(keep, size)
     account.compactions += 1

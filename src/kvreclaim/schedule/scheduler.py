@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.growth import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.ledger import Applied, compress
@@ -239,7 +240,7 @@ class Scheduler(Generic[Seq]):
             if seq.footprint.bounded:
                 peak = min(seq.max_len, seq.footprint.decode_cap)
                 held = len(self.memory.table(seq.seq_id).block_ids)
-                growth += max(0, -(-peak // size) - held) * size
+                growth += max(0, blocks_for(peak, size) - held) * size
         return growth
 
     def _preempt(self, victim: Seq, needy: Seq) -> Preempted:

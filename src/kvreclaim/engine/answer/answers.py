@@ -14,6 +14,7 @@ from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.engine.ways.passes import CompressionPass
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass, Way
 
 
@@ -109,7 +110,7 @@ class Answers:
         assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
         self.totals.compactions += 1
         self.totals.tokens_evicted += plan.num_tokens - plan.keep
-        self.totals.blocks_perfect += -(-plan.num_tokens // size) - -(-plan.keep // size)
+        self.totals.blocks_perfect += blocks_for(plan.num_tokens, size) - blocks_for(plan.keep, size)
         return Job(seq, seq.request.compressor, plan)
 
     def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:

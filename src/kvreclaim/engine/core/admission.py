@@ -7,6 +7,7 @@ from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
@@ -103,7 +104,7 @@ def _check_compression(footprint: Footprint, name: str) -> None:
     if uneven and budget % size:
         problem = (
             f"budget is {budget} tokens, but {name} keeps unequal numbers per head, which are "
-            f"counted in blocks of {size}; pass a multiple, such as {-(-budget // size) * size}"
+            f"counted in blocks of {size}; pass a multiple, such as {blocks_for(budget, size) * size}"
         )
     elif uneven and interval < size:
         problem = (

@@ -19,6 +19,7 @@ from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.parts import HeadPart, head_order
 from kvreclaim.engine.ways.state import Cells
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
@@ -55,7 +56,7 @@ class UnevenPass:
                 whole = PagedTokens(pages.cache.layers[layer], blocks, job.num_slots)
                 return PagedSource(pages.backend, whole)
             num_tokens = int(tokens[layer, head])
-            row = present[layer, head, : -(-num_tokens // pages.cache.block_size)]
+            row = present[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
             ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
             return PagedSource(pages.backend, PagedTokens(self.cells.layers[0], ids, num_tokens))
 

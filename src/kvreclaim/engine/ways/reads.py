@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
 from kvreclaim.engine.signals.digests import DigestStore
 from kvreclaim.engine.ways.pages import block_row
 from kvreclaim.engine.ways.parts import HeadPart
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 MAX_ELEMENTS = 1 << 24
 """Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""
 FORCED = torch.finfo(torch.float32).max
-
-
-def least_blocks(compressor: Compressor, block_size: int) -> int:
-    """Blocks that are read whatever their scores: of sinks (the first at least), of recent tokens, the one
-    that is being filled."""
-    config = compressor.config
-    return 1 + max(1, -(-config.sinks // block_size)) + -(-max(0, config.recent - 1) // block_size)
 
 
 class SparseReads:
@@ -90,7 +83,7 @@ class SparseReads:
         blocks = torch.arange(self._num_blocks, device=self.cache.device)
         newest = self.positions[:, None] // size
         recent = (self.positions[:, None] + 1 - config.recent) // size
-        forced = (blocks < max(1, -(-config.sinks // size))) | (blocks >= recent)
+        forced = (blocks < max(1, blocks_for(config.sinks, size))) | (blocks >= recent)
         bias = torch.zeros(forced.shape, device=self.cache.device)
         bias[forced] = FORCED
         bias[blocks >= newest] = -torch.inf
