@@ -96,12 +96,8 @@ def _header(grid: Grid, command: str) -> Header:
             )
             for runner in grid.runners.values()
         ],
-        interval=plan.interval,
-        sinks=plan.sinks,
-        recent=plan.recent,
-        protect_prompt=plan.protect_prompt,
-        mode=plan.mode,
         seeds=list(plan.seeds),
         num_examples=plan.num_examples,
         tasks={task.name: dict(task.identity) for task in grid.tasks},
+        **plan.shared,
     )

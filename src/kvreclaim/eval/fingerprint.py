@@ -40,11 +40,7 @@ def run_identity(llm: LLM, plan: EvalPlan, stats: QueryStats | None) -> dict[str
         "kv_format": llm.engine.kv_format.fingerprint,
         "block_size": config.block_size,
         "chunk": config.max_num_batched_tokens,
-        "interval": plan.interval,
-        "sinks": plan.sinks,
-        "recent": plan.recent,
-        "protect_prompt": plan.protect_prompt,
-        "mode": plan.mode,
+        **plan.shared,
     }
 
 

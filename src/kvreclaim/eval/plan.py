@@ -10,13 +10,15 @@ from typing import Any
 from kvreclaim.checks import check_int, check_number, require
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.config import format_name
+from kvreclaim.config import CompressionSettings, format_name
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.budget import AUTO
+from kvreclaim.options import settings_of
 
 FULL = "full"
 DEFAULT_POLICIES = ("full", "streaming_llm", "knorm", "triattention", "query_mixture")
 DEFAULT_BUDGETS = (0.5, 0.25, 0.1)
+SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in ("policy", "budget", "stats"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class EvalPlan:
         check_int("num_examples", self.num_examples, 1)
         check_int("batch_size", self.batch_size, 1)
         most = 10**9  # budgets are checked per sequence; everything else that a config refuses, here
-        CompressionConfig(FULL, most, **self._shared())
+        CompressionConfig(FULL, most, **self.shared)
 
     def settings(self) -> list[Setting]:
         """All columns; the full cache once for each KV format."""
@@ -103,16 +105,12 @@ class EvalPlan:
                 f"{setting.fraction:g} of this sequence's cache is less than one block; raise the number of "
                 "tokens or the budget, or lower the block size."
             )
-        return CompressionConfig(setting.policy, budget, stats=stats, **self._shared())
+        return CompressionConfig(setting.policy, budget, stats=stats, **self.shared)
 
-    def _shared(self) -> dict[str, Any]:
-        return {
-            "interval": self.interval,
-            "sinks": self.sinks,
-            "recent": self.recent,
-            "protect_prompt": self.protect_prompt,
-            "mode": self.mode,
-        }
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Settings of every compression, by the names of CompressionConfig's fields; stats are extra."""
+        return {name: getattr(self, name) for name in SHARED}
 
 
 def split_specs(text: str) -> list[str]:
