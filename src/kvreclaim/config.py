@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kvreclaim.checks import check_choice, check_int, check_number, require
 from kvreclaim.options import check_options, option
 
+AUTO = "auto"
 KERNELS = ("auto", "native", "triton", "reference")
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
@@ -25,6 +26,12 @@ def format_name(name: object) -> str:
     known = KV_CACHE_DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
     check_choice("kv_cache_dtype", known, KV_CACHE_DTYPES)
     return str(known)
+
+
+def format_names(names: Sequence[object]) -> tuple[str, ...]:
+    """The same of several, each once. Raises: InvalidArgumentError."""
+    require(bool(names), "kv_cache_dtype names no format; pass auto or, for example, bf16,int8,int4.")
+    return tuple(dict.fromkeys(map(format_name, names)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

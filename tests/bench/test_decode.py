@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from kvreclaim import demo_model
 from kvreclaim.bench import decode, verify
-from kvreclaim.bench.decode_plan import DecodePlan
-from kvreclaim.bench.systems.base import Point, Setup, SkipPoint, random_prompts
-from kvreclaim.bench.systems.ours import NAMES, Ours
+from kvreclaim.bench.plans import DecodePlan
+from kvreclaim.bench.systems.base import NAMES, Point, Setup, SkipPoint, random_prompts
+from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.bench.verify import FormatReferee, Referee, WrongTokensError
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError

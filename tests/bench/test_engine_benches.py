@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import compress, memory, step, together
 from kvreclaim.bench.common import alternate
-from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.patches import Clock, timers
+from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.cli.main import app
 
 runner = CliRunner()

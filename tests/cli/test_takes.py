@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvreclaim.bench.plans import CompressPlan, DecodePlan, MemoryPlan, ServePlan
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
@@ -23,10 +24,11 @@ from kvreclaim.server.config import ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
+PLANS = (DecodePlan, CompressPlan, MemoryPlan, ServePlan)
 WORDS: dict[str, str] = {"eviction_policy": "gdsf", "kv_cache_dtype": "int8"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
-    for config in CONFIGS
+    for config in (*CONFIGS, *PLANS)
     for setting in settings_of(config).values()
     if setting.said.help
 ]
@@ -43,7 +45,7 @@ def another(setting: Setting) -> Any:
         return (said.low if default is None else default) + 1
     if setting.type is float:
         return said.low if default == said.high else (default + said.high) / 2
-    return WORDS.get(setting.name, "a-word")
+    return "7" if setting.type == tuple[int, ...] else WORDS.get(setting.name, "a-word")
 
 
 def run(group: Takes, *arguments: str) -> Any:
@@ -69,7 +71,19 @@ def test_every_option_arrives(config: type, setting: Setting) -> None:
         spelt = flag if value is not False else "--no-" + flag.removeprefix("--")
         arguments = [spelt] if isinstance(value, bool) else [flag, str(value)]
         got = run(group, *arguments)[setting.name]
-        assert got == ([value] if isinstance(got, list) else value) or str(got) == value
+        assert value in (got, str(got)) or [*map(str, got)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "values"), [("contexts", " 7,9", (7, 9)), ("peers", "a, b,", ("a", "b"))]
+)
+def test_several_values_have_commas(flag: str, text: str, values: tuple) -> None:
+    assert run(Takes(config=DecodePlan, build=dict), f"--{flag}", text)[flag] == values
+
+
+def test_several_values_of_a_command_have_commas() -> None:
+    group = Takes(config=DecodePlan, defaults={"contexts": (1, 2)}, build=dict)
+    assert run(group)["contexts"] == (1, 2)
 
 
 @pytest.mark.parametrize("config", [EngineConfig, SamplingParams, CompressionSettings])
@@ -117,7 +131,10 @@ def test_eval_has_the_settings_of_its_plan_under_their_own_names() -> None:
     assert shared - names == {"shared_policy", "shared_budget"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--top-p", "2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["serve", "--help"], ["bench", "decode", "--help"], ["generate", "--top-p", "2"]],
+)
 def test_neither_help_nor_a_mistake_imports_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom kvreclaim.cli.main import app\n"

@@ -8,8 +8,8 @@ what a sequence holds, budget + interval tokens, however long its trace is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 
@@ -17,32 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.patches import Clock, timers
+from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.compression import compressor as compressor_module
-
-
-@dataclass(frozen=True, slots=True)
-class CompressPlan:
-    """Every context at the base's budget, then every budget at `budget_context`; by policy and batch."""
-
-    base: DecodePlan
-    contexts: tuple[int, ...] = (8192, 32_768, 131_072)
-    budgets: tuple[int, ...] = (512, 2048, 8192)
-    batches: tuple[int, ...] = (1,)
-    policies: tuple[str, ...] = ("triattention", "query_mixture")
-    budget_context: int = 32_768
-    intervals: int = 2
-
-    def points(self) -> Iterator[tuple[int, int, int]]:
-        """(context, batch, budget), none twice, none whose context is within its budget."""
-        wanted = [(c, b, self.base.budget) for b in self.batches for c in self.contexts]
-        wanted += [(self.budget_context, b, budget) for b in self.batches for budget in self.budgets]
-        for context, batch, budget in dict.fromkeys(wanted):
-            if context > budget + self.base.interval:
-                yield context, batch, budget
 
 
 def run(plan: CompressPlan, console: Console | None = None) -> list[Row]:

@@ -41,7 +41,7 @@ import psutil
 from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
-from kvreclaim.bench.decode_plan import AUTO, DecodePlan
+from kvreclaim.bench.plans import AUTO, DecodePlan
 from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, Slice, System, random_prompts
 from kvreclaim.bench.systems.vllm_peer import Vllm
 from kvreclaim.bench.verify import Agreement, FormatReferee, Judge, Referee, require_agreement

@@ -9,7 +9,7 @@ from statistics import median
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, spread, table, text
-from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
 

@@ -11,7 +11,6 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -21,53 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.plans import MemoryPlan
 from kvreclaim.bench.systems.base import CHUNK, random_prompts
 from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
 from kvreclaim.bench.systems.ours import bind
 from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
-from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """pool_requests: the pool holds the K/V of that many whole requests."""
-
-    model: Path
-    dtype: str = "bfloat16"
-    threads: int = 2
-    requests: int = 20
-    prompt: int = 2048
-    output: int = 8192
-    pool_requests: int = 4
-    policies: tuple[str, ...] = ("full", "triattention", "query_mixture")
-    budget: int = 2048
-    interval: int = 128
-    kernels: str = "auto"
-    vllm_python: Path | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.requests, self.prompt, self.output, self.pool_requests) < 1:
-            raise InvalidArgumentError("requests, prompt, output and pool must be positive; raise them.")
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.output
-
-    @property
-    def pool_tokens(self) -> int:
-        """Slots of the pool, in whole blocks of either block size."""
-        tokens = self.pool_requests * self.length
-        return blocks_for(tokens, VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
-
-    def compression(self, policy: str) -> CompressionConfig | None:
-        if policy == "full":
-            return None
-        return CompressionConfig(policy, self.budget, self.interval, recent=min(128, self.budget // 4))
+def pool_tokens(plan: MemoryPlan) -> int:
+    """Slots of the pool, in whole blocks of either block size."""
+    tokens = plan.pool_requests * plan.length
+    return blocks_for(tokens, VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
 
 
 def run(plan: MemoryPlan, console: Console | None = None) -> list[Row]:
@@ -97,7 +64,7 @@ def _ours(plan: MemoryPlan, policy: str) -> Row:
         plan.model,
         dtype=plan.dtype,
         block_size=OUR_BLOCK_SIZE,
-        num_blocks=plan.pool_tokens // OUR_BLOCK_SIZE,
+        num_blocks=pool_tokens(plan) // OUR_BLOCK_SIZE,
         max_num_seqs=plan.requests,
         max_num_batched_tokens=CHUNK,
         max_model_len=plan.length + 1,
@@ -140,7 +107,7 @@ def _vllm(plan: MemoryPlan, python: Path) -> Row:
             dtype=plan.dtype,
             max_len=plan.length + 1,
             batch=plan.requests,
-            num_blocks=plan.pool_tokens // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
+            num_blocks=pool_tokens(plan) // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
             block_size=VLLM_BLOCK_SIZE,
             eager=True,
             chunk=CHUNK,
@@ -174,7 +141,7 @@ def _row(
     **more: Any,
 ) -> Row:
     limited = [now for now, queue in zip(running, waiting, strict=True) if queue] or list(running)
-    num_blocks = plan.pool_tokens // block_size
+    num_blocks = pool_tokens(plan) // block_size
     return {
         "system": system,
         "model": plan.model.name,
@@ -183,7 +150,7 @@ def _row(
         "requests": plan.requests,
         "prompt": plan.prompt,
         "output": plan.output,
-        "pool_tokens": plan.pool_tokens,
+        "pool_tokens": pool_tokens(plan),
         "block_size": block_size,
         "num_blocks": num_blocks,
         "blocks_per_request": blocks_held,

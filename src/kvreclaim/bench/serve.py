@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, sleep
@@ -20,8 +19,9 @@ import numpy as np
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
-from kvreclaim.checks import check_number, require
+from kvreclaim.checks import require
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -33,42 +33,6 @@ START_S = 300.0
 
 class DifferentAnswersError(KVReclaimError):
     """HTTP gave another text than the engine alone: nothing is measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServePlan:
-    """What is run.
-
-    num_prompt, num_output: tokens of each request
-    arrivals: requests of the run under load, which come at load x what the engine did offline at the most
-              streams; 0: no such run
-    trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
-    """
-
-    model: Path
-    streams: tuple[int, ...] = (1, 8, 32, 64)
-    num_prompt: int = 64
-    num_output: int = 256
-    rounds: int = 3
-    threads: int = 1
-    num_blocks: int = 4096
-    dtype: str = "auto"
-    arrivals: int = 0
-    load: float = 0.7
-    trace: Path | None = None
-    scale: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(
-            bool(self.streams) and min(self.streams) > 0,
-            f"--streams is {self.streams}; pass one or more numbers of concurrent streams, each at least 1.",
-        )
-        check_number("--load", self.load, 0.01, 100.0)
-        check_number("--scale", self.scale, 0.0001, 100.0)
-        if self.trace is not None:
-            require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
-            require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
 
 
 def run(plan: ServePlan) -> list[Row]:

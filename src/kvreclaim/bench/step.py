@@ -9,9 +9,9 @@ from time import perf_counter
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import SHORT
 from kvreclaim.bench.patches import Clock, TimedOps, timers
+from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
 

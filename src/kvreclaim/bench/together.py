@@ -13,7 +13,7 @@ from time import perf_counter
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Fill, Point
 from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.compression import CompressionConfig, Signal, make_policy

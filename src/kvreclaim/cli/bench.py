@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
-from kvreclaim.checks import check_choice, require
+from kvreclaim.bench.plans import CompressPlan, DecodePlan, MemoryPlan
+from kvreclaim.checks import require
 from kvreclaim.cli.bench_latent import latent
 from kvreclaim.cli.bench_options import (
-    Dtype,
     Json,
     Kernels,
     KVCacheDtypes,
     Model,
     Threads,
-    VllmPython,
     beside_bf16,
     command_line,
-    formats_in,
     model_directory,
-    names_in,
-    numbers,
     ready,
 )
 from kvreclaim.cli.bench_prefix import prefix
 from kvreclaim.cli.bench_serve import serve
 from kvreclaim.cli.bench_vllm import vllm
-from kvreclaim.cli.takes import usage_errors
+from kvreclaim.cli.takes import Takes, takes, usage_errors
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 bench_app.command("latent")(latent)
@@ -36,7 +32,8 @@ bench_app.command("prefix")(prefix)
 bench_app.command("serve")(serve)
 bench_app.command("vllm")(vllm)
 
-SYSTEMS = "full,query_mixture,triattention"
+SYSTEMS = ("full", "query_mixture", "triattention")
+SHARED = ("threads", "dtype", "kernels")
 
 
 @bench_app.command("blocks")
@@ -50,25 +47,10 @@ def blocks(json_file: Json = None) -> None:
 
 
 @bench_app.command("decode")
+@takes
 def decode(
+    plan: Annotated[dict[str, Any], Takes(config=DecodePlan, defaults={"systems": SYSTEMS}, build=dict)],
     model: Model = None,
-    systems: Annotated[str, typer.Option(help="kvreclaim's own, comma-separated.")] = SYSTEMS,
-    peers: Annotated[str, typer.Option(help="transformers, transformers-cb, vllm; comma-separated.")] = "",
-    vllm_python: VllmPython = None,
-    vllm_compile: Annotated[bool, typer.Option("--vllm-compile", help="vLLM with torch.compile.")] = False,
-    contexts: Annotated[str, typer.Option(help="Tokens in each cache.")] = "1024,8192,16384,32768",
-    batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8,32",
-    threads: Threads = 2,
-    dtype: Dtype = "bfloat16",
-    kernels: Kernels = "auto",
-    kv_cache_dtype: KVCacheDtypes = "auto",
-    budget: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 2048,
-    interval: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Most steps of a timed slice.")] = 64,
-    slice_s: Annotated[float, typer.Option(help="Most seconds of a timed slice.")] = 4.0,
-    limit_s: Annotated[float, typer.Option(help="Most seconds of one system at one point.")] = 120.0,
-    fill: Annotated[str, typer.Option(help="synthetic or prefill.")] = "synthetic",
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     growth: Annotated[
         bool, typer.Option("--growth", help="Also triattention at 8k and 64k logical tokens.")
@@ -76,126 +58,63 @@ def decode(
     json_file: Json = None,
 ) -> None:
     """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
-    with ready(threads):
+    decode_plan = _decode_plan(model, plan)
+    with ready(decode_plan.threads):
         from kvreclaim.bench import common, decode, decode_table
         from kvreclaim.bench import growth as growth_bench
-        from kvreclaim.bench.decode_plan import DecodePlan
         from kvreclaim.bench.verify import agreement_table, as_rows
 
-        plan = DecodePlan(
-            model=model_directory(model),
-            dtype=dtype,
-            threads=threads,
-            contexts=numbers("--contexts", contexts),
-            batches=numbers("--batches", batches),
-            systems=tuple(f"kvreclaim-{name}" for name in names_in(systems)),
-            peers=tuple(names_in(peers)),
-            vllm_python=vllm_python,
-            vllm_eager=not vllm_compile,
-            kernels=kernels,
-            kv_cache_dtypes=formats_in(kv_cache_dtype),
-            budget=budget,
-            interval=interval,
-            rounds=rounds,
-            steps=steps,
-            slice_s=slice_s,
-            limit_s=limit_s,
-            fill=_fill(fill),
-        )
-        result = decode.run(plan, check=verify)
+        result = decode.run(decode_plan, check=verify)
         if result.checks:
             common.show(agreement_table(result.checks))
         common.show(decode_table.speed_table(result.rows))
         common.show(decode_table.ratio_table(result.rows))
         extra = {"verification": as_rows(result.checks)}
         if growth:
-            extra["growth"] = growth_bench.run(plan)
+            extra["growth"] = growth_bench.run(decode_plan)
             common.show(growth_bench.growth_table(extra["growth"]))
         content = common.report(result.rows, command_line(), peer_versions=result.versions, **extra)
         common.write_json(content, json_file)
 
 
 @bench_app.command("memory")
+@takes
 def memory(
+    plan: Annotated[dict[str, Any], Takes(config=MemoryPlan, build=dict)],
     model: Model = None,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,triattention,query_mixture",
-    requests: Annotated[int, typer.Option(help="Sent at once.")] = 20,
-    prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 2048,
-    output: Annotated[int, typer.Option(help="Tokens of each.")] = 8192,
-    pool: Annotated[int, typer.Option(help="Whole requests whose K/V the pool holds.")] = 4,
-    budget: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 2048,
-    interval: Annotated[int, typer.Option(help="Of the policies, tokens.")] = 128,
-    vllm_python: VllmPython = None,
-    threads: Threads = 2,
-    dtype: Dtype = "bfloat16",
-    kernels: Kernels = "auto",
     json_file: Json = None,
 ) -> None:
     """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
-    with ready(threads):
+    memory_plan = MemoryPlan(model=model_directory(model), **plan)
+    with ready(memory_plan.threads):
         from kvreclaim.bench import common, memory
 
-        plan = memory.MemoryPlan(
-            model=model_directory(model),
-            dtype=dtype,
-            threads=threads,
-            requests=requests,
-            prompt=prompt,
-            output=output,
-            pool_requests=pool,
-            policies=tuple(names_in(policies)),
-            budget=budget,
-            interval=interval,
-            kernels=kernels,
-            vllm_python=vllm_python,
-        )
-        rows = memory.run(plan, common.wide_console(stderr=True))
+        rows = memory.run(memory_plan, common.wide_console(stderr=True))
         common.show(memory.memory_table(rows))
         common.write_json(common.report(rows, command_line()), json_file)
 
 
 @bench_app.command("compress")
+@takes
 def compress(
+    base: Annotated[
+        dict[str, Any], Takes(config=DecodePlan, only=(*SHARED, "budget", "interval"), build=dict)
+    ],
+    grid: Annotated[dict[str, Any], Takes(config=CompressPlan, build=dict)],
     model: Model = None,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "triattention,query_mixture",
-    contexts: Annotated[str, typer.Option(help="At budget 2048.")] = "8192,32768,131072",
-    budgets: Annotated[str, typer.Option(help="At --budget-context.")] = "512,2048,8192",
-    budget_context: Annotated[int, typer.Option(help="Tokens.")] = 32_768,
-    batches: Annotated[str, typer.Option(help="Sequences.")] = "1",
-    budget: Annotated[int, typer.Option(help="At which the contexts are varied.")] = 2048,
-    interval: Annotated[int, typer.Option(help="Tokens.")] = 128,
     together: Annotated[int, typer.Option(min=0, help="Sequences due together; 0: leave it out.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Of passes that are due together.")] = 7,
-    threads: Threads = 2,
-    dtype: Dtype = "bfloat16",
-    kernels: Kernels = "auto",
     json_file: Json = None,
 ) -> None:
     """Cost of one compaction pass (score, select, move), its share of decoding, and of passes together."""
-    with ready(threads):
+    plan = CompressPlan(_decode_plan(model, base), **grid)
+    with ready(plan.base.threads):
         from kvreclaim.bench import common, compress
         from kvreclaim.bench import together as together_bench
-        from kvreclaim.bench.decode_plan import DecodePlan
 
-        base = DecodePlan(
-            model_directory(model),
-            dtype=dtype,
-            threads=threads,
-            budget=budget,
-            interval=interval,
-            kernels=kernels,
-        )
-        plan = compress.CompressPlan(
-            base,
-            contexts=numbers("--contexts", contexts),
-            budgets=numbers("--budgets", budgets),
-            batches=numbers("--batches", batches),
-            policies=tuple(names_in(policies)),
-            budget_context=budget_context,
-        )
         rows = compress.run(plan, common.wide_console(stderr=True))
         common.show(compress.compress_table(rows))
-        due = together_bench.run(base, plan.policies, together, rounds) if together else []
+        due = together_bench.run(plan.base, plan.policies, together, rounds) if together else []
         common.show(together_bench.together_table(due))
         common.write_json(common.report(rows, command_line(), together=due), json_file)
 
@@ -225,33 +144,27 @@ def kernels(
 
 
 @bench_app.command("step")
+@takes
 def step(
+    plan: Annotated[
+        dict[str, Any],
+        Takes(
+            config=DecodePlan,
+            only=("systems", "contexts", "batches", *SHARED),
+            defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
+            build=dict,
+        ),
+    ],
     model: Model = None,
-    systems: Annotated[str, typer.Option(help="kvreclaim's own, comma-separated.")] = "full,triattention",
-    contexts: Annotated[str, typer.Option(help="Tokens in each cache.")] = "1024,16384",
-    batches: Annotated[str, typer.Option(help="Sequences.")] = "1,8",
     steps: Annotated[int, typer.Option(min=1, help="Timed at each point.")] = 64,
-    threads: Threads = 2,
-    dtype: Dtype = "bfloat16",
-    kernels: Kernels = "auto",
     json_file: Json = None,
 ) -> None:
     """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
-    with ready(threads):
+    decode_plan = _decode_plan(model, {**plan, "steps": 2 * steps})
+    with ready(decode_plan.threads):
         from kvreclaim.bench import common, step
-        from kvreclaim.bench.decode_plan import DecodePlan
 
-        plan = DecodePlan(
-            model_directory(model),
-            dtype=dtype,
-            threads=threads,
-            systems=tuple(f"kvreclaim-{name}" for name in names_in(systems)),
-            contexts=numbers("--contexts", contexts),
-            batches=numbers("--batches", batches),
-            kernels=kernels,
-            steps=2 * steps,
-        )
-        rows = step.run(plan, steps=steps)
+        rows = step.run(decode_plan, steps=steps)
         common.show(step.step_table(rows))
         common.write_json(common.report(rows, command_line()), json_file)
 
@@ -268,6 +181,8 @@ def plot(
         decode_chart(files, out)
 
 
-def _fill(value: str) -> Literal["synthetic", "prefill"]:
-    check_choice("--fill", value, ("synthetic", "prefill"))
-    return "prefill" if value == "prefill" else "synthetic"
+def _decode_plan(model: Path | None, given: dict[str, Any]) -> DecodePlan:
+    """given: fields; systems by the names of their policies. Raises: InvalidArgumentError."""
+    if "systems" in given:
+        given = {**given, "systems": tuple(f"kvreclaim-{name}" for name in given["systems"])}
+    return DecodePlan(model=model_directory(model), **given)

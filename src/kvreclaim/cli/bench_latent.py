@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from kvreclaim.checks import check_choice
-from kvreclaim.cli.bench_options import Dtype, Json, Kernels, Threads, command_line, numbers, ready
+from kvreclaim.cli.bench_options import Dtype, Json, Kernels, Threads, command_line, ready
+from kvreclaim.cli.takes import numbers_in
 
 
 def latent(
@@ -31,8 +32,8 @@ def latent(
 
         check_choice("--dtype", dtype, ("bfloat16", "float32"))
         plan = latent_bench.LatentPlan(
-            contexts=numbers("--contexts", contexts),
-            new_tokens=numbers("--new-tokens", new_tokens),
+            contexts=numbers_in("--contexts", contexts),
+            new_tokens=numbers_in("--new-tokens", new_tokens),
             heads=heads,
             dtype=DTYPES[dtype],
             device=device,

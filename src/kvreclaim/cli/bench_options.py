@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from kvreclaim.checks import require
-from kvreclaim.cli.takes import usage_errors
+from kvreclaim.cli.takes import names_in, usage_errors
+from kvreclaim.config import format_names
 from kvreclaim.errors import InvalidArgumentError
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
@@ -26,7 +26,6 @@ Kernels = Annotated[str, typer.Option(help="kvreclaim's kernels: auto, reference
 KVCacheDtypes = Annotated[
     str, typer.Option(help="KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.")
 ]
-VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of vLLM's environment (`make vllm-env`).")]
 
 
 @contextmanager
@@ -54,36 +53,15 @@ def model_directory(given: Path | None) -> Path:
     return model
 
 
-def numbers(option: str, value: str) -> tuple[int, ...]:
-    """Comma-separated integers. Raises: InvalidArgumentError."""
-    try:
-        return tuple(int(part) for part in value.split(",") if part)
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"{option} is {value!r}, which is no list of numbers; pass, for example, 1024,8192."
-        ) from error
-
-
 def formats_in(value: str) -> tuple[str, ...]:
     """Comma-separated KV formats, each once. Raises: InvalidArgumentError."""
-    from kvreclaim.config import format_name
-
-    require(
-        bool(names_in(value)),
-        f"--kv-cache-dtype is {value!r}, which names no format; pass auto or, for example, bf16,int8,int4.",
-    )
-    return tuple(dict.fromkeys(format_name(name) for name in names_in(value)))
+    return format_names(names_in(value))
 
 
 def beside_bf16(value: str) -> tuple[str, ...]:
     """The same; with bf16, which named formats are compared with, if it is not among them."""
     formats = formats_in(value)
     return formats if formats == ("auto",) or "bf16" in formats else ("bf16", *formats)
-
-
-def names_in(value: str) -> list[str]:
-    """Comma-separated names."""
-    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def command_line() -> str:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvreclaim.cli.bench_options import Json, command_line, names_in, numbers
-from kvreclaim.cli.takes import usage_errors
+from kvreclaim.cli.bench_options import Json, command_line
+from kvreclaim.cli.takes import names_in, numbers_in, usage_errors
 
 
 def prefix(
@@ -29,7 +29,7 @@ def prefix(
         from kvreclaim.bench import common, prefix_pins
         from kvreclaim.bench import prefix as prefix_bench
 
-        plan = prefix_bench.PrefixPlan(trace, numbers("--blocks", blocks), tuple(names_in(orders)))
+        plan = prefix_bench.PrefixPlan(trace, numbers_in("--blocks", blocks), tuple(names_in(orders)))
         progress = common.wide_console(stderr=True)
         rows = prefix_bench.run(plan, progress.print)
         common.show(prefix_bench.prefix_table(rows, trace))

@@ -15,9 +15,9 @@ from kvreclaim.cli.bench_options import (
     Threads,
     command_line,
     model_directory,
-    names_in,
     ready,
 )
+from kvreclaim.cli.takes import names_in
 
 PYTHON = Path(".vllm-env/bin/python")
 

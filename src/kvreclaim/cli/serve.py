@@ -48,10 +48,9 @@ def serve(
 
 
 def _server_config(given: dict[str, Any], name: str) -> ServerConfig:
-    lists = {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     template = given.get("chat_template")
     return ServerConfig(
-        **{"served_model_name": (name,), **given, **lists, "chat_template": template and _text_of(template)}
+        **{"served_model_name": (name,), **given, "chat_template": template and _text_of(template)}
     )
 
 

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from kvreclaim.errors import KVReclaimError
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.options import Setting, settings_of
 
 
@@ -19,7 +19,7 @@ class Takes:
     """Beside a parameter's type, in Annotated: stands for the options of a config.
 
     config:   whose fields they are
-    panel:    of the help text
+    panel:    of the help text; None: the command's own
     only:     these fields; all that are offered where empty
     without:  but these
     defaults: of this command, where they are not the config's
@@ -29,7 +29,7 @@ class Takes:
     """
 
     config: type
-    panel: str
+    panel: str | None = None
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -44,14 +44,19 @@ class Takes:
         names = self.only or [name for name in known if known[name].said.help]
         return [known[name] for name in names if name not in self.without]
 
+    def flags(self, setting: Setting) -> tuple[str, ...]:
+        return (not self.own_names and setting.said.flags) or (f"--{setting.name.replace('_', '-')}",)
+
     def parameter(self, name: str, setting: Setting) -> inspect.Parameter:
         """The option as typer wants it; name: of the parameter that it is part of."""
         said, kind = setting.said, setting.said.typed_as or setting.type
         default = self.defaults.get(setting.name, setting.default)
-        flags = (not self.own_names and said.flags) or (f"--{setting.name.replace('_', '-')}",)
+        flags = self.flags(setting)
         if kind is bool:
             plain = flags[0]
             flags = (f"{plain}/--no-{plain[2:]}",) if default else (plain,)
+        elif said.typed_as is None and get_origin(kind) is tuple:
+            kind, default = str, ",".join(map(str, default))
         elif self.unset or default in (None, ()):
             kind, default = kind | None, None
         info = typer.Option(*flags, help=said.help, envvar=said.env, rich_help_panel=said.panel or self.panel)
@@ -64,13 +69,25 @@ class Takes:
 
     def value(self, name: str, given: dict[str, Any]) -> Any:
         """The parameter's value; its options are taken out of what was given. Raises: KVReclaimError."""
-        values = {setting.name: given.pop(f"{name}_{setting.name}") for setting in self.settings()}
+        values = {
+            setting.name: self._read(setting, given.pop(f"{name}_{setting.name}"))
+            for setting in self.settings()
+        }
         present = {
             key: value
             for key, value in values.items()
             if value is not None and not (self.unset and value is False)
         }
         return (self.build or self.config)(**present)
+
+    def _read(self, setting: Setting, value: Any) -> Any:
+        """Several values are a list, or one text with commas."""
+        if get_origin(setting.type) is not tuple or value is None:
+            return value
+        if isinstance(value, str):
+            numbers = get_args(setting.type)[0] is int
+            value = numbers_in(self.flags(setting)[0], value) if numbers else names_in(value)
+        return tuple(value)
 
 
 def takes(function: Callable[..., None]) -> Callable[..., None]:
@@ -105,3 +122,18 @@ def usage_errors() -> Iterator[None]:
     except KVReclaimError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def numbers_in(flag: str, value: str) -> list[int]:
+    """Comma-separated integers. Raises: InvalidArgumentError."""
+    try:
+        return [int(part) for part in names_in(value)]
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{flag} is {value!r}, which is no list of numbers; pass, for example, 1024,8192."
+        ) from error
+
+
+def names_in(value: str) -> list[str]:
+    """Comma-separated names."""
+    return [part.strip() for part in value.split(",") if part.strip()]

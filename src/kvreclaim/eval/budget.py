@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kvreclaim.config import AUTO
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)

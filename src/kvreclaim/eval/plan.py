@@ -10,9 +10,8 @@ from typing import Any
 from kvreclaim.checks import check_int, check_number, require
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.config import CompressionSettings, format_name
+from kvreclaim.config import AUTO, CompressionSettings, format_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.budget import AUTO
 from kvreclaim.options import settings_of
 
 FULL = "full"
@@ -71,8 +70,7 @@ class EvalPlan:
                 f"{name} is {values!r}; it must be a non-empty list.",
             )
             object.__setattr__(self, name, tuple(dict.fromkeys(values)))
-        names = [format_name(name) for name in self.kv_cache_dtypes]
-        object.__setattr__(self, "kv_cache_dtypes", tuple(dict.fromkeys(names)))
+        object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
         for policy in self.policies:
             make_policy(policy)
         for budget in self.budgets:

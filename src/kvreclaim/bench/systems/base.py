@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 Fill = Literal["synthetic", "prefill"]
+NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
+"""Ours."""
 CHUNK = 2048
 """Tokens of one prefill step, the same in every system that lets it be set."""
 

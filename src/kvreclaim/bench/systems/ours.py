@@ -20,7 +20,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 
-NAMES = ("kvreclaim-full", "kvreclaim-query_mixture", "kvreclaim-triattention")
 BLOCK_SIZE = 16
 PROMPT_STEPS = 1 << 20
 
