@@ -23,8 +23,8 @@ from kvreclaim.compression.policies.protect import Protect
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policies.snapkv import SnapKV
-from kvreclaim.compression.spec import Spec, parse_spec, write_value
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.spec import Spec, parse_spec, write_value
 
 MIXTURE = QueryMixture(value_norm=False)
 WRITTEN = {

@@ -30,9 +30,9 @@ from kvreclaim.compression.policies.streaming_llm import StreamingLLM
 from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
-from kvreclaim.compression.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.config import DEFAULT_POLICY
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
@@ -92,7 +92,7 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
 
     Args:
         spec:    "knorm", "knorm(keep=large)", "evict-only(knorm)", "segments(query_mixture, n=4)"; the
-                 grammar is in spec.py. A wrapper's first argument is the policy it wraps, the others
+                 grammar is in schedule/spec.py. A wrapper's first argument is the policy it wraps, the others
                  are its options, by name or in their order; without one it wraps its default_inner
         options: fields of the policy (of the innermost one, where there is a wrapper)
 

@@ -56,7 +56,7 @@ Plain = bool | int | float | str | None
 OptionValue = Annotated[
     Plain | list[Plain | list[Plain]], described("a number, true, false, null, a text, or a list of these")
 ]
-"""What a policy's name can say too (compression/spec.py)."""
+"""What a policy's name can say too (schedule/spec.py)."""
 
 
 def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:

@@ -1,0 +1,148 @@
+"""What a compression lets a sequence hold, known from its text alone: no policy's class, no torch.
+
+    query_mixture                          the defaults
+    triattention:budget=512,interval=128   a policy, then settings of the budget
+    ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (spec.py)
+
+What this table says of the built-in policies is held against their classes by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from kvreclaim.checks import check_int, require
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.spec import Spec, Value, parse_spec
+from kvreclaim.schedule.way import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the arithmetic asks of a policy; fields as in Footprint."""
+
+    way: Way = Way.COMPACT
+    prompt_only: bool = False
+    window: int | None = 1
+
+
+_PLAIN = Traits()
+_TRAITS: Mapping[str, Traits] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "query_mixture",
+                "triattention",
+                "expected_attention",
+                "keydiff",
+                "lagkv",
+                "knorm",
+                "streaming_llm",
+                "random",
+                "oracle",
+                "tova",
+            ),
+            _PLAIN,
+        ),
+        "snapkv": Traits(window=32),
+        "r_kv": Traits(window=8),
+        "h2o": Traits(window=None),
+        "paged_eviction": Traits(Way.BLOCKS),
+        "quest": Traits(Way.READS),
+        "full": Traits(Way.KEEP),
+    }
+)
+_WRAPPERS: Mapping[str, tuple[str, Way | None]] = MappingProxyType(
+    {
+        "pyramidkv": ("snapkv", Way.CELLS),
+        "ada_kv": ("snapkv", Way.CELLS),
+        "evict-only": ("query_mixture", Way.MASK),
+        "critical": ("query_mixture", None),
+        "segments": ("query_mixture", None),
+        "protect": ("query_mixture", None),
+    }
+)
+"""The policy that each wraps where none is named, and its way, if that is not the inner one's."""
+
+BUDGET_DEFAULTS: Mapping[str, int] = MappingProxyType(
+    {"budget": 2048, "interval": 128, "sinks": 4, "recent": 128}
+)
+"""Those of CompressionConfig."""
+
+
+def traits(policy: str) -> Traits:
+    """Of a policy as it is written. Raises: InvalidArgumentError if it is not to be read or not built in."""
+    return _traits(parse_spec(policy))
+
+
+def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
+    """What `policy[:setting=value,…]` lets a sequence hold. Raises: InvalidArgumentError."""
+    policy, settings = _split(text)
+    found = traits(policy)
+    require(
+        settings["budget"] > settings["sinks"] + settings["recent"],
+        f"{text!r}: budget is {settings['budget']} tokens, but sinks + recent = "
+        f"{settings['sinks'] + settings['recent']} are always kept; raise the budget or lower one of them.",
+    )
+    return Footprint(
+        way=found.way,
+        prompt_only=found.prompt_only,
+        window=found.window,
+        block_size=block_size,
+        max_chunk=max_chunk,
+        budget=settings["budget"],
+        interval=settings["interval"],
+        sinks=settings["sinks"],
+        recent=settings["recent"],
+    )
+
+
+def _split(text: str) -> tuple[str, dict[str, int]]:
+    """The policy, and the settings behind the colon that follows it."""
+    policy, colon, rest = text.rpartition(":")
+    if not colon or ")" in rest:
+        policy, rest = text, ""
+    settings = dict(BUDGET_DEFAULTS)
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in settings:
+            raise InvalidArgumentError(
+                f"{text!r} has the setting {part!r}; after the colon write {', '.join(settings)}, each with "
+                "=tokens, as in 'triattention:budget=512,interval=128'."
+            )
+        require(value.isdecimal(), f"{text!r}: {name} is {value!r}; it must be a number of tokens.")
+        settings[name] = int(value)
+        check_int(name, settings[name], 1 if name in ("budget", "interval") else 0, " tokens")
+    return policy, settings
+
+
+def _traits(spec: Spec) -> Traits:
+    if spec.name in _WRAPPERS:
+        default, way = _WRAPPERS[spec.name]
+        inner = _inner(spec, default)
+        return inner if way is None else replace(inner, way=way)
+    if spec.name not in _TRAITS:
+        raise InvalidArgumentError(
+            f"policy {spec.name!r} is not built in, and what it does to memory is not known without its "
+            f"class; known are {', '.join((*_TRAITS, *_WRAPPERS))}."
+        )
+    found, options = _TRAITS[spec.name], dict(spec.args)
+    if spec.name in ("snapkv", "r_kv") and isinstance(window := options.get("window"), int):
+        found = replace(found, window=window)
+    return replace(found, prompt_only=True) if options.get("when") == "prefill" else found
+
+
+def _inner(spec: Spec, default: str) -> Traits:
+    """Of the policy that a wrapper wraps: its first argument, or the one named inner."""
+    given: list[Value] = [value for name, value in spec.args if name == "inner"]
+    if not given and spec.args and spec.args[0][0] is None:
+        given = [spec.args[0][1]]
+    inner = given[0] if given else default
+    if isinstance(inner, str):
+        inner = Spec(inner)
+    require(isinstance(inner, Spec), f"policy {spec.name} is given {inner!r} to wrap; write a policy first.")
+    assert isinstance(inner, Spec)
+    return _traits(inner)
