@@ -65,6 +65,12 @@ class EngineConfig:
         high=0.95,
         flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
     )
+    max_signal_bytes: int | None = option(
+        None,
+        "Beside the blocks, for what policies ask to be kept of running sequences: queries, attention, "
+        "digests; a fifth of the free memory, and no more than the blocks leave, where not said.",
+        low=0,
+    )
     seed: int = option(0, "Of requests that bring none.", low=0)
     scheduling_policy: str = option(
         "fcfs", "Who runs first: fcfs, or priority (the lowest number).", choices=("fcfs", "priority")

@@ -98,22 +98,3 @@ def test_siblings_of_a_sequence_that_fails_end_with_it(make_llm):
     assert {seq.finish_reason for seq in three.sequences} == {"error"}
     assert fine.output().outputs[0].token_ids == expected
     assert_idle(llm)
-
-
-def test_a_mass_that_is_put_back_is_bit_for_bit_what_it_was(make_llm):
-    """Also if the store has grown meanwhile."""
-    llm = make_llm()
-    store = llm.engine.signals._mass
-    store.take(7)
-    store.take(8)
-    store.reserve(5)
-    store.tensor.copy_(torch.rand_like(store.tensor))
-    before = store.tensor.clone()
-    undo = store.saved([8])
-    store.add(store.index([8, 7]), 0, torch.ones(2, store.tensor.shape[2], 5))
-    store.reserve(9)
-    store.add(store.index([8]), 1, torch.ones(1, store.tensor.shape[2], 9))
-    undo()
-    assert torch.equal(store.row(8)[..., :5], before[store.index([8])][0])
-    assert not store.row(8)[..., 5:].any()
-    assert not torch.equal(store.row(7)[..., :5], before[store.index([7])][0])

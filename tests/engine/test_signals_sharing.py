@@ -11,6 +11,7 @@ from settings import assert_idle, small
 from kvreclaim import SamplingParams
 from kvreclaim.engine.signals.mass import MassStore
 from kvreclaim.engine.signals.queries import QueryStore
+from kvreclaim.engine.signals.store import Room
 from kvreclaim.model.loader import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -141,7 +142,7 @@ def facts(tiny_dir):
 
 def test_a_fork_is_a_copy(facts):
     """What happens to the parent's slots, and to the parent, does not touch the child."""
-    store = MassStore(facts)
+    store = MassStore(facts, Room())
     store.take(1)
     store.reserve(6)
     rows = store.index([1])
@@ -162,7 +163,7 @@ def test_a_fork_is_a_copy(facts):
 
 
 def test_a_store_grows_and_forgets(facts):
-    store = QueryStore(3, facts)
+    store = QueryStore(3, facts, Room())
     for seq_id in range(5):
         store.begin(seq_id, 0)
         store.row(seq_id)[:] = seq_id + 1

@@ -89,7 +89,7 @@ class Engine:
             kv_format=form,
             open_rows=open_rows(config, form),
         )
-        self.signals = Signals(loaded, self.cache, backend)
+        self.signals = Signals(loaded, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)

@@ -13,10 +13,13 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
 
+SIGNAL_FRACTION = 0.2
+"""Of the free memory, for what policies ask to be kept."""
+
 
 def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
-    """Set max_model_len and num_blocks where they are None. Of the memory, rows for blocks that are not full
-    are taken first, in a format that has such.
+    """Set max_model_len, num_blocks and max_signal_bytes where they are None. Of the memory are taken first,
+    in a format that has such, rows for blocks that are not full, and a max_signal_bytes that is given.
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -30,26 +33,30 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     block_bytes = form.bytes_per_block(facts.layers, config.block_size)
     open_bytes = open_rows(config, form) * form.open_row_bytes(facts.layers, config.block_size)
     free = free_memory_bytes(facts.device)
+    kept_bytes = open_bytes + (config.max_signal_bytes or 0)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        affordable = (int(free * config.kv_memory_fraction) - open_bytes) // block_bytes
+        affordable = (int(free * config.kv_memory_fraction) - kept_bytes) // block_bytes
         num_blocks = min(affordable, blocks_for(max_model_len, config.block_size) * config.max_num_seqs)
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "
-                f"{block_bytes} bytes{_beside(open_bytes)}; free some memory, raise the fraction or set "
+                f"{block_bytes} bytes{_beside(kept_bytes)}; free some memory, raise the fraction or set "
                 "num_blocks."
             )
-    elif (needed := num_blocks * block_bytes + open_bytes) > free:
+    elif (needed := num_blocks * block_bytes + kept_bytes) > free:
         raise InvalidArgumentError(
             f"num_blocks is {num_blocks}, which takes {needed / 2**30:.1f} GiB of K/V in {form.name}"
-            f"{_beside(open_bytes)}, but {free / 2**30:.1f} GiB are free; lower it, or leave it out."
+            f"{_beside(kept_bytes)}, but {free / 2**30:.1f} GiB are free; lower it, or leave it out."
         )
-    return replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
+    signal_bytes = config.max_signal_bytes
+    if signal_bytes is None:
+        signal_bytes = min(int(free * SIGNAL_FRACTION), free - num_blocks * block_bytes - open_bytes)
+    return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
 
 
-def _beside(open_bytes: int) -> str:
-    return f" (with {open_bytes / 2**20:.1f} MiB for blocks that are not full)" if open_bytes else ""
+def _beside(num_bytes: int) -> str:
+    return f" (with {num_bytes / 2**20:.1f} MiB for open blocks and signals)" if num_bytes else ""
 
 
 def open_rows(config: EngineConfig, form: KVFormat) -> int:

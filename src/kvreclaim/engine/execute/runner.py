@@ -142,8 +142,10 @@ class ModelRunner:
                 logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
                 kv_batch=PagedKVBatch(self.ops, self.cache, batch, observer, parts),
             )
+            if observer is not None:
+                observer.commit()
         except Exception:
-            self.signals.forget(step, observer)
+            self.signals.forget(step)
             raise
         return output.logits[0], inputs.wanted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.signals.store import RowStore
+from kvreclaim.engine.signals.store import Room, RowStore
 from kvreclaim.ops.facts import ModelFacts
 
 
@@ -15,10 +15,10 @@ class QueryStore(RowStore):
     The query at position p lies at p % window, so neither chunks nor compactions move anything.
     """
 
-    def __init__(self, window: int, facts: ModelFacts) -> None:
+    def __init__(self, window: int, facts: ModelFacts, room: Room) -> None:
         layer = facts.layers[0]
         shape = (facts.num_layers, window, layer.num_heads, layer.head_dim)
-        super().__init__(shape, facts.dtype, facts.device)
+        super().__init__(shape, facts.dtype, facts.device, room)
         self.window = window
         self._first: dict[int, int] = {}
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression import Compressor, LayerSignals, Signal
+from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.digests import DigestStore
 from kvreclaim.engine.signals.mass import MassStore
+from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
 from kvreclaim.engine.signals.queries import QueryStore
+from kvreclaim.engine.signals.store import Room
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries
@@ -23,12 +25,6 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import KVCache
 
-if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Scheduled, Sequence
-
-WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
-"""Signals that every step has to add to."""
-
 QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
 
 
@@ -36,11 +32,12 @@ QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
 class Observer:
     """Sees the attention calls of one step, after their keys have been written.
 
-    undo: takes back what it has added so far
+    commit: to be called when all layers have been computed. Queries are written as they come, to places that
+            are written again if the step is; sums of attention wait for this
     """
 
     writes: tuple[Callable[[AttentionCall], None], ...]
-    undo: Callable[[], None] = lambda: None
+    commit: Callable[[], None] = lambda: None
 
     def see(self, call: AttentionCall) -> None:
         for write in self.writes:
@@ -51,28 +48,36 @@ class Signals:
     """The signals of all sequences. A sequence that is preempted or ends is dropped; computed again, it
     gathers the same ones again.
 
-    Memory per sequence: query_window * L * H * D elements for recent queries; L * K * slots fp32 for
-    attention mass, slots that of the longest sequence that asks, rounded up by doubling; L * H * T * D
-    elements for the future queries of a scored request of T tokens; 2 * L * K * D elements per block for the
-    digests of a policy that reads sparsely, slots and blocks alike.
+    max_bytes: of all stores together (None: as many as they need); a sequence's share is `signal_bytes`.
+               Whoever would exceed it fails, alone
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, backend: Backend) -> None:
+    def __init__(
+        self, loaded: LoadedModel, cache: KVCache, backend: Backend, max_bytes: int | None = None
+    ) -> None:
         self.loaded = loaded
         self.cache = cache
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}
-        self._mass = MassStore(loaded.facts)
-        self.digests = DigestStore(loaded.facts, cache.number)
+        self.room = Room(max_bytes)
+        self._mass = MassStore(loaded.facts, self.room)
+        self.digests = DigestStore(loaded.facts, cache.number, self.room)
         self._future: dict[int, list[Tensor]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 
     def check(self, compressor: Compressor | None, *, scored: bool) -> None:
         """Raise InvalidArgumentError if a request's policy needs what this model or request cannot give."""
         needs = needs_of(compressor)
-        if not needs or compressor is None:
+        if compressor is None:
             return
-        name = compressor.policy.name
+        name, limit = compressor.policy.name, self.room.limit
+        least = signal_bytes(compressor, self.loaded.facts, compressor.budget, self.cache.block_size)
+        if limit is not None and least > limit:
+            raise InvalidArgumentError(
+                f"policy {name} keeps {least} bytes of signals for a sequence, but max_signal_bytes is "
+                f"{limit} for all; lower its window or budget, or raise max_signal_bytes.",
+                field="compression",
+            )
         if Signal.FUTURE_QUERIES in needs and not scored:
             raise InvalidArgumentError(
                 f"policy {name} needs the whole text, the tokens to come included; use LLM.score, which is "
@@ -107,20 +112,18 @@ class Signals:
         by_window: dict[int, list[int]] = {}
         for i in asking:
             if Signal.RECENT_QUERIES in needs_of(step[i].seq.request.compressor):
-                by_window.setdefault(_window(step[i].seq), []).append(i)
+                by_window.setdefault(window_of(step[i].seq), []).append(i)
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not mass:
             return Observer(tuple(writes))
-        writes.append(self._mass_write([(step[i], starts[i]) for i in mass], mass, batch))
-        return Observer(tuple(writes), self._mass.saved([step[i].seq.seq_id for i in mass]))
+        write, commit = self._mass_write([(step[i], starts[i]) for i in mass], mass, batch)
+        return Observer((*writes, write), commit)
 
-    def forget(self, step: list[Scheduled], observer: Observer | None) -> None:
+    def forget(self, step: list[Scheduled]) -> None:
         """A step has failed half-way: its tokens may be computed again as if it had not been. Queries are
-        written again where they lie, attention is taken back, digests are made anew."""
-        if observer is not None:
-            observer.undo()
+        written again where they lie, digests are made anew."""
         for item in step:
             self.digests.drop(item.seq.seq_id)
 
@@ -143,7 +146,7 @@ class Signals:
             )
         queries = projection = future = None
         if Signal.RECENT_QUERIES in needs:
-            queries = self._queries[_window(seq)].last(seq.seq_id, layer, seq.num_computed)
+            queries = self._queries[window_of(seq)].last(seq.seq_id, layer, seq.num_computed)
         if Signal.OUTPUT_PROJECTION in needs:
             projection = self._output_projection(layer)
         if Signal.FUTURE_QUERIES in needs:
@@ -179,14 +182,14 @@ class Signals:
         for store in (*self._queries.values(), self._mass):
             store.drop(seq_id)
         self.digests.drop(seq_id)
-        self._future.pop(seq_id, None)
+        self.room.change(sum(queries.nbytes for queries in self._future.pop(seq_id, [])), 0)
 
     def _query_write(
         self, window: int, items: list[tuple[Scheduled, int]]
     ) -> Callable[[AttentionCall], None]:
         """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
         if window not in self._queries:
-            self._queries[window] = QueryStore(window, self.loaded.facts)
+            self._queries[window] = QueryStore(window, self.loaded.facts, self.room)
         store = self._queries[window]
         rows: list[np.ndarray] = []
         places: list[np.ndarray] = []
@@ -210,8 +213,11 @@ class Signals:
 
     def _mass_write(
         self, items: list[tuple[Scheduled, int]], members: list[int], batch: AttentionBatch
-    ) -> Callable[[AttentionCall], None]:
-        """Adds the attention that the chunks' queries give; members: the items' places in the batch."""
+    ) -> tuple[Callable[[AttentionCall], None], Callable[[], None]]:
+        """What sums up the attention that the chunks' queries give, and what adds the sums to the store.
+
+        members: the items' places in the batch
+        """
         store, device = self._mass, self.cache.device
         for item, _ in items:
             store.take(item.seq.seq_id)
@@ -223,6 +229,7 @@ class Signals:
             slots = tuple(batch.sequences[i] for i in members)
             batch = AttentionBatch.build(slots, batch.block_size, device)
         store.reserve(max(seq.seq_len for seq in batch.sequences))
+        found: list[tuple[int, Tensor]] = []
 
         def write(call: AttentionCall) -> None:
             sums = self.backend.column_sums(
@@ -230,9 +237,13 @@ class Signals:
                 self.cache.layers[call.layer],
                 batch,
             )
-            store.add(rows, call.layer, sums)
+            found.append((call.layer, sums))
 
-        return write
+        def commit() -> None:
+            for layer, sums in found:
+                store.add(rows, layer, sums)
+
+        return write, commit
 
     def _output_projection(self, layer: int) -> Tensor:
         if self._projections is None:
@@ -251,29 +262,6 @@ class Signals:
                 lambda _, queries: found.append(queries.to(facts.dtype)),
                 rotated=True,
             )
+            self.room.change(0, sum(queries.nbytes for queries in found))
             self._future[seq.seq_id] = found
         return self._future[seq.seq_id]
-
-
-def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
-    """What a policy that ever evicts asks for."""
-    return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
-
-
-def wants_positions(seq: Sequence) -> bool:
-    """Whether the positions of its slots have to be known for its policy."""
-    return Signal.POSITIONS in needs_of(seq.request.compressor)
-
-
-def is_watched(seq: Sequence) -> bool:
-    """Whether every step has to add to the sequence's signals: not if no pass is to come."""
-    compressor = seq.request.compressor
-    if compressor is None or not needs_of(compressor) & WATCHED:
-        return False
-    over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
-    return not (compressor.policy.prompt_only and over)
-
-
-def _window(seq: Sequence) -> int:
-    assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
-    return seq.request.compressor.policy.query_window

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvreclaim.compression.compressor import Question
 from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.signals.signals import Signals, wants_positions
+from kvreclaim.engine.signals.needs import wants_positions
+from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend

@@ -1,0 +1,54 @@
+"""What policies ask to be kept, of whom, and how many bytes that is."""
+
+from __future__ import annotations
+
+import torch
+
+from kvreclaim.compression import Compressor, Signal
+from kvreclaim.engine.core.request import Sequence
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.schedule.way import Way
+
+WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
+"""Signals that every step has to add to."""
+
+
+def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, block_size: int) -> int:
+    """Bytes that are kept for one sequence of num_slots slots beside its keys and values.
+
+    Recent queries: window x L x H x D in the model's dtype. Attention mass: L x K x slots in fp32. Digests:
+    2 x L x K x D for each full block, in the dtype in which keys are gathered, counted as fp32. A store has
+    at most twice the rows, and twice the slots or blocks of the longest row, that were ever needed at once.
+    """
+    layer, needs, found = facts.layers[0], compressor.policy.needs, 0
+    if Signal.RECENT_QUERIES in needs:
+        found += compressor.policy.query_window * layer.num_heads * layer.head_dim * facts.dtype.itemsize
+    if Signal.ATTENTION_MASS in needs:
+        found += layer.num_kv_heads * num_slots * torch.float32.itemsize
+    if compressor.way is Way.READS:
+        found += 2 * layer.num_kv_heads * layer.head_dim * (num_slots // block_size) * torch.float32.itemsize
+    return facts.num_layers * found
+
+
+def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
+    """What a policy that ever evicts asks for."""
+    return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
+
+
+def wants_positions(seq: Sequence) -> bool:
+    """Whether the positions of its slots have to be known for its policy."""
+    return Signal.POSITIONS in needs_of(seq.request.compressor)
+
+
+def is_watched(seq: Sequence) -> bool:
+    """Whether every step has to add to the sequence's signals: not if no pass is to come."""
+    compressor = seq.request.compressor
+    if compressor is None or not needs_of(compressor) & WATCHED:
+        return False
+    over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
+    return not (compressor.policy.prompt_only and over)
+
+
+def window_of(seq: Sequence) -> int:
+    assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
+    return seq.request.compressor.policy.query_window
