@@ -38,8 +38,9 @@ def test_without_options_it_is_the_demo_model_on_loopback(started: list) -> None
     assert config == default
     assert default.host == "127.0.0.1"
     engine = llm.engine.config
-    chosen = {"num_blocks": engine.num_blocks, "max_model_len": llm.engine.max_model_len}
-    assert engine == EngineConfig(**chosen)
+    chosen = ("num_blocks", "max_model_len", "max_signal_bytes")
+    assert engine == EngineConfig(**{name: getattr(engine, name) for name in chosen})
+    assert engine.max_signal_bytes > 0
     assert llm.compression is None
 
 

@@ -32,12 +32,12 @@ def compressed(llm, policy, monkeypatch, *, alone):
     """What every pass kept by sequence, and the outputs; most sequences of a round."""
     run, passes, most = llm.engine.compression.run, {}, [0]
 
-    def watched(due):
-        most[0] = max(most[0], len(due))
-        outcomes = [run([seq])[0] for seq in due] if alone else run(due)
-        for seq, done in zip(due, outcomes, strict=True):
+    def watched(jobs):
+        most[0] = max(most[0], len(jobs))
+        outcomes = [run([job])[0] for job in jobs] if alone else run(jobs)
+        for job, done in zip(jobs, outcomes, strict=True):
             assert isinstance(done, Done), done
-            passes.setdefault(seq.request.request_id, []).append((done.kept, done.prompt_slots, done.gone))
+            passes.setdefault(job.seq.request_id, []).append((done.kept, done.prompt_slots, done.gone))
         return outcomes
 
     with monkeypatch.context() as patch:

@@ -7,14 +7,12 @@ fill up together, and block table, physical length and slot mapping are those of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.uneven import HeadLengths, Heads, UnevenChoice, choose_uneven
-from kvreclaim.engine.core.request import Sequence
+from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.parts import HeadPart, head_order
@@ -26,9 +24,6 @@ from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, blocks_of, cell_batch, cell_layers, cell_view, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Scheduled
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Scheduled
 
 
 class Part(Protocol):

@@ -7,12 +7,11 @@ those of the recent tokens, and those with the highest block scores among the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.signals.digests import DigestStore
 from kvreclaim.engine.ways.pages import block_row
 from kvreclaim.engine.ways.parts import HeadPart
@@ -23,9 +22,6 @@ from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.moving import move
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.core.request import Scheduled
 
 MAX_ELEMENTS = 1 << 24
 """Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""
