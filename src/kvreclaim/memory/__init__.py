@@ -1,8 +1,8 @@
 """Who owns which block: ids, reference counts, prefix index, block tables, lengths. Integers only."""
 
 from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.changes import Growth, ShrinkPlan, Shrunk
 from kvreclaim.memory.eviction import EvictionOrder, eviction_orders, make_order
-from kvreclaim.memory.growth import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
@@ -10,7 +10,6 @@ from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.prefix.index import MISS_REASONS
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.residency import BlockResidency
-from kvreclaim.memory.shrink import ShrinkPlan, Shrunk
 from kvreclaim.memory.stats import MemoryStats
 
 __all__ = [

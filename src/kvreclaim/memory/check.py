@@ -1,4 +1,4 @@
-"""The invariants that hold between any two operations."""
+"""The invariants that hold between any two operations, and what must hold before a shrink."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import ShrinkPlan
 from kvreclaim.memory.pool import BlockPool
 
 
@@ -18,6 +20,31 @@ def check_memory(
     _check_counts(pool, tables, held)
     for seq_id, table in tables.items():
         _check_table(seq_id, table, pool, block_size)
+
+
+def check_plan(plan: ShrinkPlan, table: BlockTable, pool: BlockPool, block_size: int) -> None:
+    """Raise AssertionError unless the plan can be carried out as a whole. Changes nothing."""
+    seq_id, targets = plan.seq_id, plan.targets
+    assert 0 <= plan.num_tokens <= table.physical_len, (
+        f"sequence {seq_id}: {plan.num_tokens} slots planned, it has {table.physical_len}"
+    )
+    needed = blocks_for(plan.num_tokens, block_size)
+    assert len(targets) == needed, (
+        f"sequence {seq_id}: {len(targets)} targets for {plan.num_tokens} slots, {needed} needed"
+    )
+    own = [target for target in targets if target is not None]
+    assert len(set(own)) == len(own), f"sequence {seq_id}: a target is named twice in {targets}"
+    assert set(plan.strip) <= set(own), f"sequence {seq_id}: strip {plan.strip} is not all in {own}"
+    held = set(table.block_ids)
+    for block in own:
+        assert block in held, f"sequence {seq_id}: target {block} is not its block"
+        refs = pool.ref_count(block)
+        assert refs == 1, f"sequence {seq_id}: target {block} has {refs} references, 1 allowed"
+        assert block in plan.strip or block not in pool.index, (
+            f"sequence {seq_id}: target {block} is indexed and not in strip {plan.strip}"
+        )
+    fresh = len(targets) - len(own)
+    assert fresh <= pool.num_free, f"sequence {seq_id}: {fresh} fresh blocks wanted, {pool.num_free} free"
 
 
 def _check_counts(pool: BlockPool, tables: Mapping[int, BlockTable], held: Counter[int]) -> None:

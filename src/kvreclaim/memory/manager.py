@@ -10,9 +10,9 @@ from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.check import check_memory
+from kvreclaim.memory.changes import NO_GROWTH, Growth, ShrinkPlan, Shrunk
+from kvreclaim.memory.check import check_memory, check_plan
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
-from kvreclaim.memory.growth import NO_GROWTH, Growth, tail_refs, unshare_tail
 from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
@@ -20,7 +20,6 @@ from kvreclaim.memory.prefix.cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.prefix.index import NUM_REMEMBERED, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.residency import BlockResidency
-from kvreclaim.memory.shrink import ShrinkPlan, Shrunk, check_plan
 from kvreclaim.memory.stats import MemoryStats, memory_stats
 
 
@@ -177,12 +176,8 @@ class MemoryManager:
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
         table = self.table(seq_id)
-        needed = blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids)
-        if needed < 0:
-            needed = 0
-        if num_tokens and self._tail_is_shared(table):
-            needed += 1
-        return needed <= self.pool.num_free
+        shared = num_tokens > 0 and self._shared_tail(table) is not None
+        return self._missing(table, num_tokens) + shared <= self.pool.num_free
 
     def grow(self, seq_id: int, num_tokens: int) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
@@ -191,15 +186,16 @@ class MemoryManager:
         has asked can_grow first. The source of a copy is not handed out before `settle`.
         """
         table = self.table(seq_id)
-        needed = blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids)
-        shared = num_tokens > 0 and self._tail_is_shared(table)
-        if needed <= 0 and not shared:
+        missing = self._missing(table, num_tokens)
+        source = self._shared_tail(table) if num_tokens else None
+        if not missing and source is None:
             return NO_GROWTH
-        blocks = self.pool.allocate(max(needed, 0) + shared)
+        blocks = self.pool.allocate(missing + (source is not None))
         copies: tuple[tuple[int, int], ...] = ()
-        if shared:
-            copies = (unshare_tail(table, self.block_size, blocks.pop(0)),)
-            self._held[copies[0][0]] += 1
+        if source is not None:
+            copies = ((source, blocks.pop(0)),)
+            table.replace(table.physical_len // self.block_size, copies[0][1])
+            self._held[source] += 1
             self._cow_copies += 1
         table.append(blocks)
         return Growth(tuple(blocks), copies)
@@ -216,7 +212,7 @@ class MemoryManager:
         start = table.physical_len
         room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
-        assert not num_tokens or not self._tail_is_shared(table), f"sequence {seq_id}: wrote a shared block"
+        assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
         if not exact and table.exact:
             table.mark_inexact()
         table.advance(num_tokens)
@@ -295,9 +291,14 @@ class MemoryManager:
         """Verify the whole structure, O(pool). Raises AssertionError."""
         check_memory(self.pool, self._tables, self._held, self.block_size)
 
-    def _tail_is_shared(self, table: BlockTable) -> bool:
-        """Whether the next slot lies in a begun block that other sequences hold too."""
-        return tail_refs(table, self.pool, self.block_size, self._held) > 1
+    def _missing(self, table: BlockTable, num_tokens: int) -> int:
+        """Blocks to append before num_tokens more are written."""
+        return max(0, blocks_for(table.physical_len + num_tokens, self.block_size) - len(table.block_ids))
+
+    def _shared_tail(self, table: BlockTable) -> int | None:
+        """The begun block that the next slot lies in, if other sequences hold it, too."""
+        tail = table.begun(self.block_size)
+        return tail if tail is not None and self.pool.refs[tail] - self._held[tail] > 1 else None
 
     def _refuse_known(self, seq_id: int) -> None:
         if seq_id in self._tables:

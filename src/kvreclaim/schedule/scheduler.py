@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.growth import Growth
+from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.ledger import Applied, compress
 from kvreclaim.schedule.plan import CompactionPlan, TableState
