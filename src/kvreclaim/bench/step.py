@@ -42,9 +42,10 @@ def _measure(plan: DecodePlan, name: str, point: Point, steps: int) -> Row:
         (engine.scheduler, "schedule", "schedule"),
         (runner, "forward", "forward"),
         (system.llm.loaded.model, "forward", "whole model"),
+        (engine.answers, "look", "logits"),
         (engine.answers, "take", "logits"),
-        (engine, "_commit", "commit"),
-        (engine.answers, "compress", "compress"),
+        (engine.scheduler, "done", "commit"),
+        (engine.compression, "run", "compress"),
     ]
     times = []
     try:

@@ -91,6 +91,8 @@ class Answers:
                 postponed = seq.account.postponed
                 jobs += [self._job(plan) for plan in scheduler.compress([seq])]
                 self.totals.compactions_postponed += seq.account.postponed - postponed
+        if not jobs:
+            return
         with torch.inference_mode():
             outcomes = self.compression.run(jobs)
         for job, outcome in zip(jobs, outcomes, strict=True):
