@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: setup demo test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -25,6 +25,11 @@ test: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
+
+# Random walks over the engine: every policy, way and KV format, prefix hits, forks, preemption, aborts, failures.
+FUZZ_STEPS ?= 100000
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --steps $(FUZZ_STEPS)
 
 # The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: setup

@@ -56,13 +56,16 @@ class KiviShadow(Shadow):
         cache, table = engine.cache, engine.memory.table(seq.seq_id)
         cells = head_cells(seq, engine.memory, cache)
         lengths = head_lengths(seq.state.cells, table.physical_len, cache)
+        slots = torch.arange(table.physical_len).split(self.size)
+        present = [place for place, block in zip(slots, table.block_ids, strict=False) if block is not None]
         for layer in range(cache.num_layers):
             for head, positions in enumerate(history.attended(layer)):
+                if seq.state.evicted is not None:
+                    positions = torch.cat(present)
+                    lengths[layer, head] = len(positions)
                 length = int(lengths[layer, head])
                 ids = cells[layer, head, : -(-length // cache.block_size)]
                 held = gather(engine.backend, cell_view(cache).layers[0], ids, length)
-                if seq.state.evicted is not None:
-                    positions = torch.arange(length)
                 assert len(positions) == length
                 for got, tokens in zip(held, (history.k, history.v), strict=True):
                     want = tokens[layer][head]

@@ -1,9 +1,14 @@
 """A shadow of the engine: keeps every key and value it ever saw at its logical position, follows what
-each compression chose to keep, and answers each attention call with plain attention over just that."""
+each compression chose to keep, and answers each attention call with plain attention over just that.
+
+A sequence that begins with a prefix hit begins with the keys and values that somebody once computed exactly
+for these very tokens under the same salt: what is hit and was never computed so, or is something else in the
+cache, is noted in `wrong`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,17 +19,31 @@ from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.engine.ways.job import Done
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
+from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.schedule.way import Way
 
 
 @dataclass
 class History:
     """One sequence: k, v per layer [K, T, D] by logical position; live [L, K, n] positions attended, or
-    heads[layer][head] [n] where heads keep unequal numbers."""
+    heads[layer][head] [n] where heads keep unequal numbers.
+
+    num_exact: leading tokens that are finite and were computed over all tokens before them
+    chain:     of the full blocks that were noted as contents, the last one's name
+    """
 
     k: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
     live: Tensor | None = None
     heads: list[list[Tensor]] | None = None
+    num_exact: float = math.inf
+    num_noted: int = 0
+    chain: object = None
+
+    def copy(self) -> History:
+        heads = None if self.heads is None else [list(rows) for rows in self.heads]
+        live = None if self.live is None else self.live.clone()
+        return replace(self, k=dict(self.k), v=dict(self.v), live=live, heads=heads)
 
     def attended(self, layer: int) -> list[Tensor]:
         """[n] positions per head, those of this step not included."""
@@ -32,13 +51,31 @@ class History:
         return list(self.live[layer]) if self.heads is None else self.heads[layer]
 
 
+@dataclass(frozen=True)
+class Content:
+    """The exact keys and values of one full block, [L, K, S, D] and [L, K, S, Dv]."""
+
+    name: int
+    k: Tensor
+    v: Tensor
+
+
 class Shadow:
-    """Watches one LLM (prefix caching off) through pytest's monkeypatch; compares on every call.
+    """Watches one LLM through pytest's monkeypatch; compares on every call.
 
     What it remembers is what the format of the cache makes of a token, by the codecs of ops/formats.
+    Sequences whose keys are turned when they move are compared up to their first pass.
+
+    contents: full blocks by the name of the block before (at first: the salt) and their tokens
+    wrong:    prefix hits that are not what they should be, in words
     """
 
     def __init__(self, llm: LLM, monkeypatch) -> None:
+        self.llm = llm
+        self.size = llm.engine.config.block_size
+        self.contents: dict[tuple[object, tuple[int, ...]], Content] = {}
+        self.wrong: list[str] = []
+        self.num_hits = 0
         self.facts = llm.loaded.facts
         self.cache = llm.engine.runner.cache
         self.histories: dict[int, History] = {}
@@ -47,8 +84,24 @@ class Shadow:
         self.num_expanded = 0
         self.num_passes = 0
         self._step: list[Scheduled] = []
+        self._watch_memory(llm, monkeypatch)
         self._watch_runner(llm, monkeypatch)
         self._watch_compression(llm, monkeypatch)
+
+    def _watch_memory(self, llm: LLM, monkeypatch) -> None:
+        memory = llm.engine.memory
+        admit, fork = memory.admit, memory.fork
+
+        def watched_admit(seq_id, *args, **kwargs):
+            self.histories.pop(seq_id, None)
+            return admit(seq_id, *args, **kwargs)
+
+        def watched_fork(parent_id, child_id, *args):
+            self.histories[child_id] = self.histories[parent_id].copy()
+            return fork(parent_id, child_id, *args)
+
+        monkeypatch.setattr(memory, "admit", watched_admit)
+        monkeypatch.setattr(memory, "fork", watched_fork)
 
     def _watch_runner(self, llm: LLM, monkeypatch) -> None:
         forward = llm.engine.runner.forward
@@ -56,9 +109,13 @@ class Shadow:
 
         def watched_forward(step):
             self._step = step
+            for item in step:
+                if item.seq.seq_id not in self.histories:
+                    self.histories[item.seq.seq_id] = self._begin(item.seq)
             result = forward(step)
             for item in step:
                 self._extend_live(item)
+                self._note_contents(item)
             return result
 
         def watched_attend(batch, call):
@@ -84,8 +141,10 @@ class Shadow:
         def watched_run(jobs):
             outcomes = run(jobs)
             for job, outcome in zip(jobs, outcomes, strict=True):
+                history = self.histories[job.seq.seq_id]
                 if isinstance(outcome, Done):
-                    self._follow(self.histories[job.seq.seq_id], outcome)
+                    history.num_exact = min(history.num_exact, job.seq.num_computed)
+                    self._follow(history, outcome)
             return outcomes
 
         monkeypatch.setattr(llm.engine.compression, "run", watched_run)
@@ -101,17 +160,68 @@ class Shadow:
             ]
         self.num_passes += 1
 
+    def _begin(self, seq: Sequence) -> History:
+        """Of a sequence that has just been admitted: what its prefix hit holds."""
+        history = History(chain=seq.request.params.cache_salt)
+        if not seq.num_computed:
+            return history
+        self.num_hits += 1
+        k, v = self._held(seq)
+        history.k, history.v = dict(enumerate(k)), dict(enumerate(v))
+        history.live = torch.arange(seq.num_computed).expand(*k.shape[:2], -1)
+        while history.num_noted < seq.num_computed:
+            tokens = tuple(seq.token_ids[history.num_noted : history.num_noted + self.size])
+            content = self.contents.get((history.chain, tokens))
+            block = slice(history.num_noted, history.num_noted + self.size)
+            hit = f"tokens {block.start} to {block.stop - 1} of {seq.num_computed}"
+            where = f"{seq.request.request_id} hits {hit}"
+            if content is None:
+                self.wrong.append(f"{where}, which were never computed exactly")
+                return history
+            for held, want in ((k[:, :, block], content.k), (v[:, :, block], content.v)):
+                off = float((held - want).abs().max() / (want.max() - want.min()))
+                if not off <= self._most_off():
+                    self.wrong.append(f"{where}, which are off by {off:.3g} of their spread")
+            history.num_noted, history.chain = block.stop, content.name
+        return history
+
+    def _most_off(self) -> float:
+        """Two computations of the same token may differ by so much of a block's spread: in a format that
+        rounds a number may fall to either side of a boundary."""
+        return 1e-4 if self.cache.format.name == "fp32" else 0.15
+
+    def _held(self, seq: Sequence) -> tuple[Tensor, Tensor]:
+        """[L, K, T, D] and [L, K, T, Dv] fp64: what the cache holds of a sequence's computed tokens."""
+        ids = self.llm.engine.memory.table(seq.seq_id).block_ids[: -(-seq.num_computed // self.size)]
+        tokens = [
+            self.llm.engine.backend.gather_tokens(PagedTokens(layer, torch.tensor(ids), seq.num_computed))
+            for layer in self.cache.layers
+        ]
+        return torch.stack([k for k, _ in tokens]).double(), torch.stack([v for _, v in tokens]).double()
+
+    def _note_contents(self, item: Scheduled) -> None:
+        """The full blocks that are now there, as far as they are exact."""
+        seq, end = item.seq, item.seq.num_computed + item.num_tokens
+        history = self.histories[seq.seq_id]
+        compressor = seq.request.compressor
+        if compressor is not None and compressor.way is Way.READS:
+            history.num_exact = min(history.num_exact, max(seq.num_prompt, compressor.budget))
+        while history.num_noted + self.size <= min(end, history.num_exact):
+            block = slice(history.num_noted, history.num_noted + self.size)
+            k, v = (
+                torch.stack([store[layer][:, block] for layer in range(self.facts.num_layers)])
+                for store in (history.k, history.v)
+            )
+            key = (history.chain, tuple(seq.token_ids[block]))
+            content = self.contents.setdefault(key, Content(len(self.contents), k, v))
+            history.num_noted, history.chain = block.stop, content.name
+
     def _extend_live(self, item: Scheduled) -> None:
         history = self.histories[item.seq.seq_id]
         start = item.seq.num_computed
         new = torch.arange(start, start + item.num_tokens)
         new = new.expand(self.facts.num_layers, self.facts.layers[0].num_kv_heads, -1)
-        if history.live is None or start == 0:
-            history.live = new
-        else:
-            history.live = torch.cat([history.live, new], -1)
-        if start == 0:
-            history.heads = None
+        history.live = new if history.live is None else torch.cat([history.live, new], -1)
         if history.heads is not None:
             history.heads = [[torch.cat([old, new[0, 0]]) for old in rows] for rows in history.heads]
 
@@ -122,18 +232,20 @@ class Shadow:
             rows = slice(row, row + item.num_tokens)
             row += item.num_tokens
             history = self._remember(item, call, rows)
+            if _turns_keys(item.seq) and history.num_exact <= item.seq.num_computed:
+                continue
             expected = self._attend(item, history, call, rows)
             if latent is not None:
                 expected = latent.weights.to(torch.float64).finish(expected)
-            self.worst = max(self.worst, float((out[rows].double() - expected).abs().max()))
+            self.worst = max(self.worst, _furthest(out[rows].double(), expected))
         self.num_calls += 1
 
     def _remember(self, item: Scheduled, call: AttentionCall, rows: slice) -> History:
-        """Add this step's keys; a fork starts from its parent's history."""
+        """Add this step's keys."""
         seq, start = item.seq, item.seq.num_computed
-        if seq.seq_id not in self.histories:
-            self.histories[seq.seq_id] = self._inherited(seq)
         history = self.histories[seq.seq_id]
+        if not (call.k[rows].isfinite().all() and call.v[rows].isfinite().all()):
+            history.num_exact = min(history.num_exact, start)
         for store, new in zip((history.k, history.v), self._stored(call.k[rows], call.v[rows]), strict=True):
             new = new.transpose(0, 1).double()
             old = store.get(call.layer, new[:, :0])[:, :start]
@@ -148,14 +260,6 @@ class Shadow:
             return round_trip(self.cache.format, k, v)
         k, v = round_trip(self.cache.format, k[..., v.shape[-1] :], v)
         return torch.cat((v, k), -1), v
-
-    def _inherited(self, seq: Sequence) -> History:
-        parent = self.histories.get(seq.request.sequences[0].seq_id)
-        if parent is None or seq.num_computed == 0:
-            return History()
-        assert parent.live is not None
-        heads = None if parent.heads is None else [list(rows) for rows in parent.heads]
-        return History(dict(parent.k), dict(parent.v), parent.live.clone(), heads)
 
     def _attend(self, item: Scheduled, history: History, call: AttentionCall, rows: slice) -> Tensor:
         """[T, H, Dv] fp64: attention over the kept tokens at their original positions."""
@@ -187,3 +291,14 @@ class Shadow:
             sinks = call.softmax.sinks.double().view(heads, group, 1, 1).expand(-1, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
         return scores.softmax(-1)[..., :total]
+
+
+def _furthest(out: Tensor, expected: Tensor) -> float:
+    """The largest difference where a finite number is expected; infinite if that is no number."""
+    off = (out - expected).abs()[expected.isfinite()]
+    return float(off.nan_to_num(nan=math.inf).max()) if off.numel() else 0.0
+
+
+def _turns_keys(seq: Sequence) -> bool:
+    compressor = seq.request.compressor
+    return compressor is not None and compressor.cache_relative

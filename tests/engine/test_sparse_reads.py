@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from settings import assert_idle, small
-from shadow import Shadow
+from sparse_shadow import SparseShadow
 
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
@@ -25,54 +25,6 @@ def logprobs(outputs):
 
 def quest(budget: int = 40, **fields) -> CompressionConfig:
     return small("quest", budget=budget, **{"sinks": 2, "recent": 6, **fields})
-
-
-class SparseShadow(Shadow):
-    """Attends, row by row, the blocks that Quest's paper would, found by loops over all keys."""
-
-    def __init__(self, llm, monkeypatch) -> None:
-        super().__init__(llm, monkeypatch)
-        self.size = llm.engine.config.block_size
-        self.sparse_rows = 0
-        self.most_read = 0
-
-    def _attend(self, item, history, call, rows):
-        out = super()._attend(item, history, call, rows)
-        compressor = item.seq.request.compressor
-        if compressor is None:
-            return out
-        keys, values = history.k[call.layer], history.v[call.layer]
-        heads = len(keys)
-        for i, position in enumerate(range(item.seq.num_computed, item.seq.num_computed + item.num_tokens)):
-            if position < max(item.seq.num_prompt, compressor.budget):
-                continue
-            q = call.q[rows][i].double().unflatten(0, (heads, -1))
-            for head in range(heads):
-                read = self._read(q[head], keys[head], position, compressor.config)
-                self.most_read = max(self.most_read, len(read))
-                scores = (q[head] @ keys[head][read].T) * call.softmax.scale
-                if call.softmax.softcap is not None:
-                    scores = call.softmax.softcap * torch.tanh(scores / call.softmax.softcap)
-                found = scores.softmax(-1) @ values[head][read]
-                out.view(len(out), heads, -1, out.shape[-1])[i, head] = found
-            self.sparse_rows += 1
-        return out
-
-    def _read(self, q, keys, position, config):
-        """The slots that one KV head's queries [G, D] read."""
-        newest = position // self.size
-        always = {block for block in range(newest) if block * self.size < max(1, config.sinks)}
-        always |= {b for b in range(newest) if (b + 1) * self.size > position + 1 - config.recent}
-        bounds = {}
-        for block in set(range(newest)) - always:
-            inside = keys[block * self.size : (block + 1) * self.size]
-            low, high = inside.amin(0), inside.amax(0)
-            bounds[block] = float(torch.maximum(q * low, q * high).sum(-1).max())
-        places = config.budget // self.size - 1 - len(always)
-        best = sorted(bounds, key=lambda block: -bounds[block])[:places]
-        blocks = sorted({*always, *best})
-        slots = [slot for block in blocks for slot in range(block * self.size, (block + 1) * self.size)]
-        return [*slots, *range(newest * self.size, position + 1)]
 
 
 def check_shadow(llm, config, monkeypatch, params=GREEDY, lengths=(70, 9, 33)):

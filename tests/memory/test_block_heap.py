@@ -39,3 +39,15 @@ def test_blocks_that_leave_do_not_pile_up():
         heap.remove(1)
         heap.check()
     assert list(heap) == [0]
+
+
+def test_what_is_popped_leaves_no_more_dead_items_than_allowed():
+    """Few blocks change their keys often, then the smallest keys leave: the dead items lie behind them."""
+    heap: BlockHeap[int] = BlockHeap()
+    for block in range(50):
+        heap.push(block, block)
+    for key in range(100, 210):
+        heap.push(49, key)
+    for block in range(49):
+        assert heap.pop() == block
+        heap.check()

@@ -63,7 +63,7 @@ class BlockHeap(Generic[Key]):
         while True:
             key, block = heappop(self._items)
             if self._keys.get(block) == key:
-                del self._keys[block]
+                self.remove(block)
                 return block
 
     def _tidy(self) -> None:

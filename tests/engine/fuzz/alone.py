@@ -1,0 +1,124 @@
+"""The same request alone, in an engine with room for everything and without a prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine.core.request import Request
+
+if TYPE_CHECKING:
+    from machine import Machine
+
+NOISES = (1e-6,) * 8 + (1e-5,) * 8 + (1e-4,) * 4
+LOGPROB = 1e-3
+"""Most that a log-probability may be off."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an answer depends on, company aside."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    kind: str
+    seed: int
+    max_tokens: int
+    stop: tuple[int, ...]
+    salt: str | None
+    policy: str | None
+    budget: int
+    interval: int
+    chunk: int
+    kernels: str
+    max_len: int | None = None
+
+    def params(self) -> SamplingParams:
+        greedy = self.kind in ("greedy", "score", "prompt_logprobs")
+        return SamplingParams(
+            n=3 if self.kind == "many" else 1,
+            temperature=0.0 if greedy else 1.0,
+            seed=None if greedy else self.seed,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            stop_token_ids=list(self.stop) or None,
+            logprobs=0,
+            prompt_logprobs=0 if self.kind == "prompt_logprobs" else None,
+            cache_salt=self.salt,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of each output with their log-probabilities, as far as they got; of a scored request the
+    log-probabilities given to its continuation; the prompt's, from its second token on."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    prompt: tuple[float, ...]
+
+    @classmethod
+    def of(cls, request: Request) -> Answer:
+        prompt = request.prompt_logprobs or []
+        given = request.prompt_token_ids
+        found = tuple(each[given[i]].logprob for i, each in enumerate(prompt) if each is not None)
+        if request.scores is not None:
+            scores = request.scores
+            known = [(t, p) for t, p in zip(scores.predicted, scores.logprobs, strict=True) if t >= 0]
+            return cls((tuple(t for t, _ in known),), (tuple(p for _, p in known),), found)
+        outputs = request.output().outputs
+        return cls(
+            tuple(tuple(out.token_ids) for out in outputs),
+            tuple(
+                tuple(each[token].logprob for token, each in zip(out.token_ids, out.logprobs, strict=False))
+                for out in outputs
+            ),
+            found,
+        )
+
+    def begins(self, whole: Answer) -> bool:
+        """Whether it is the other one, as far as it goes."""
+        numbers = [*zip(self.logprobs, whole.logprobs, strict=False), (self.prompt, whole.prompt)]
+        return (
+            len(self.tokens) <= len(whole.tokens)
+            and all(a == b[: len(a)] for a, b in zip(self.tokens, whole.tokens, strict=False))
+            and all(len(a) <= len(b) for a, b in numbers)
+            and all(abs(x - y) <= LOGPROB for a, b in numbers for x, y in zip(a, b, strict=False))
+        )
+
+
+class Oracle:
+    """Answers are remembered. ties: questions whose answer hangs on the last bits of some number."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.known: dict[Question, Answer] = {}
+        self.ties = 0
+
+    def learn(self, questions: Iterable[Question]) -> None:
+        """Answer those that are not known yet, many in one engine that has room for all and shares nothing:
+        one that differs from what is compared with it is then asked alone."""
+        new = {question for each in questions if (question := replace(each, salt=None)) not in self.known}
+        ordered = sorted(new, key=repr)
+        self.known.update(zip(ordered, self.machine.together(ordered), strict=True))
+
+    def gives(self, question: Question, got: Answer) -> bool:
+        """Whether the request alone answers so, or would if its embeddings were off in their last bits: two
+        logits or two scores may be as good as equal, and company changes the last bit of a sum."""
+        question = replace(question, salt=None)
+        self.learn([question])
+        if got.begins(self.known[question]):
+            return True
+        self.known[question] = self.alone(question)
+        if got.begins(self.known[question]):
+            return True
+        for noise in NOISES:
+            if got.begins(self.alone(question, noise)):
+                self.ties += 1
+                return True
+        return False
+
+    def alone(self, question: Question, noise: float = 0.0) -> Answer:
+        return self.machine.together([question], noise)[0]

@@ -1,0 +1,152 @@
+"""One tiny model with statistics, and engines over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import odd_policies
+import pytest
+import tiny
+from alone import Answer, Question
+from lean import FIRST_SPECIAL, Boom, Lean
+from operations import Ask, Setup
+from torch import Tensor
+
+from kvreclaim import LLM, CompressionConfig
+from kvreclaim.compression import Compressor, LayerView, registry
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.face.llm import STATS_FILE
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 96
+ROOMY = 16
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": FIRST_SPECIAL + 2,
+}
+
+
+@dataclass(frozen=True)
+class Brittle(Knorm):
+    """Raises once when it is armed."""
+
+    name = "brittle"
+    armed: ClassVar[list[bool]] = [False]
+
+    def score(self, view: LayerView) -> Tensor:
+        if self.armed[0]:
+            self.armed[0] = False
+            raise Boom("a policy")
+        return super().score(view)
+
+
+class Machine:
+    """What all engines of a run share. texts: the prompts of which requests take the beginnings."""
+
+    def __init__(self, directory: Path) -> None:
+        path = tiny.save_model("llama", directory, **SHAPE)
+        llm = LLM(path, dtype="float32", device="cpu", num_blocks=8)
+        texts = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts((60, 60, 60), seed=5)]
+        calibrate(llm.loaded, texts, num_centers=4).save(path / STATS_FILE)
+        self.texts = [text[:28] for text in texts]
+        self.faults = Lean(llm.loaded.model)
+        known = llm.score([texts[0]], [texts[1]])[0].logprobs
+        llm.loaded.model.forward = self.faults
+        llm.engine.memory.reset_prefix_cache()
+        lean = llm.score([texts[0]], [texts[1]])[0].logprobs
+        assert lean == pytest.approx(known, abs=1e-3), "the lean model is another one"
+        self.faults.forbids = True
+        self._first = llm
+        self._roomy: dict[tuple[str, int], LLM] = {}
+
+    def engine(self, setup: Setup) -> LLM:
+        return self._first.sibling(
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            num_blocks=setup.num_blocks,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            enable_prefix_caching=setup.prefix_caching,
+            scheduling_policy=setup.scheduling_policy,
+            eviction_policy=setup.eviction_policy,
+            kernels=setup.kernels,
+            kv_cache_dtype=setup.kv_format,
+        )
+
+    def question(self, ask: Ask, prompt: list[int], setup: Setup) -> Question:
+        continuation = self.texts[(ask.text + 1) % len(self.texts)][: ask.max_tokens]
+        scored = ask.kind == "score"
+        return Question(
+            prompt=tuple(prompt),
+            continuation=tuple(continuation) if scored else (),
+            kind=ask.kind,
+            seed=ask.seed,
+            max_tokens=1 if scored else ask.max_tokens,
+            stop=() if scored else ask.stop,
+            salt=ask.salt,
+            policy=ask.policy,
+            budget=ask.budget,
+            interval=ask.interval,
+            chunk=setup.max_num_batched_tokens,
+            kernels=setup.kernels,
+        )
+
+    def compressor(self, llm: LLM, question: Question) -> Compressor | None:
+        if question.policy is None:
+            return None
+        config = CompressionConfig(
+            question.policy, budget=question.budget, interval=question.interval, sinks=1, recent=2
+        )
+        return llm.compressor(config)
+
+    def together(self, questions: list[Question], noise: float = 0.0) -> list[Answer]:
+        """The answers of an engine in which all of them find room, and share nothing; noise: see Lean."""
+        self.faults.clear()
+        self.faults.noise = noise
+        Brittle.armed[0] = False
+        requests = [self._begin(number, question) for number, question in enumerate(questions)]
+        for llm in self._roomy.values():
+            while llm.engine.has_unfinished:
+                llm.engine.step()
+        self.faults.clear()
+        for question, request in zip(questions, requests, strict=True):
+            assert request.error is None, f"{question} fails alone: {request.error}"
+        return [Answer.of(request) for request in requests]
+
+    def _begin(self, number: int, question: Question) -> Request:
+        key = question.kernels, question.chunk
+        if key not in self._roomy:
+            setup = Setup(
+                kernels=question.kernels,
+                num_blocks=ROOMY * MAX_MODEL_LEN // BLOCK_SIZE,
+                max_num_seqs=ROOMY,
+                max_num_batched_tokens=question.chunk,
+                prefix_caching=False,
+            )
+            self._roomy[key] = self.engine(setup)
+        llm = self._roomy[key]
+        return llm.engine.add_request(
+            f"question {number}",
+            list(question.prompt),
+            question.params(),
+            self.compressor(llm, question),
+            continuation=list(question.continuation) or None,
+        )
+
+
+@contextmanager
+def running_machine(directory: Path) -> Iterator[Machine]:
+    """A machine whose odd policies are known by name while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        odd_policies.register(patch)
+        patch.setattr(registry, "_BUILT_IN", {**registry._BUILT_IN, Brittle.name: Brittle})
+        yield Machine(directory)

@@ -1,0 +1,201 @@
+"""What may be done to an engine, as data: any operation is possible at any moment, so any may be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4", "kivi4")
+KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs")
+POLICIES = (
+    "query_mixture",
+    "triattention",
+    "expected_attention",
+    "snapkv(window=3)",
+    "snapkv(window=3, when=prompt)",
+    "r_kv(window=3)",
+    "h2o",
+    "tova",
+    "keydiff",
+    "lagkv(lag=4)",
+    "knorm",
+    "streaming_llm",
+    "streaming_llm(positions=cache)",
+    "random",
+    "paged_eviction",
+    "quest",
+    "full",
+    "oracle",
+    "evict-only(query_mixture)",
+    "evict-only(h2o)",
+    "critical(knorm)",
+    "segments(tova, n=2)",
+    "protect(knorm, first=3)",
+    "pyramidkv(snapkv(window=3))",
+    "ada_kv(snapkv(window=2), alpha=0)",
+    "block-norm",
+    "prompt-norm",
+    "early-first",
+    "head-norm",
+    "brittle",
+)
+"""Every built-in policy, every way of compressing, wrappers; then the odd ones of the tests."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine. shadow: every attention call is compared, else answers alone."""
+
+    kv_format: str = "fp32"
+    kernels: str = "reference"
+    num_blocks: int = 20
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    scheduling_policy: str = "fcfs"
+    eviction_policy: str = "lru"
+    prefix_caching: bool = True
+    shadow: bool = True
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request. Its prompt: that of an earlier one with its answer (turn_of, counted from the last), or the
+    beginning of one of few texts; then a tail.
+
+    fault: None, "guilty" or "poison": a token in the middle of the tail that breaks things
+    """
+
+    text: int = 0
+    cut: int = 12
+    turn_of: int | None = None
+    tail: tuple[int, ...] = (1,)
+    policy: str | None = None
+    budget: int = 12
+    interval: int = 4
+    kind: str = "greedy"
+    seed: int = 0
+    max_tokens: int = 8
+    priority: int = 0
+    salt: str | None = None
+    stop: tuple[int, ...] = ()
+    fault: str | None = None
+    retention: int = 0
+
+
+@dataclass(frozen=True)
+class Abort:
+    """One of those in flight."""
+
+    which: int
+
+
+@dataclass(frozen=True)
+class Raise:
+    """The next passes fail, when they have computed all but the last layer."""
+
+    times: int
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The next pass meets NaN: in all rows, or in one."""
+
+    rows: str | float
+
+
+@dataclass(frozen=True)
+class Brittle:
+    """The next scoring of the policy "brittle" raises."""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The prefix cache is forgotten."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The engine steps so many times."""
+
+    times: int = 1
+
+
+Operation = Ask | Abort | Raise | NotFinite | Brittle | Reset | Step
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What one walk does often: few policies and salts meet each other, and failures come in swarms."""
+
+    policies: tuple[str | None, ...]
+    kinds: tuple[str, ...]
+    salts: tuple[str | None, ...]
+    asks: float
+    raises: float
+    not_finite: float
+    special: float
+
+    @classmethod
+    def draw(cls, random: Random) -> Habits:
+        return cls(
+            policies=(None, *random.choices((*POLICIES, None), k=3)),
+            kinds=(*random.choices(KINDS, k=2), random.choice(("many", "greedy"))),
+            salts=random.choice(((None,), (None,), (None, "", "a"))),
+            asks=random.choice((0.1, 0.2, 0.4)),
+            raises=random.choice((0.0, 0.02, 0.2)),
+            not_finite=random.choice((0.0, 0.0, 0.02)),
+            special=random.choice((0.0, 0.05)),
+        )
+
+
+def random_setup(random: Random) -> Setup:
+    kv_format = random.choice(FORMATS)
+    return Setup(
+        kv_format=kv_format,
+        num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
+        max_num_seqs=random.choice((2, 4, 6)),
+        max_num_batched_tokens=random.choice((6, 16, 40)),
+        scheduling_policy=random.choice(("fcfs", "priority")),
+        eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
+        prefix_caching=random.random() < 0.9,
+        shadow=kv_format != "fp32" or random.random() < 0.3,
+    )
+
+
+def random_ask(random: Random, habits: Habits) -> Ask:
+    """Few texts, tails and seeds: prompts share prefixes, and answers are asked for again."""
+    return Ask(
+        text=random.randrange(3),
+        cut=random.choice((1, 4, 8, 11, 16, 20, 27)),
+        turn_of=random.randrange(4) if random.random() < 0.5 else None,
+        tail=tuple(random.choices((5, 9, 17), k=random.choice((0, 1, 1, 2, 5)))),
+        policy=random.choice(habits.policies),
+        interval=random.choice((4, 6)),
+        kind=random.choice(habits.kinds),
+        seed=random.randrange(2),
+        max_tokens=random.choice((1, 4, 9, 14)),
+        priority=random.randrange(3),
+        salt=random.choice(habits.salts),
+        stop=random.choice(((), (), (7, 11, 30))),
+        fault=random.choice(("guilty", "poison")) if random.random() < habits.special else None,
+        retention=random.choice((0, 0, 0, 8)),
+    )
+
+
+def random_operations(random: Random, num_steps: int) -> list[Operation]:
+    """A walk that steps so many times."""
+    walk: list[Operation] = []
+    habits = Habits.draw(random)
+    for _ in range(num_steps):
+        if random.random() < habits.asks:
+            walk += [random_ask(random, habits) for _ in range(random.choice((1, 1, 3)))]
+        if random.random() < 0.03:
+            walk.append(Abort(random.randrange(8)))
+        if random.random() < habits.raises:
+            walk.append(Raise(random.choice((1, 1, 1, 2))))
+        if random.random() < habits.not_finite:
+            walk.append(NotFinite(random.choice(("all", random.random()))))
+        if random.random() < 0.01:
+            walk.append(random.choice((Brittle(), Reset())))
+        walk.append(Step())
+    return walk

@@ -1,0 +1,128 @@
+"""Short random walks of fixed seeds, a hypothesis machine, and walks that once failed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from operations import FORMATS, KINDS, POLICIES, Abort, Ask, Brittle, NotFinite, Raise, Reset, Setup, Step
+from walk import Walk
+from world import World
+
+SEEDS = range(1000, 1010)
+STEPS = 40
+LOSSY = Walk(
+    Setup(num_blocks=40, max_num_batched_tokens=40),
+    (
+        Ask(cut=20, policy="quest", max_tokens=14),
+        Step(30),
+        Ask(turn_of=0, max_tokens=9),
+    ),
+)
+"""A continuation of an answer that was computed under sparse reads hits none of the answer's blocks."""
+NOT_FINITE = Walk(
+    Setup(num_blocks=40, max_num_batched_tokens=16, shadow=False),
+    (Ask(cut=27), NotFinite("all"), Step(4), Ask(cut=27)),
+)
+"""What was computed with NaN is found by no prompt, also where nobody wants the logits of a chunk."""
+COPIED = Walk(
+    Setup(num_blocks=5, max_num_seqs=3, prefix_caching=False),
+    tuple(
+        each
+        for times in range(1, 12)
+        for each in (
+            Ask(cut=9, tail=(), kind="many"),
+            Ask(text=1, cut=8, tail=()),
+            Step(times),
+            Raise(1),
+            Step(40),
+        )
+    ),
+)
+"""A copy whose source another sequence has got is not made again."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_walk(seed, machine, oracle):
+    counts = Walk.of_seed(seed, STEPS).run(machine, oracle)
+    assert counts["steps"] > 0
+
+
+@pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED])
+def test_a_walk_that_failed_once(walk, machine, oracle):
+    walk.run(machine, oracle)
+
+
+PICK = st.integers(0, 5)
+ASK = st.builds(
+    Ask,
+    text=st.integers(0, 2),
+    cut=st.integers(1, 28),
+    turn_of=st.none() | PICK,
+    tail=st.lists(st.sampled_from([5, 9]), max_size=4).map(tuple),
+    policy=st.none() | st.sampled_from(POLICIES),
+    interval=st.integers(4, 7),
+    kind=st.sampled_from(KINDS),
+    max_tokens=st.integers(1, 12),
+    priority=PICK,
+    salt=st.sampled_from([None, ""]),
+    fault=st.sampled_from([None, None, None, "guilty", "poison"]),
+)
+SETUP = st.builds(
+    Setup,
+    kv_format=st.sampled_from(FORMATS),
+    num_blocks=st.integers(8, 30),
+    max_num_seqs=st.integers(3, 6),
+    max_num_batched_tokens=st.sampled_from([6, 16, 40]),
+    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+)
+FAULT = st.one_of(
+    st.builds(Raise, st.integers(1, 2)),
+    st.builds(NotFinite, st.just("all")),
+    st.just(Brittle()),
+    st.just(Reset()),
+)
+
+
+def test_any_order_of_operations(machine, oracle):
+    class EngineMachine(RuleBasedStateMachine):
+        world: World
+
+        @initialize(setup=SETUP, ask=ASK)
+        def build(self, setup, ask):
+            self.world = World(machine, setup)
+            self.world.do(ask)
+
+        @rule(ask=ASK)
+        def ask(self, ask):
+            self.world.do(ask)
+
+        @rule(times=st.integers(1, 6))
+        def step(self, times):
+            self.world.do(Step(times))
+
+        @rule(which=PICK)
+        def abort(self, which):
+            self.world.do(Abort(which))
+
+        @rule(fault=FAULT)
+        def go_wrong(self, fault):
+            self.world.do(fault)
+
+        def teardown(self):
+            try:
+                self.world.finish(oracle)
+            finally:
+                self.world.close()
+
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=10,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,251 @@
+"""An engine under fuzz: operations in, everything checked after each step, answers compared in the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from alone import Answer, Oracle, Question
+from kivi_shadow import KiviShadow
+from lean import GUILTY, POISON
+from machine import Brittle as BrittlePolicy
+from machine import Machine
+from operations import Abort, Ask, Brittle, NotFinite, Operation, Raise, Reset, Setup, Step
+from sparse_shadow import SparseShadow
+
+from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.core.request import Request
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.memory.pins import Retention
+
+MOST_STEPS_TO_DRAIN = 3000
+MOST_TOKENS = 60
+OFF = 1e-5
+"""Most that an attention may be off, as in every test with a shadow."""
+OFF_NATIVE = 1e-4
+"""Of native kernels over codes."""
+OFF_CODES = 0.2
+"""Most that a token held by kivi4 is off, in units of the spread of its head: coded twice, by channel and
+by token."""
+
+
+@dataclass
+class Asked:
+    """A request that was let in. may_fail: why it may end with an error; regular: its passes came when they
+    would have come alone."""
+
+    question: Question
+    request: Request
+    may_fail: str | None = None
+    regular: bool = True
+
+
+@dataclass
+class World:
+    """One engine. problems are raised as AssertionError."""
+
+    machine: Machine
+    setup: Setup
+    asked: list[Asked] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.llm = self.machine.engine(self.setup)
+        self.engine = self.llm.engine
+        self.faults = self.machine.faults
+        self.faults.clear()
+        BrittlePolicy.armed[0] = False
+        self.by_id: dict[str, Asked] = {}
+        self.shadow: Any = None
+        if self.setup.shadow:
+            kind = KiviShadow if self.setup.kv_format == "kivi4" else SparseShadow
+            self.shadow = kind(self.llm, self.patch)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note who was in a pass in which something was made to go wrong."""
+        forward = self.engine.runner.forward
+
+        def watched(step):
+            self.faults.fired = None
+            try:
+                return forward(step)
+            finally:
+                self._blame(step, self.faults.fired)
+
+        self.patch.setattr(self.engine.runner, "forward", watched)
+
+    def _blame(self, step, fired) -> None:
+        if fired is None:
+            return
+        self.counts["fired " + ("raise" if fired == "raised" else "NaN")] += 1
+        first = 0
+        for item in step:
+            rows = range(first, first + item.num_tokens)
+            first = rows.stop
+            alone = fired == "raised" and len(step) == 1
+            if alone or (fired != "raised" and set(rows) & set(fired)):
+                self.by_id[item.seq.request.request_id].may_fail = "its pass was made to fail"
+
+    def do(self, operation: Operation) -> None:
+        match operation:
+            case Ask():
+                self.ask(operation)
+            case Abort(which):
+                if live := list(self.engine.requests):
+                    self.engine.abort(live[which % len(live)])
+                    self.check()
+            case Raise(times):
+                self.faults.raises = times
+            case NotFinite(rows):
+                self.faults.not_finite = rows if self._keeps_nan else "all"
+            case Brittle():
+                BrittlePolicy.armed[0] = True
+            case Reset():
+                self.engine.memory.reset_prefix_cache()
+                self.check()
+            case Step(times):
+                for _ in range(times):
+                    self.step()
+
+    def ask(self, ask: Ask) -> None:
+        prompt = self._prompt(ask)
+        question = self.machine.question(ask, prompt, self.setup)
+        name = f"r{len(self.asked)}"
+        try:
+            request = self.engine.add_request(
+                name,
+                prompt,
+                question.params(),
+                self.machine.compressor(self.llm, question),
+                continuation=list(question.continuation) or None,
+                priority=ask.priority if self.setup.scheduling_policy == "priority" else 0,
+                retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
+            )
+        except KVReclaimError:
+            self.counts["refused"] += 1
+            return
+        asked = Asked(question, request)
+        if GUILTY in prompt or POISON in prompt:
+            asked.may_fail = "it holds a token that breaks things"
+        elif ask.policy == "brittle":
+            asked.may_fail = "its policy may raise"
+        self.asked.append(asked)
+        self.by_id[name] = asked
+        self.counts["asked"] += 1
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        ended = [one for one in self.asked if one.request.finished and one.request.error is None]
+        if ask.turn_of is not None and ended:
+            before = ended[-1 - ask.turn_of % len(ended)]
+            prompt = before.request.sequences[0].token_ids[:MOST_TOKENS]
+        else:
+            prompt = list(self.machine.texts[ask.text][: ask.cut])
+        tail = list(ask.tail)
+        if ask.fault == "guilty" or (ask.fault == "poison" and self._keeps_nan):
+            tail[len(tail) // 2 : len(tail) // 2] = [GUILTY if ask.fault == "guilty" else POISON]
+        return prompt + tail
+
+    @property
+    def _keeps_nan(self) -> bool:
+        """Codes make 0 of NaN (docs/formats.md), so a token that is NaN spoils nobody but itself."""
+        return self.setup.kv_format in ("fp32", "bf16", "fp16")
+
+    def step(self) -> None:
+        if not self.engine.has_unfinished:
+            return
+        postponed = self.engine.totals.compactions_postponed
+        self.engine.step()
+        self.counts["steps"] += 1
+        if self.engine.totals.compactions_postponed > postponed:
+            for asked in self.asked:
+                asked.regular &= asked.request.finished or asked.question.policy is None
+        self.check()
+
+    def check(self) -> None:
+        """What must hold between any two steps."""
+        memory = self.engine.memory
+        memory.check()
+        for asked in self.asked:
+            error = asked.request.error
+            if error is not None and asked.may_fail is None:
+                raise AssertionError(f"{asked.request.request_id} failed: {error}; {asked.question}")
+        if self.shadow is None:
+            return
+        assert not self.shadow.wrong, self.shadow.wrong[0]
+        most = OFF if self.setup.kernels == "reference" else OFF_NATIVE
+        assert self.shadow.worst <= most, f"an attention is off by {self.shadow.worst:.2e}"
+        if self.setup.kv_format == "kivi4":
+            self.shadow.check_held()
+            assert self.shadow.furthest <= OFF_CODES, f"a held token is off by {self.shadow.furthest:.3f}"
+
+    def finish(self, oracle: Oracle) -> None:
+        """Run to the end; then nothing may be left, and every answer must be as alone."""
+        for _ in range(MOST_STEPS_TO_DRAIN):
+            if not self.engine.has_unfinished:
+                break
+            self.step()
+        assert not self.engine.has_unfinished, f"{list(self.engine.requests)} never end"
+        self._check_empty()
+        if self.shadow is not None:
+            self.counts["hits seen"] += self.shadow.num_hits
+            self.counts["attention calls"] += self.shadow.num_calls
+        self.close()
+        for asked in self.asked:
+            self._check_guilty(asked)
+        comparable = [asked for asked in self.asked if self._is_comparable(asked)]
+        oracle.learn(asked.question for asked in comparable)
+        for asked in comparable:
+            self._check_answer(asked, oracle)
+        totals = self.engine.totals
+        self.counts["preemptions"] += totals.num_preemptions
+        self.counts["passes"] += totals.compactions
+        self.counts["postponed passes"] += totals.compactions_postponed
+        self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens
+        self.counts["copies"] += self.engine.memory.stats().cow_copies
+        self.counts["errors"] += sum(asked.request.error is not None for asked in self.asked)
+
+    def close(self) -> None:
+        self.patch.undo()
+        self.faults.clear()
+
+    def _check_empty(self) -> None:
+        stats = self.engine.memory.stats()
+        assert stats.in_use == 0, f"{stats.in_use} blocks are still in use"
+        assert stats.free + stats.cached == stats.num_blocks
+        assert num_signal_rows(self.engine) == 0, "rows of signals are left"
+        cache = self.engine.cache
+        if cache.open is not None:
+            self.engine.backend.keep_open(cache, [])
+            assert not cache.open.blocks, "rows of open blocks are left"
+
+    def _check_guilty(self, asked: Asked) -> None:
+        if GUILTY in asked.question.prompt:
+            reasons = {seq.finish_reason for seq in asked.request.sequences}
+            assert reasons <= {"error", "abort"}, f"{asked.request.request_id} is guilty and ended {reasons}"
+
+    def _is_comparable(self, asked: Asked) -> bool:
+        """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that
+        rounds is not: where a number lies between two codes, company decides (docs/formats.md)."""
+        special = {GUILTY, POISON} & set(asked.question.prompt)
+        return self.setup.kv_format == "fp32" and asked.regular and not special
+
+    def _check_answer(self, asked: Asked, oracle: Oracle) -> None:
+        got = Answer.of(asked.request)
+        self.counts["compared"] += 1
+        if not oracle.gives(asked.question, got):
+            alone = oracle.alone(asked.question)
+            raise AssertionError(
+                f"{asked.request.request_id} is not answered as alone: {asked.question}\n"
+                f"  got   {got}\n  alone {alone}"
+            )
+
+
+def num_signal_rows(engine: Engine) -> int:
+    """Of all sequences, in all stores of the engine's signals."""
+    signals = engine.signals
+    stores = (*signals._queries.values(), signals._mass, signals.digests)
+    return sum(len(store._rows) for store in stores) + len(signals._future)

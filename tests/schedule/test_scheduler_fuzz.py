@@ -1,0 +1,95 @@
+"""Random steps of the scheduler over plain lists: every block holds what its sequences must find there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from simulation import Ask, World
+
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.way import Way
+
+STEPS_PER_WORLD = 500
+WORLDS_PER_PART = 50
+NUM_PARTS = 4
+SHARED = [Random("shared").randrange(3) for _ in range(30)]
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.path[:0] = [{tests!r}]
+import kvreclaim.config, kvreclaim.memory, kvreclaim.schedule
+from test_scheduler_fuzz import run_world
+assert run_world(0, 300)["asked"] > 10
+assert "transformers" not in sys.modules
+"""
+
+
+def random_footprint(world: World) -> Footprint:
+    random, size = world.random, world.size
+    way = random.choice((Way.KEEP, Way.KEEP, *Way))
+    blocks = random.randrange(2, 4)
+    return Footprint(
+        way=way,
+        budget=max(blocks * size, 2),
+        interval=random.choice((size, size + 1, 5)),
+        prompt_only=way is Way.COMPACT and random.random() < 0.3,
+        window=random.choice((1, 1, 3, None)),
+        block_size=size,
+        max_chunk=world.max_chunk,
+    )
+
+
+def random_ask(world: World) -> Ask:
+    """A prompt begins with a shared text, or with all that a running sequence holds."""
+    random = world.random
+    prompt = SHARED[: random.randrange(30)]
+    if world.sequences and random.random() < 0.4:
+        prompt = list(random.choice(list(world.sequences.values())).token_ids)
+    prompt = [*prompt, *random.choices(range(3), k=random.randrange(1, 6))]
+    return Ask(
+        prompt=prompt,
+        num_outputs=random.choice((1, 1, 1, 2, 3)),
+        max_len=len(prompt) + random.randrange(1, 25),
+        footprint=random_footprint(world),
+        priority=random.randrange(3),
+        salt=random.choice((None, None, "", "a")),
+        guilty=random.random() < 0.03,
+    )
+
+
+def run_world(seed: int, num_steps: int) -> Counter[str]:
+    random = Random(seed)
+    world = World(random)
+    asks = random.choice((0.1, 0.2, 0.5))
+    faults = random.choice(((None,), (None, None, None, "raise"), (None,) * 8 + ("nan", "raise")))
+    for _ in range(num_steps):
+        if random.random() < asks and len(world.sequences) < 20:
+            world.ask(random_ask(world))
+        if world.sequences and random.random() < 0.01:
+            world.abort(random.choice(list(world.sequences.values())).request_id)
+        if random.random() < 0.005:
+            world.memory.reset_prefix_cache()
+        world.step(random.choice(faults))
+    world.drain()
+    return world.counts
+
+
+@pytest.mark.slow  # 100,000 steps, in parts that may run side by side
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(part * WORLDS_PER_PART, (part + 1) * WORLDS_PER_PART):
+        total += run_world(seed, STEPS_PER_WORLD)
+    assert total["steps"] >= WORLDS_PER_PART * STEPS_PER_WORLD
+    for what in ("preemptions", "hits", "copies", "passes", "failed passes"):
+        assert total[what] > 200, f"{total} has hardly any {what}"
+
+
+def test_decisions_need_no_torch() -> None:
+    program = WITHOUT_TORCH.format(tests=str(Path(__file__).parent))
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
