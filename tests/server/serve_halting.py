@@ -1,6 +1,7 @@
-"""`kvreclaim serve` whose engine halts at a step of every answer, until a file exists: none ends by itself.
+"""`kvreclaim serve` whose engine halts when every answer has so many tokens, until a file exists: none ends
+by itself. Another file says how many answers have come so far.
 
-python serve_halting.py FILE NUM_TOKENS serve --port 0 ...
+python serve_halting.py GO HALTED NUM_TOKENS serve --port 0 ...
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvreclaim.cli.main import app
 from kvreclaim.engine.face.async_engine import AsyncEngine
 from kvreclaim.server import run
 
-go, num_tokens = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+go, halted, num_tokens = Path(sys.argv.pop(1)), Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 step = AsyncEngine._step
 
 
@@ -23,6 +24,7 @@ def step_or_wait(self: AsyncEngine, engine: Any) -> None:
     if go.exists() or any(seq.num_generated < num_tokens for seq in outputs):
         step(self, engine)
     else:
+        halted.write_text(str(len(outputs)))
         time.sleep(0.002)
 
 

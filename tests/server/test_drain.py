@@ -24,6 +24,7 @@ from steering import LIMIT_S, until
 from kvreclaim import LLM, SamplingParams, demo_model
 
 HALTING = Path(__file__).with_name("serve_halting.py")
+FIRST_TOKENS = 20
 KVRECLAIM = Path(sys.executable).parent / "kvreclaim"
 MODEL = "kvreclaim-demo"
 PROMPTS = ["GO wind wave", "GO sky sun", "GO fish"]
@@ -32,15 +33,16 @@ ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages"]
 
 @dataclass
 class Served:
-    """go: lets answers go on beyond their first tokens."""
+    """go: lets answers go on beyond their first tokens. halted: how many have come so far."""
 
     process: subprocess.Popen
     base_url: str
     log: Path
     go: Path
+    halted: Path
 
-    def load(self) -> dict[str, int]:
-        return web.get(f"{self.base_url}/load").json()
+    def until_halted(self, num_answers: int) -> None:
+        until(lambda: self.halted.exists() and self.halted.read_text() == str(num_answers))
 
     def exit_code(self) -> int:
         return self.process.wait(LIMIT_S)
@@ -49,26 +51,16 @@ class Served:
 @contextmanager
 def served(tmp_path: Path, *options: str) -> Iterator[Served]:
     """`kvreclaim serve` on the demo model and a free port. No answer ends before it is told to."""
-    log, go = tmp_path / "log", tmp_path / "go"
+    log, go, halted = (tmp_path / name for name in ("log", "go", "halted"))
     with log.open("w") as file:
-        command = [
-            sys.executable,
-            HALTING,
-            go,
-            "20",
-            "serve",
-            "--port",
-            "0",
-            "--log-format",
-            "text",
-            *options,
-        ]
+        halting = [sys.executable, HALTING, go, halted, str(FIRST_TOKENS)]
+        command = [*halting, "serve", "--port", "0", "--log-format", "text", *options]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: re.search(r"at http://\S+", log.read_text()) or process.poll() is not None)
         found = re.search(r"at (http://\S+)", log.read_text())
         assert found is not None, log.read_text()
-        server = Served(process, found[1], log, go)
+        server = Served(process, found[1], log, go, halted)
         until(lambda: _answers(server))
         yield server
     finally:
@@ -146,13 +138,13 @@ class Reader:
 
 
 def start(server: Served, num_tokens: int) -> list[Reader]:
-    """One request of each route and kind; returns once all of them run."""
+    """One request of each route and kind; returns once all of them have got so far."""
     kinds = [(path, stream) for path in ROUTES for stream in (True, False)]
     readers = [
         Reader(server, path, PROMPTS[i % len(PROMPTS)], num_tokens, stream=stream)
         for i, (path, stream) in enumerate(kinds)
     ]
-    until(lambda: server.load()["num_requests_running"] == len(kinds))
+    server.until_halted(len(kinds))
     return readers
 
 
@@ -208,7 +200,7 @@ def test_after_the_timeout_answers_end_with_what_they_have(alone, tmp_path: Path
         for reader in readers:
             text = reader.join().text
             assert reader.reason == ABORTED[reader.path]
-            assert 20 <= len(text.split()) < num_tokens
+            assert FIRST_TOKENS <= len(text.split()) < num_tokens
             assert alone(reader.prompt, len(text.split()) + 8).startswith(text)
         assert server.exit_code() == 0
         log = server.log.read_text()
@@ -223,7 +215,7 @@ ABORTED = {ROUTES[0]: "abort", ROUTES[1]: "abort", ROUTES[2]: "pause_turn"}
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     with served(tmp_path, "--shutdown-timeout", "86400") as server:
         Reader(server, ROUTES[0], PROMPTS[0], 4000, stream=True)
-        until(lambda: server.load()["num_requests_running"] == 1)
+        server.until_halted(1)
         server.process.terminate()
         until(lambda: "SIGTERM: no new requests" in server.log.read_text())
         server.process.terminate()
