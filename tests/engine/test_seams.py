@@ -136,3 +136,34 @@ def test_what_was_no_number_is_not_cached(chunk, times, make_llm):
         hook.remove()
     assert (again.error, again.metrics.num_cached_tokens) == (None, 0)
     assert again.outputs[0].token_ids == expected
+
+
+def test_requests_that_arrive_together_are_compressed_at_different_steps(make_llm):
+    """And each as it is alone, preempted or not. The first one keeps all: its growth preempts others."""
+    prompts = tiny.prompts((30,) * 6, seed=9)
+    config = CompressionConfig("knorm", budget=32, interval=24, sinks=2, recent=8)
+
+    def outcome(spread, num_blocks, one_by_one=False):
+        llm = make_llm(block_size=S, num_blocks=num_blocks, spread_compression=spread)
+        groups = [[prompt] for prompt in prompts] if one_by_one else [prompts]
+        outputs, most = [], 0
+        for group in groups:
+            compressor = llm.compressor(config)
+            requests = []
+            for i, prompt in enumerate(group):
+                whole = prompt is prompts[0]
+                params = SamplingParams(temperature=0.0, max_tokens=120 if whole else 60, ignore_eos=True)
+                made = None if whole else compressor
+                requests.append(llm.engine.add_request(f"r{i}", prompt, params, made))
+            while llm.engine.has_unfinished:
+                most = max(most, len(llm.engine.step().passes))
+            outputs += [request.output().outputs[0].token_ids for request in requests]
+        return outputs, most, llm.engine.totals.num_preemptions
+
+    _, most, _ = outcome(False, 200)
+    spread, fewer, _ = outcome(True, 200)
+    assert (most, fewer < most) == (len(prompts) - 1, True)
+    alone, _, _ = outcome(True, 200, one_by_one=True)
+    tight, _, preemptions = outcome(True, 24)
+    assert spread == alone == tight
+    assert preemptions > 0

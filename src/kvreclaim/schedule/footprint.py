@@ -27,6 +27,8 @@ class Footprint:
     window:     queries before the first pass that must be computed, not hit, at least 1; None: all of them
     block_size: slots per block
     max_chunk:  tokens that one step computes at most
+    offset:     tokens by which the first pass behind the prompt comes early, below interval, so that requests
+                that arrive together do not fall due together; all later passes keep the distance
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
                 blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
     """
@@ -41,6 +43,7 @@ class Footprint:
     window: int | None = 1
     block_size: int = 16
     max_chunk: int = 2048
+    offset: int = 0
     aligned: bool = False
 
     @property
@@ -66,6 +69,10 @@ class Footprint:
             return None
         return self.decode_cap - 1 + self.max_chunk if self.aligned else max(self.prompt_cap, self.decode_cap)
 
+    def _due_at(self, num_prompt: int, last_computed: int) -> int:
+        """Live tokens at which a sequence whose prompt is computed is compressed next."""
+        return self.decode_cap - (self.offset if last_computed <= num_prompt else 0)
+
     def is_due(self, num_computed: int, num_prompt: int, account: Account) -> bool:
         """Whether a sequence is compressed at its present length."""
         if not self.way.evicts:
@@ -75,7 +82,7 @@ class Footprint:
             worth = num_prompt - self.budget >= (self.block_size if self.aligned else 1)
             return worth and not in_prompt and account.last_computed == 0
         live = num_computed - account.num_evicted
-        return live >= (self.prompt_cap if in_prompt else self.decode_cap)
+        return live >= (self.prompt_cap if in_prompt else self._due_at(num_prompt, account.last_computed))
 
     def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
         """Most tokens that may be computed in one go before the next pass is considered."""
@@ -90,7 +97,7 @@ class Footprint:
         live = num_computed - account.num_evicted
         if prompt_left > 0:
             return min(prompt_left, max(1, self.prompt_cap - live))
-        return max(1, self.decode_cap - live)
+        return max(1, self._due_at(num_prompt, account.last_computed) - live)
 
     def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
         """Whether the next tokens read some blocks only: what is computed then is not exact."""
@@ -102,7 +109,7 @@ class Footprint:
             return None
         if self.prompt_only:
             return num_prompt if num_prompt > self.budget else None
-        return min(self.prompt_cap, max(num_prompt, self.decode_cap))
+        return min(self.prompt_cap, max(num_prompt, self._due_at(num_prompt, 0)))
 
     def hit_limit(self, num_prompt: int, known: int) -> int:
         """Most leading tokens that a prefix hit may cover so that the result is what it would be without:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from zlib import crc32
+
 from kvreclaim.checks import is_int
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
@@ -76,11 +79,16 @@ def check_priority(priority: int, config: EngineConfig) -> None:
         )
 
 
-def footprint_of(compressor: Compressor | None, config: EngineConfig) -> Footprint:
-    """What a request's compression lets it hold in this engine."""
+def footprint_of(compressor: Compressor | None, config: EngineConfig, prompt: list[int]) -> Footprint:
+    """What a request's compression lets it hold in this engine.
+
+    With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
+    function of the request alone, so that a preempted one makes the same choices again.
+    """
     if compressor is None:
         return Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
     settings, needs = compressor.config, needs_of(compressor)
+    choices = max(1, settings.interval - config.block_size + 1) if config.spread_compression else 1
     window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
     return Footprint(
         way=compressor.way,
@@ -93,6 +101,7 @@ def footprint_of(compressor: Compressor | None, config: EngineConfig) -> Footpri
         window=None if Signal.ATTENTION_MASS in needs else window,
         block_size=config.block_size,
         max_chunk=config.max_num_batched_tokens,
+        offset=crc32(array("q", prompt).tobytes()) % choices,
     )
 
 

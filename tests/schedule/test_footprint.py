@@ -1,0 +1,79 @@
+"""The arithmetic of budgets against sequences that are walked through it token by token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvreclaim.schedule import Account, Footprint, Way
+
+
+def random_footprint(rng: random.Random) -> Footprint:
+    size = rng.choice([1, 4, 8])
+    interval = rng.randrange(size, 40)
+    return Footprint(
+        way=rng.choice(list(Way)),
+        budget=rng.randrange(1, 8) * size + size,
+        interval=interval,
+        prompt_only=rng.random() < 0.2,
+        window=rng.choice([1, 1, 5, None]),
+        block_size=size,
+        max_chunk=rng.randrange(1, 60),
+        offset=rng.randrange(interval - size + 1) if rng.random() < 0.5 else 0,
+    )
+
+
+def walk(footprint: Footprint, num_prompt: int, length: int, rng: random.Random) -> tuple[list[int], int]:
+    """Logical lengths at the passes of a sequence computed in random chunks, and the most slots it held."""
+    account, computed, passes, most = Account(), 0, [], 0
+    while computed < length:
+        known = max(num_prompt, computed + 1)
+        chunk = min(known - computed, footprint.tokens_until_pass(computed, num_prompt, account))
+        assert chunk >= 1
+        computed += rng.randint(1, min(chunk, footprint.max_chunk))
+        most = max(most, computed - (account.num_evicted if footprint.way.reclaims else 0))
+        if footprint.is_due(computed, num_prompt, account):
+            live = computed - account.num_evicted
+            keep = footprint.kept(live)
+            assert keep < live
+            assert footprint.budget - footprint.block_size < keep <= footprint.budget
+            account.num_evicted, account.last_computed = computed - keep, computed
+            passes.append(computed)
+    return passes, most
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_a_walk_keeps_every_promise(seed):
+    rng = random.Random(seed)
+    footprint = random_footprint(rng)
+    num_prompt = rng.randrange(1, 150)
+    length = num_prompt + rng.randrange(1, 120)
+    passes, most = walk(footprint, num_prompt, length, rng)
+    first = footprint.first_pass(num_prompt)
+    assert (passes[0] if passes else None) == (first if first is not None and first <= length else None)
+    assert most <= footprint.slots_needed(num_prompt, length)
+    assert footprint.most_tokens is None or most <= footprint.most_tokens
+    limit = footprint.hit_limit(num_prompt, length)
+    assert 0 <= limit <= length
+    if first is not None and footprint.window is not None:
+        assert limit <= max(0, first - footprint.window)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_due_points_do_not_depend_on_how_chunks_fall(seed):
+    """Behind the prompt; inside it only where a chunk ends can a pass be."""
+    rng = random.Random(seed)
+    footprint = random_footprint(rng)
+    ways = [walk(footprint, 20, 300, random.Random(i))[0] for i in range(4)]
+    assert all(passes == ways[0] for passes in ways)
+
+
+def test_offsets_spread_the_passes_of_requests_that_arrive_together():
+    for num_prompt, first in ((40, 96), (90, 90)):  # first compressed while it generates; at its prompt's end
+        for offset in range(0 if first == 96 else 6, 25):
+            footprint = Footprint(Way.COMPACT, budget=64, interval=32, block_size=8, offset=offset)
+            passes, _ = walk(footprint, num_prompt, 300, random.Random(0))
+            early = first - offset if num_prompt == 40 else first
+            second = early + 32 if num_prompt == 40 else early + 32 - offset
+            assert passes == [early, *range(second, 301, 32)]
