@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvreclaim.integrations.vllm.accounts import Applied
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.schedule.ledger import Applied
 from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 
@@ -67,7 +67,7 @@ class ListPool:
         self.refs[block], self.indexed[block] = 1, False
         return block
 
-    def apply(self, request_id: str, plan: CompactionPlan) -> Applied:
+    def apply(self, request_id: str, plan: CompactionPlan[str]) -> Applied:
         old, free = self.held(request_id), self.num_free
         for block in plan.strip:
             self.indexed[block] = False

@@ -18,10 +18,11 @@ from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import Pass, StepMessage
+from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
+from kvreclaim.schedule import Pass, Way
 
 SETTINGS = CompressionConfig(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
 
@@ -60,7 +61,7 @@ def chosen(book: Book, num_tokens: int, keep: int) -> Tensor:
     return compressor.choose(lambda n: DenseSource(*book.tokens[n]), num_tokens, 0, num_tokens, keep=keep)
 
 
-def output(*passes: Pass, **ids: Any) -> Any:
+def output(*passes: Pass[str], **ids: Any) -> Any:
     step = SimpleNamespace(
         finished_req_ids=ids.get("finished", set()),
         preempted_req_ids=ids.get("preempted"),
@@ -68,13 +69,15 @@ def output(*passes: Pass, **ids: Any) -> Any:
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=ids.get("resumed", set())),
     )
     if passes:
-        step.kvreclaim = StepMessage(passes)
+        step.kvreclaim = StepMessage(passes, {done.seq_id: SETTINGS for done in passes})
     return step
 
 
-def make_pass(name: str, source: tuple[int, ...], target: tuple[int, ...], tokens: int, **more: Any) -> Pass:
-    values = {"keep": 16, "logical_len": tokens, "prompt_slots": 0, "first": True, "shift": 8}
-    return Pass(name, SETTINGS, source, target, tokens, **{**values, **more})
+def make_pass(
+    name: str, source: tuple[int, ...], target: tuple[int, ...], tokens: int, **more: Any
+) -> Pass[str]:
+    values = {"keep": 16, "logical_len": tokens, "prompt_slots": 0, "first": True}
+    return Pass(name, Way.COMPACT, source, target, tokens, **{**values, **more})
 
 
 @pytest.mark.parametrize("make", WRITERS)
@@ -148,7 +151,7 @@ def test_a_trace_follows_positions_through_passes() -> None:
     assert first.shape == (L, K, 16)
     assert first.dtype == torch.int32
     Book.write(layers, (1, 2, 3), 22)  # six tokens more, and other keys: another choice
-    more = make_pass("a", (1, 2, 3), (1, 2), 22, logical_len=30, first=False, shift=16)
+    more = make_pass("a", (1, 2, 3), (1, 2), 22, logical_len=30, first=False)
     applier.begin(output(replace(more, keep=16)))
     [(name, length, second)] = trace.take()
     assert (name, length) == ("a", 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,9 +11,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from list_pool import FakeRequest, ListPool, computed, make_ledger
 
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import Pass
+from kvreclaim.schedule import Pass
 
 BASE = {"policy": "streaming_llm", "sinks": 2, "recent": 3}
 
@@ -65,9 +67,9 @@ class LedgerMachine(RuleBasedStateMachine):
         before = {r.request_id: (self.pool.held(r.request_id), list(r.slots)) for r in self.requests}
         postponed = self.ledger.totals.postponed
         passes = self.ledger.compress(self.requests)
-        assert len({done.request_id for done in passes}) == len(passes)
+        assert len({done.seq_id for done in passes}) == len(passes)
         for done in passes:
-            self.check_pass(done, *before[done.request_id])
+            self.check_pass(done, *before[done.seq_id])
         overdue = {r.request_id for r in self.requests if self.is_overdue(r)}
         assert len(overdue) == self.ledger.totals.postponed - postponed
         preempted = []
@@ -87,8 +89,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 request.grow(count)
                 if request.request_id not in overdue:
                     self.check_cap(request, in_prompt)
-        for done in passes:
-            assert self.ledger.is_current(done) == (done.request_id not in preempted)
+        current = [done for done in passes if done.seq_id not in preempted]
+        assert [done for done in passes if self.ledger.is_current(done)] == current
+        message = self.ledger.message(passes)
+        assert (message is None) == (not current)
+        if message is not None:
+            assert list(message.passes) == current
+            assert message.settings == {done.seq_id: self.settings_of(done) for done in current}
+            assert pickle.loads(pickle.dumps(message)) == message
 
     def preempt(self, request: FakeRequest) -> None:
         self.ledger.forget(request.request_id)
@@ -108,9 +116,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.close(request.request_id)
         self.requests.remove(request)
 
-    def check_pass(self, done: Pass, held: list[int], slots: list[bool]) -> None:
-        request = next(r for r in self.requests if r.request_id == done.request_id)
-        size, own = self.pool.block_size, done.settings
+    def check_pass(self, done: Pass[str], held: list[int], slots: list[bool]) -> None:
+        request = next(r for r in self.requests if r.request_id == done.seq_id)
+        size, own = self.pool.block_size, self.settings_of(done)
         assert request.wanted != "off"
         assert done.source_ids == tuple(held)
         assert (done.num_tokens, done.logical_len) == (len(slots), request.num_computed_tokens)
@@ -118,15 +126,21 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (done.num_tokens - done.keep) % size == 0 < done.num_tokens - done.keep
         assert done.shift == request.num_computed_tokens - done.keep
         assert done.first == (len(slots) == request.num_computed_tokens)
-        assert done.target_ids == tuple(self.pool.held(done.request_id))
+        assert done.target_ids == tuple(self.pool.held(done.seq_id))
         assert len(done.target_ids) == -(-done.keep // size)
         if own.protect_prompt:
             assert slots == [place < done.prompt_slots for place in range(len(slots))]
         request.slots = self.survivors(done, slots)
 
-    def survivors(self, done: Pass, slots: list[bool]) -> list[bool]:
+    def settings_of(self, done: Pass[str]) -> CompressionConfig:
+        request = next(r for r in self.requests if r.request_id == done.seq_id)
+        settings = self.options.of_request(request.sampling_params.extra_args)
+        assert settings is not None
+        return settings
+
+    def survivors(self, done: Pass[str], slots: list[bool]) -> list[bool]:
         """What a worker keeps: sinks and recent slots, then a protected prompt, then others."""
-        own = done.settings
+        own = self.settings_of(done)
         edge = len(slots) - own.recent
         rank = [
             (sink_or_recent, own.protect_prompt and prompt, -place)
@@ -210,7 +224,7 @@ def test_figures_outlive_a_preemption_and_end_with_the_request() -> None:
     assert figures is not None
     assert figures["compactions"] == 1
     ledger.close("a")
-    assert ledger.accounts == {}
+    assert ledger.records == {}
 
 
 def test_a_pass_without_blocks_is_postponed_and_nothing_changes() -> None:

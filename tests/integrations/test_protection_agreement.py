@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from list_pool import FakeRequest, ListPool
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import Pass
 from kvreclaim.ops.key_source import DenseSource
+from kvreclaim.schedule import Pass
 from kvreclaim.testing.toys import model_facts, noise
 
 FACTS = model_facts(2)
@@ -31,8 +31,8 @@ class Worker:
         self.is_prompt = torch.cat([self.is_prompt, new.expand(LAYERS, HEADS, -1)], dim=-1)
         self.computed += count
 
-    def carry_out(self, done: Pass) -> Compressor:
-        compressor = Compressor(done.settings, FACTS)
+    def carry_out(self, done: Pass[str], settings: CompressionConfig) -> Compressor:
+        compressor = Compressor(settings, FACTS)
         size = (HEADS, done.num_tokens, 8)
         kept = compressor.choose(
             lambda layer: DenseSource(noise(layer + self.computed, *size), noise(layer, *size)),
@@ -72,8 +72,8 @@ def test_a_protected_prompt_leads_by_as_many_slots_as_the_scheduler_counts(
         request.grow(count)
         worker.grow(count)
         for done in ledger.compress([request]):
-            compressor = worker.carry_out(done)
-            counted = ledger.accounts["r"].state.prompt_slots
+            compressor = worker.carry_out(done, options.settings)
+            counted = ledger.records["r"].account.prompt_slots
             told = compressor.kept_prompt_slots(done.num_tokens, done.prompt_slots, done.keep)
             assert counted == told
             leading = torch.arange(done.keep) < counted

@@ -11,7 +11,7 @@ import pytest
 
 from kvreclaim.compression import CompressionConfig, policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.options import Options, most_tokens
+from kvreclaim.integrations.vllm.options import Options, is_bounded
 
 PLAIN = {"policy": "streaming_llm", "budget": 512, "interval": 64}
 FULL = PLAIN | {
@@ -204,8 +204,11 @@ def test_a_server_that_keeps_everything_sets_no_limit() -> None:
 
 
 def test_most_tokens_is_budget_interval_and_a_chunk() -> None:
-    settings = CompressionConfig(policy="knorm", budget=512, interval=64)
-    assert most_tokens(settings, 32, 2048) == 512 + 63 + 2048
-    assert most_tokens(settings, 128, 2048) == 512 + 127 + 2048
-    assert most_tokens(replace(settings, policy="full"), 32, 2048) is None
+    options = Options(CompressionConfig(policy="knorm", budget=512, interval=64))
+    assert options.bound(32, 2048) == 512 + 63 + 2048
+    assert options.bound(128, 2048) == 512 + 127 + 2048
+    assert is_bounded(options.settings)
+    whole = replace(options, settings=replace(options.settings, policy="full"))
+    assert whole.bound(32, 2048) is None
+    assert not is_bounded(whole.settings)
     assert read().bound(32, 256) == 512 + 63 + 256

@@ -123,11 +123,11 @@ class ListWorker:
         return self.sample(output)
 
     def compress(self, done: Any) -> None:
-        row = self.rows[done.request_id]
+        row = self.rows[done.seq_id]
         assert row.block_ids == list(done.source_ids), "the scheduler and the worker differ in the row"
         assert (len(row.states), row.num_computed) == (done.num_tokens, done.logical_len)
         assert done.first == (row.shift == 0)
-        self.check(done.request_id, row)
+        self.check(done.seq_id, row)
         kept = sorted(self.random.sample(range(done.num_tokens), done.keep))
         row.states = [row.states[place] for place in kept]
         row.block_ids = list(done.target_ids)
@@ -264,7 +264,7 @@ class World:
         seen: set[int] = set()
         for done in message.passes if message else ():
             self.num_passes += 1
-            assert self.held(done.request_id)[: len(done.target_ids)] == list(done.target_ids)
+            assert self.held(done.seq_id)[: len(done.target_ids)] == list(done.target_ids)
             assert (done.num_tokens - done.keep) % self.size == 0
             for block_id in done.target_ids:
                 block = self.pool.blocks[block_id]
@@ -294,5 +294,5 @@ class World:
         assert not self.scheduler.requests
         assert self.used == 0
         if (ledger := getattr(self.scheduler, "reclaim", None)) is not None:
-            assert not ledger.accounts
+            assert not ledger.records
         assert self.scheduler.reset_prefix_cache()

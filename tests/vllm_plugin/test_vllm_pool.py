@@ -68,7 +68,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if "tight" in request.fixturenames:
         engine = request.getfixturevalue("tight")
         assert engine.used_blocks() == 0
-        assert not engine.scheduler.reclaim.accounts
+        assert not engine.scheduler.reclaim.records
         assert engine.is_empty()
 
 
@@ -95,7 +95,7 @@ def test_compressed_requests_come_back_from_a_preemption(tight: Engine, tiny_mod
 
     def starve() -> None:
         running = scheduler.running
-        shifts = [scheduler.reclaim.accounts[request.request_id].state.shift for request in running]
+        shifts = [scheduler.reclaim.records[request.request_id].account.num_evicted for request in running]
         if taken and len(running) < 3:
             said.append(last[0].num_output_tokens)
             pool.free_blocks(taken)

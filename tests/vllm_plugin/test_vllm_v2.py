@@ -216,11 +216,11 @@ def move_blocks_about(engine: Engine, request_id: str) -> None:
     """Turn a request's blocks round, in the scheduler's table and by a message to the worker."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvreclaim.integrations.vllm.passes import Pass, StepMessage
+    from kvreclaim.integrations.vllm.passes import StepMessage
+    from kvreclaim.schedule import Pass
 
-    reclaim = engine.scheduler.reclaim
-    account = reclaim.accounts[request_id]
-    states, shift = engine.runner.req_states, account.state.shift
+    record = engine.scheduler.reclaim.records[request_id]
+    states, shift = engine.runner.req_states, record.account.num_evicted
     computed = int(states.num_computed_tokens.gpu[states.req_id_to_index[request_id]])
     source = table_of(engine, request_id)
     live = computed - shift
@@ -228,22 +228,19 @@ def move_blocks_about(engine: Engine, request_id: str) -> None:
     assert len(source) > 1
     target = source[::-1]
     output = SchedulerOutput.make_empty()
-    output.kvreclaim = StepMessage(
-        (
-            Pass(
-                request_id,
-                replace(account.settings, budget=BLOCK),  # less than the request's tokens: all stay
-                tuple(source),
-                tuple(target),
-                num_tokens=live,
-                keep=live,
-                logical_len=computed,
-                prompt_slots=0,
-                first=False,
-                shift=shift,
-            ),
-        )
+    move = Pass(
+        request_id,
+        record.footprint.way,
+        tuple(source),
+        tuple(target),
+        num_tokens=live,
+        keep=live,
+        logical_len=computed,
+        prompt_slots=0,
+        first=False,
     )
+    small = replace(record.settings, budget=BLOCK)  # less than the request's tokens: all stay
+    output.kvreclaim = StepMessage((move,), {request_id: small})
     tables = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     own = {block.block_id: block for block in tables[request_id]}
     tables[request_id][: len(target)] = [own[block] for block in target]

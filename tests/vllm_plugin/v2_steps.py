@@ -61,7 +61,7 @@ class Spy:
                     logical=int(batch.seq_lens[n]),
                     physical=int(given.seq_lens[n]),
                     bound=given.max_seq_len,
-                    shift=self.engine.scheduler.reclaim.accounts[request_id].state.shift,
+                    shift=self.engine.scheduler.reclaim.records[request_id].account.num_evicted,
                     table=table_of(self.engine, request_id),
                     slots=given.slot_mapping[starts[n] : starts[n + 1]].tolist(),
                     ends_at=int(batch.positions[starts[n + 1] - 1]) + 1,

@@ -111,11 +111,6 @@ class Compressor:
         return self.policy.prompt_only
 
     @property
-    def bounded(self) -> bool:
-        """Whether a sequence never holds much more than its budget, however long it gets."""
-        return self.way.reclaims and not self.prompt_only
-
-    @property
     def budget(self) -> int:
         """Tokens kept per layer and KV head."""
         return self.config.budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvreclaim.checks import check_choice
@@ -13,6 +13,7 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
 MAX_KEPT: Final = 16
@@ -68,3 +69,17 @@ class CompressionConfig(CompressionSettings):
     def make_policy(self) -> CompressionPolicy:
         """The policy with its options."""
         return make_policy(self.policy, self.options)
+
+    def footprint(self, plain: Footprint) -> Footprint:
+        """What holds for a sequence so compressed where `plain` holds for one that is not."""
+        policy = self.make_policy()
+        return replace(
+            plain,
+            way=policy.way,
+            budget=self.budget,
+            interval=self.interval,
+            prompt_only=policy.prompt_only,
+            sinks=self.sinks,
+            recent=self.recent,
+            protect_prompt=self.protect_prompt,
+        )

@@ -126,6 +126,8 @@ class Footprint:
         """Slots that a sequence holds at most on its way to these lengths."""
         if not self.way.reclaims:
             return known
+        if self.aligned:
+            return known if self.most_tokens is None else min(known, self.most_tokens)
         if self.prompt_only:
             return max(num_prompt, known - max(0, num_prompt - self.budget))
         return max(min(num_prompt, self.prompt_cap), min(known, self.decode_cap))

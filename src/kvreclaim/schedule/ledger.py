@@ -48,6 +48,10 @@ def compress(
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
     table = pool.table(seq_id)
+    assert keep < live, f"sequence {seq_id} is due with {live} tokens, of which {keep} stay"
+    if footprint.way is Way.COMPACT:
+        held = len(table.block_ids)
+        assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
     moves = footprint.way in (Way.COMPACT, Way.CELLS)
     some = next((block for block in reversed(table.block_ids) if block is not None), 0)
     source_ids = tuple(some if block is None else block for block in table.block_ids)
@@ -77,7 +81,7 @@ def compress(
 
 def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
     size, live, keep = footprint.block_size, done.num_tokens, done.keep
-    account.num_evicted = done.logical_len - keep
+    account.num_evicted = done.shift
     account.prompt_slots = (
         0 if done.way is Way.CELLS else footprint.kept_prompt(live, done.prompt_slots, keep)
     )

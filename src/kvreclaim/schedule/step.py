@@ -105,3 +105,8 @@ class Pass(Generic[Id]):
     prompt_slots: int
     first: bool
     blocks_freed: int = 0
+
+    @property
+    def shift(self) -> int:
+        """Logical minus physical length afterwards."""
+        return self.logical_len - self.keep

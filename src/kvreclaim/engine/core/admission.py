@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from zlib import crc32
 
 from kvreclaim.checks import is_int
@@ -85,22 +86,15 @@ def footprint_of(compressor: Compressor | None, config: EngineConfig, prompt: li
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
     if compressor is None:
-        return Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+        return plain
     settings, needs = compressor.config, needs_of(compressor)
     choices = max(1, settings.interval - config.block_size + 1) if config.spread_compression else 1
     window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
-    return Footprint(
-        way=compressor.way,
-        budget=settings.budget,
-        interval=settings.interval,
-        prompt_only=compressor.prompt_only,
-        sinks=settings.sinks,
-        recent=settings.recent,
-        protect_prompt=settings.protect_prompt,
+    return replace(
+        settings.footprint(plain),
         window=None if Signal.ATTENTION_MASS in needs else window,
-        block_size=config.block_size,
-        max_chunk=config.max_num_batched_tokens,
         offset=crc32(array("q", prompt).tobytes()) % choices,
     )
 

@@ -17,7 +17,7 @@ from kvreclaim.compression.stats import LayerStats
 from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import Pass, StepMessage
+from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.staging import BLOCK_SIZE, Stage, staged_layer
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.memory.blocks import blocks_for
@@ -25,6 +25,7 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import plain_format
+from kvreclaim.schedule.step import Pass
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -98,7 +99,7 @@ class Applier:
         with torch.inference_mode():
             self.clock.start()
             for one in message.passes:
-                self._carry_out(one)
+                self._carry_out(one, message.settings[one.seq_id])
             self.clock.stop()
 
     def rehearse(self) -> None:
@@ -141,19 +142,19 @@ class Applier:
             scores.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf), places
         )
 
-    def _carry_out(self, one: Pass) -> None:
+    def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
         source = self.views.block_ids(one.source_ids)
-        kept = self.compressor(one.settings).choose(
+        kept = self.compressor(settings).choose(
             lambda layer: self.views.source(layer, source, one.num_tokens, self.stage),
             one.num_tokens,
             one.prompt_slots,
             one.logical_len,
             first=one.first,
             keep=one.keep,
-            check=partial(self.clock.watch, one.request_id),
+            check=partial(self.clock.watch, one.seq_id),
         )
         self.views.compact(kept, source, self.views.block_ids(one.target_ids))
-        self.rows.rewrite(one.request_id, one.target_ids, one.shift)
+        self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
         self.figures.tokens_evicted += one.num_tokens - one.keep
         self.figures.compactions += 1
         if self.trace is not None:

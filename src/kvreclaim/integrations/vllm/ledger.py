@@ -1,4 +1,5 @@
-"""Which requests are compressed before a step, and into which blocks: integers only, nothing of vLLM.
+"""Which requests are compressed before a step, and who is admitted: integers only, nothing of vLLM. When, how
+far and into which blocks says the engine's own arithmetic, schedule/.
 
 Decided from lengths alone, before vLLM schedules: what a pass gives back serves the very same step, and no
 block of that step enters the prefix index with content that was computed over an evicted context. Sources go
@@ -9,16 +10,16 @@ out the passes of a step, in their order, before anything else of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
-from kvreclaim.compression import CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.accounts import FRESH, Account, Caps, Forecast, Pool, Request, State
-from kvreclaim.integrations.vllm.options import Options, most_tokens
-from kvreclaim.integrations.vllm.passes import Pass, Totals
+from kvreclaim.integrations.vllm.accounts import Caps, Forecast, Pool, Record, Request
+from kvreclaim.integrations.vllm.options import Options, plain_footprint
+from kvreclaim.integrations.vllm.passes import StepMessage, Totals
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.schedule.plan import plan_compaction
-from kvreclaim.schedule.protection import kept_prompt_slots
+from kvreclaim.schedule import Account, Pass
+from kvreclaim.schedule.ledger import compress
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -39,10 +40,11 @@ class Ledger:
         self.block_size = block_size
         self.max_chunk = max_chunk
         self.totals = Totals()
-        self.accounts: dict[str, Account] = {}
+        self.records: dict[str, Record] = {}
+        self._plain = plain_footprint(block_size, max_chunk)
         self._forecasts: dict[int, Forecast] = {}
 
-    def compress(self, running: Sequence[Request]) -> list[Pass]:
+    def compress(self, running: Sequence[Request]) -> list[Pass[str]]:
         """Shrink every request that is due, in order; pool and tables are changed at return.
 
         A pass whose blocks cannot be had is postponed: the request stays due. Called once before each step.
@@ -50,50 +52,60 @@ class Ledger:
         self._forecasts.clear()
         passes = []
         for request in running:
-            account = self._account(request)
-            if account.settings is not None and self._is_due(request, account):
-                done = self._compress_one(request, account, account.settings)
-                if done is not None:
-                    passes.append(done)
+            record = self._record(request)
+            lengths = request.num_computed_tokens, request.num_prompt_tokens
+            # Sessions that resume with more input are left alone: they send their whole table again.
+            if request.resumable or not record.footprint.is_due(*lengths, record.account):
+                continue
+            done = compress(request.request_id, *lengths, record.footprint, record.account, self.pool)
+            if done is None:
+                self.totals.postponed += 1
+                continue
+            for counts in (record.counts, self.totals):
+                counts.add(done)
+            passes.append(done)
         return passes
 
-    def is_current(self, done: Pass) -> bool:
+    def message(self, passes: Iterable[Pass[str]]) -> StepMessage | None:
+        """What the workers are told of the passes of a step that vLLM has scheduled since; None: nothing."""
+        alive, settings = tuple(filter(self.is_current, passes)), {}
+        for done in alive:
+            own = self.records[done.seq_id].settings
+            assert own is not None, f"request {done.seq_id} is not compressed"
+            settings[done.seq_id] = own
+        return StepMessage(alive, settings) if alive else None
+
+    def is_current(self, done: Pass[str]) -> bool:
         """Whether the blocks of the pass are still its request's: not since it was preempted or finished."""
-        account = self.accounts.get(done.request_id)
-        return account is not None and account.state.shift == done.shift
+        record = self.records.get(done.seq_id)
+        return record is not None and record.account.num_evicted == done.shift
 
     def forget(self, request_id: str) -> None:
         """Its blocks are gone: preempted, finished or aborted. What it has given back stays on record."""
-        account = self.accounts.get(request_id)
-        if account is not None:
-            account.state = FRESH
+        record = self.records.get(request_id)
+        if record is not None:
+            record.account = Account()
 
     def close(self, request_id: str) -> None:
         """The request is over; its id may be used again."""
-        self.accounts.pop(request_id, None)
+        self.records.pop(request_id, None)
 
     def figures(self, request: Request) -> dict[str, int] | None:
         """What compression has done to the request so far, also before a preemption; None: it is off."""
-        account = self._account(request)
-        if account.settings is None:
+        record = self._record(request)
+        if record.settings is None:
             return None
-        return {
-            "tokens_evicted": account.tokens_evicted,
-            "blocks_freed": account.blocks_freed,
-            "compactions": account.compactions,
-            "kv_tokens": request.num_computed_tokens - account.state.shift,
-        }
+        live = request.num_computed_tokens - record.account.num_evicted
+        return asdict(record.counts) | {"kv_tokens": live}
 
     def caps(self, request: Request) -> Caps | None:
         """None: it may come to hold its whole length."""
-        account = self._account(request)
-        settings = account.settings
-        if settings is None or account.most is None or request.resumable:
+        footprint = self._record(request).footprint
+        if not footprint.bounded or request.resumable:
             return None
-        settled = settings.budget + self._interval(settings)
         return Caps(
-            prefill=self._blocks(min(request.num_tokens, account.most)),
-            settled=self._blocks(min(request.num_tokens, settled)),
+            prefill=self._blocks(footprint.slots_needed(request.num_prompt_tokens, request.num_tokens)),
+            settled=self._blocks(min(request.num_tokens, footprint.decode_cap)),
         )
 
     def room(self, request: Request, running: Sequence[Request]) -> int | None:
@@ -132,16 +144,16 @@ class Ledger:
 
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that one request of this length may hold under the engine's own settings."""
-        most = self.options.bound(self.block_size, self.max_chunk)
-        return self._blocks(num_tokens if most is None else min(num_tokens, most))
+        footprint = self.options.settings.footprint(self._plain)
+        return self._blocks(footprint.slots_needed(num_tokens, num_tokens))
 
-    def _account(self, request: Request) -> Account:
-        account = self.accounts.get(request.request_id)
-        if account is None:
-            account = self.accounts[request.request_id] = self._open(request)
-        return account
+    def _record(self, request: Request) -> Record:
+        record = self.records.get(request.request_id)
+        if record is None:
+            record = self.records[request.request_id] = self._open(request)
+        return record
 
-    def _open(self, request: Request) -> Account:
+    def _open(self, request: Request) -> Record:
         """Settings that cannot be read were refused before the request came here; an exception would end the
         engine for everybody."""
         params = request.sampling_params
@@ -150,83 +162,11 @@ class Ledger:
         except InvalidArgumentError as error:
             logger.error("request %s is not compressed: %s", request.request_id, error)
             settings = None
-        most = None if settings is None else most_tokens(settings, self.block_size, self.max_chunk)
-        return Account(settings, most)
-
-    def _is_due(self, request: Request, account: Account) -> bool:
-        """Sessions that resume with more input are left alone: they send their whole table again."""
-        settings, state = account.settings, account.state
-        assert settings is not None
-        if request.resumable:
-            return False
-        if account.most is None:
-            num_prompt = request.num_prompt_tokens
-            worth = num_prompt - settings.budget >= self.block_size
-            return worth and not state.shift and request.num_computed_tokens >= num_prompt
-        live = request.num_computed_tokens - state.shift
-        return live >= settings.budget + self._interval(settings)
-
-    def _compress_one(self, request: Request, account: Account, settings: CompressionConfig) -> Pass | None:
-        """Bring it back to its budget, and up to a block more: what goes is a multiple of the block size,
-        so that later tokens keep their places within blocks."""
-        state, computed = account.state, request.num_computed_tokens
-        live = computed - state.shift
-        gone = (live - settings.budget) // self.block_size * self.block_size
-        table = self.pool.table(request.request_id)
-        assert gone > 0, f"{request.request_id} is due with {live} tokens"
-        assert len(table.block_ids) == self._blocks(live), f"{live} tokens in {len(table.block_ids)} blocks"
-        keep = live - gone
-        plan = plan_compaction(request.request_id, table, keep, self.block_size, num_free=self.pool.num_free)
-        if plan is None:
-            self.totals.postponed += 1
-            return None
-        prompt = state.prompt_slots + self._new_prompt(request, state)
-        done = self.pool.apply(request.request_id, plan)
-        account.state = State(state.shift + gone, self._kept_prompt(settings, live, prompt, keep), computed)
-        self._count(account, gone, done.blocks_freed)
-        source_ids = tuple(block for block in table.block_ids if block is not None)
-        return Pass(
-            request.request_id,
-            settings,
-            source_ids,
-            done.target_ids,
-            num_tokens=live,
-            keep=keep,
-            logical_len=computed,
-            prompt_slots=prompt,
-            first=state.shift == 0,
-            shift=account.state.shift,
-        )
-
-    def _new_prompt(self, request: Request, state: State) -> int:
-        """Prompt tokens computed since the last pass."""
-        num_prompt = request.num_prompt_tokens
-        return min(num_prompt, request.num_computed_tokens) - min(num_prompt, state.last_computed)
-
-    def _kept_prompt(self, settings: CompressionConfig, live: int, prompt: int, keep: int) -> int:
-        return kept_prompt_slots(
-            num_tokens=live,
-            prompt_slots=prompt,
-            keep=keep,
-            sinks=settings.sinks,
-            recent=settings.recent,
-            protect_prompt=settings.protect_prompt,
-        )
-
-    def _count(self, account: Account, gone: int, freed: int) -> None:
-        """Where others hold the sources a pass takes more blocks than come back: that counts as none."""
-        for figures in (account, self.totals):
-            figures.tokens_evicted += gone
-            figures.blocks_freed += max(0, freed)
-            figures.compactions += 1
+        return Record(settings, self._plain if settings is None else settings.footprint(self._plain))
 
     def _held(self, request_id: str) -> int:
         """Blocks of a request that is not new."""
-        return self.pool.places(request_id) - self.accounts[request_id].state.shift // self.block_size
-
-    def _interval(self, settings: CompressionConfig) -> int:
-        """Less than a block gives nothing back."""
-        return max(settings.interval, self.block_size)
+        return self.pool.places(request_id) - self.records[request_id].account.num_evicted // self.block_size
 
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)

@@ -18,6 +18,7 @@ from kvreclaim.compression import CompressionConfig, CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
+from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
@@ -120,7 +121,7 @@ class Options:
 
     def bound(self, block_size: int, max_chunk: int) -> int | None:
         """Tokens that one compressed request holds at most; None: its whole length."""
-        return most_tokens(self.settings, block_size, max_chunk)
+        return self.settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
 
     def _check_stats(self, where: str) -> None:
         needs = self.settings.make_policy().needs & STATISTICS
@@ -133,7 +134,7 @@ class Options:
     def _check_request(self, settings: CompressionConfig) -> None:
         """The pool was sized by the engine's budget, and its statistics were loaded for its policy."""
         own = self.settings
-        if most_tokens(own, 1, 1) is not None:
+        if is_bounded(own):
             for name in ("budget", "interval"):
                 asked, limit = getattr(settings, name), getattr(own, name)
                 require(
@@ -142,7 +143,7 @@ class Options:
                     f"it; ask for {limit} or less, or turn compression off for this request.",
                 )
             require(
-                most_tokens(settings, 1, 1) is not None or not settings.make_policy().way.evicts,
+                is_bounded(settings) or not settings.make_policy().way.evicts,
                 f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
                 f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
             )
@@ -155,18 +156,14 @@ class Options:
         )
 
 
-def most_tokens(settings: CompressionConfig, block_size: int, max_chunk: int) -> int | None:
-    """Tokens that one request holds at most at any time.
+def plain_footprint(block_size: int, max_chunk: int) -> Footprint:
+    """What holds for a request that is not compressed. max_chunk: tokens that one step computes at most."""
+    return Footprint(block_size=block_size, max_chunk=max_chunk, aligned=True)
 
-    Args:
-        max_chunk: prompt tokens computed in one step at most
 
-    Returns: None if it may hold its whole length: nothing is evicted, or only once the prompt is computed.
-    """
-    policy = settings.make_policy()
-    if policy.prompt_only or not policy.way.evicts:
-        return None
-    return settings.budget + max(settings.interval, block_size) - 1 + max_chunk
+def is_bounded(settings: CompressionConfig) -> bool:
+    """Whether a request never holds much more than its budget; else it may hold its whole length."""
+    return settings.footprint(Footprint()).bounded
 
 
 def check_policy(policy: CompressionPolicy) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvreclaim.integrations.vllm.passes import Pass
+from kvreclaim.schedule.step import Pass
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class Trace:
     live: dict[str, Tensor] = field(default_factory=dict)
     passes: list[tuple[str, int, Tensor]] = field(default_factory=list)
 
-    def add(self, done: Pass, kept: Tensor, num_layers: int, num_kv_heads: int) -> None:
+    def add(self, done: Pass[str], kept: Tensor, num_layers: int, num_kv_heads: int) -> None:
         """kept: [L | 1, K | 1, keep]. A request whose first pass was not seen is left out."""
-        old = self.live.get(done.request_id)
+        old = self.live.get(done.seq_id)
         if old is None and not done.first:
             return
         slots = torch.arange(done.logical_len, dtype=torch.int32).expand(num_layers, num_kv_heads, -1)
@@ -33,8 +33,8 @@ class Trace:
             slots = torch.cat([old, slots[..., done.logical_len - num_new :]], dim=-1)
         assert slots.shape[-1] == done.num_tokens, f"{done}: {slots.shape[-1]} slots traced"
         positions = slots.take_along_dim(kept.cpu().expand(num_layers, num_kv_heads, -1), -1)
-        self.live[done.request_id] = positions
-        self.passes.append((done.request_id, done.logical_len, positions))
+        self.live[done.seq_id] = positions
+        self.passes.append((done.seq_id, done.logical_len, positions))
 
     def take(self) -> list[tuple[str, int, Tensor]]:
         """The passes since the last call."""

@@ -10,7 +10,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
 from kvreclaim.integrations.vllm.hooks import wrap
 from kvreclaim.integrations.vllm.metrics import Counters
-from kvreclaim.integrations.vllm.options import KEY, Options, most_tokens
+from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.v0_32 import signatures
 from kvreclaim.memory.blocks import blocks_for
 
@@ -162,7 +162,7 @@ def check_request(request: Any, vllm_config: Any) -> None:
                 f"{KEY} is given for a session of streaming input, which is never compressed; "
                 f"send its whole prompt at once, or {KEY} = 'off'."
             )
-        if settings is None or most_tokens(settings, 1, 1) is None or request.resumable:
+        if settings is None or not is_bounded(settings) or request.resumable:
             _check_length(request, vllm_config)
     except InvalidArgumentError as error:
         raise VLLMValidationError(str(error), parameter=KEY) from None

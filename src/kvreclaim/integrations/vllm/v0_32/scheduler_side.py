@@ -14,13 +14,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.accounts import Applied
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import signatures
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.ledger import Applied
 from kvreclaim.schedule.plan import CompactionPlan, TableState
 
 FIGURES = "kvreclaim"
@@ -57,7 +56,7 @@ class Pool:
             [block.block_hash is not None for block in blocks],
         )
 
-    def apply(self, request_id: str, plan: CompactionPlan) -> Applied:
+    def apply(self, request_id: str, plan: CompactionPlan[str]) -> Applied:
         old = self.tables.req_to_blocks[request_id]
         own = {block.block_id: block for block in old if not block.is_null}
         free_before = self.num_free
@@ -150,9 +149,9 @@ class SchedulerHooks:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         passes = self.reclaim.compress(self.running)  # type: ignore[attr-defined]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        alive = tuple(done for done in passes if self.reclaim.is_current(done))
-        if alive:
-            output.kvreclaim = StepMessage(alive)
+        message = self.reclaim.message(passes)
+        if message is not None:
+            output.kvreclaim = message
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
