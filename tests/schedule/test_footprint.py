@@ -77,3 +77,25 @@ def test_offsets_spread_the_passes_of_requests_that_arrive_together():
             early = first - offset if num_prompt == 40 else first
             second = early + 32 if num_prompt == 40 else early + 32 - offset
             assert passes == [early, *range(second, 301, 32)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_aligned_passes_give_back_whole_blocks_wherever_chunks_fall(seed):
+    """Whoever computes cuts no chunk at a point that is due."""
+    rng = random.Random(seed)
+    size, budget, chunk = rng.choice([1, 4, 8]), rng.randrange(1, 60), rng.randrange(1, 60)
+    footprint = Footprint(
+        Way.COMPACT, budget, rng.randrange(1, 40), block_size=size, max_chunk=chunk, aligned=True
+    )
+    num_prompt, length, account, computed = rng.randrange(1, 300), 400, Account(), 0
+    while computed < length:
+        computed += rng.randint(1, max(1, min(chunk, num_prompt - computed)))
+        live = computed - account.num_evicted
+        assert live <= footprint.slots_needed(num_prompt, computed) <= footprint.most_tokens
+        due = footprint.is_due(computed, num_prompt, account)
+        assert due == (live >= budget + max(footprint.interval, size))
+        if due:
+            keep = footprint.kept(live)
+            assert budget <= keep < budget + size
+            assert (live - keep) % size == 0 < live - keep
+            account.num_evicted, account.last_computed = computed - keep, computed
