@@ -12,7 +12,7 @@ POLICIES = (
     "triattention",
     "expected_attention",
     "snapkv(window=3)",
-    "snapkv(window=3, when=prompt)",
+    "snapkv(window=3, when=prefill)",
     "r_kv(window=3)",
     "h2o",
     "tova",
