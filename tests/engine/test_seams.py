@@ -167,3 +167,30 @@ def test_requests_that_arrive_together_are_compressed_at_different_steps(make_ll
     tight, _, preemptions = outcome(True, 24)
     assert spread == alone == tight
     assert preemptions > 0
+
+
+def test_blocks_that_cannot_be_prepared_end_the_requests_of_the_step(make_llm, monkeypatch):
+    """Rather than computing over whatever they hold."""
+    llm = make_llm(block_size=S, max_num_seqs=4)
+    engine = llm.engine
+    prompts = tiny.prompts((20, 21), seed=6)
+    expected = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+    forks = engine.add_request(
+        "forks", prompts[0], SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True)
+    )
+    other = engine.add_request("other", prompts[1], GREEDY)
+    copy, left = engine.backend.copy_blocks, [1]
+
+    def failing(cache, pairs):
+        if left[0]:
+            left[0] = 0
+            raise RuntimeError("no copy")
+        copy(cache, pairs)
+
+    monkeypatch.setattr(engine.backend, "copy_blocks", failing)
+    while engine.has_unfinished:
+        engine.step()
+        engine.memory.check()
+    assert (forks.error, other.error) == ("RuntimeError: no copy",) * 2
+    assert engine.memory.stats().in_use == 0
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == expected

@@ -81,7 +81,9 @@ class Answers:
             elif positions.stop == len(seq.token_ids):
                 draws.append((seq, rows.stop - 1))
         self._draw(draws, looked.logits, looked.best)
-        self.compress([item.seq for item, _, _ in looked.sound])
+        computed = {item.seq.seq_id: item.seq for item, _, _ in looked.sound}
+        waiting = (seq for seq in self.lifecycle.scheduler.running if seq.seq_id not in computed)
+        self.compress([*computed.values(), *(seq for seq in waiting if seq.is_due)])
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Bring those that are due back to their budgets."""

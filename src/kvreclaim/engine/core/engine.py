@@ -179,7 +179,8 @@ class Engine:
         looked = self._compute(plan, step) if step else None
         computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
         for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
-            self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+            if seq_id in self.lifecycle.sequences:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
         if looked is not None:
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
@@ -200,9 +201,18 @@ class Engine:
         return StepResult(list(touched.values()), stats, passes)
 
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
-        """The step's logits, looked at; None if nobody has any. Blocks are prepared once."""
+        """The step's logits, looked at; None if nobody has any.
+
+        Blocks are prepared once. If that fails nobody knows what they hold, and all that would write end.
+        """
         try:
             self.runner.prepare(plan)
+        except Exception as error:
+            for request in {item.seq.request_id: item.seq.request for item in step}.values():
+                self.lifecycle.distrust(request)
+                self.lifecycle.fail(request, error, "preparing blocks for")
+            return None
+        try:
             logits, wanted = self.runner.forward(step)
         except Exception as error:
             if len(step) == 1:
