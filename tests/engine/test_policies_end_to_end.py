@@ -32,16 +32,16 @@ class FirstPass:
 def passes(monkeypatch) -> list[FirstPass]:
     """Every compression's choice, in order."""
     seen: list[FirstPass] = []
-    choose = Compressor.choose
+    choose_all = Compressor.choose_all
 
-    def watched(compressor, layer_source, num_tokens, *args, **kwargs):
-        kept = choose(compressor, layer_source, num_tokens, *args, **kwargs)
-        facts = compressor.facts
-        shape = (facts.num_layers, facts.layers[0].num_kv_heads, -1)
-        seen.append(FirstPass(kept.expand(*shape), num_tokens))
-        return kept
+    def watched(compressor, questions, **how):
+        choices = choose_all(compressor, questions, **how)
+        shape = (compressor.facts.num_layers, compressor.facts.layers[0].num_kv_heads, -1)
+        for question, kept in zip(questions, choices, strict=True):
+            seen.append(FirstPass(kept.expand(*shape), question.num_tokens))
+        return choices
 
-    monkeypatch.setattr(Compressor, "choose", watched)
+    monkeypatch.setattr(Compressor, "choose_all", watched)
     return seen
 
 
@@ -167,9 +167,9 @@ def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monk
     sources = []
     scores_of = Compressor._scores
 
-    def watched(compressor, layer, layer_source, job):
-        sources.append(tuple(x.clone() for x in layer_source(layer).tensors()))
-        return scores_of(compressor, layer, layer_source, job)
+    def watched(compressor, layer, questions, keep):
+        sources.append(tuple(x.clone() for x in questions[0].source(layer).tensors()))
+        return scores_of(compressor, layer, questions, keep)
 
     monkeypatch.setattr(Compressor, "_scores", watched)
     llm.generate(prompt, PARAMS, config)

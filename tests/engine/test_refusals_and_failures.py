@@ -99,7 +99,7 @@ def test_a_failing_policy_fails_its_request_only(make_llm, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(compressor, "choose", broken)
+    monkeypatch.setattr(compressor, "choose_all", broken)
     outputs = llm.generate(prompts, GREEDY, [None, small("streaming_llm"), small("knorm")])
     assert outputs[1].outputs[0].finish_reason == "error"
     assert outputs[1].error == "RuntimeError: boom"
@@ -156,7 +156,7 @@ def test_streams_that_take_turns_lose_nothing(make_llm):
 def test_a_stream_reports_a_failure_between_prompt_chunks(make_llm, monkeypatch):
     llm = make_llm(max_num_batched_tokens=16)
     config = small("knorm")
-    monkeypatch.setattr(llm.compressor(config), "choose", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(llm.compressor(config), "choose_all", lambda *args, **kwargs: 1 / 0)
     (out,) = llm.stream(tiny.prompts((100,))[0], GREEDY, config)
     assert out.finished
     assert out.error == "ZeroDivisionError: division by zero"

@@ -79,11 +79,13 @@ class LLM:
         """Another engine over the same weights, with a pool of its own until nothing refers to it.
 
         changes: engine options that differ from this one's; what was chosen from the free memory here stays
-                 as it was chosen (num_blocks=None chooses anew)
+                 as it was chosen (num_blocks=None chooses the memory of blocks and signals anew)
 
         Raises: InvalidArgumentError.
         """
         options = {field.name: getattr(self.engine.config, field.name) for field in fields(EngineConfig)}
+        if changes.get("num_blocks", self) is None:
+            options["max_signal_bytes"] = None
         other = LLM.__new__(LLM)
         config = EngineConfig.from_options(options | changes)
         other._start(self.loaded, self.stats_file, config, self.compression)
