@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +11,7 @@ from kvreclaim import demo_model
 from kvreclaim.bench import compress, memory, step, together
 from kvreclaim.bench.common import alternate
 from kvreclaim.bench.patches import Clock, timers
-from kvreclaim.bench.plans import DecodePlan
+from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.cli.main import app
 
 runner = CliRunner()
@@ -66,8 +65,8 @@ def test_compress_splits_a_pass(tmp_path):
 
 @pytest.mark.parametrize("policy", ["query_mixture", "snapkv"])
 def test_together_compresses_every_sequence(policy):
-    base = DecodePlan(Path(demo_model()), dtype="float32", threads=1, budget=48, interval=16)
-    (row,) = together.run(base, [policy], 3, rounds=1)
+    base = DecodePlan(model=demo_model(), dtype="float32", threads=1, budget=48, interval=16)
+    (row,) = together.run(CompressPlan(base, policies=(policy,), together=3, rounds=1))
     assert row["sequences"] == 3
     assert min(row["one_ms"], row["together_ms"], row["alone_ms"]) > 0
     assert row["ratio"] == row["together_ms"] / row["one_ms"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvreclaim.bench.plans import CompressPlan, DecodePlan, MemoryPlan, ServePlan
+from kvreclaim.bench.plans import CompressPlan, DecodePlan, LatentPlan, MemoryPlan, ServePlan, VllmPlan
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app
@@ -19,12 +19,13 @@ from kvreclaim.cli.options import Compression
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
+from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.server.config import ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
-PLANS = (DecodePlan, CompressPlan, MemoryPlan, ServePlan)
+PLANS = (DecodePlan, CompressPlan, MemoryPlan, ServePlan, LatentPlan, VllmPlan, EvalPlan, TaskOptions)
 WORDS: dict[str, str] = {"eviction_policy": "gdsf", "kv_cache_dtype": "int8"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
@@ -45,7 +46,9 @@ def another(setting: Setting) -> Any:
         return (said.low if default is None else default) + 1
     if setting.type is float:
         return said.low if default == said.high else (default + said.high) / 2
-    return "7" if setting.type == tuple[int, ...] else WORDS.get(setting.name, "a-word")
+    if int in get_args(setting.type):
+        return "7"
+    return "7.5" if float in get_args(setting.type) else WORDS.get(setting.name, "a-word")
 
 
 def run(group: Takes, *arguments: str) -> Any:

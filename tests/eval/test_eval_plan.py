@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvreclaim.cli.takes import names_in
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.plan import EvalPlan, Setting, split_specs
+from kvreclaim.eval.plan import EvalPlan, Setting
 
 
 @pytest.mark.parametrize(
@@ -18,13 +19,13 @@ from kvreclaim.eval.plan import EvalPlan, Setting, split_specs
     ],
 )
 def test_a_list_is_split_outside_parentheses(text, parts):
-    assert split_specs(text) == parts
+    assert names_in(text) == parts
 
 
 @pytest.mark.parametrize("text", ["a(b,c", "a)b(", "a(b)),c"])
 def test_parentheses_must_match(text):
     with pytest.raises(InvalidArgumentError, match="parentheses"):
-        split_specs(text)
+        names_in(text)
 
 
 def test_the_full_cache_is_run_once_whatever_the_budgets():

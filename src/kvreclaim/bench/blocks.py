@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from statistics import median
-from time import perf_counter
 
-from rich.console import Console
 from rich.table import Table
 
+from kvreclaim.bench.common import Row, seconds, sheet
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import MemoryManager
 
@@ -20,7 +19,7 @@ DECODED_TOKENS = 1024
 OPERATIONS = {"allocate": "block", "free": "block", "prefix hit": "block", "grow": "token"}
 
 
-def run(sizes: Sequence[int] = (10**3, 10**5, 10**6), *, repeats: int = 21) -> list[dict[str, object]]:
+def run(sizes: Sequence[int] = (10**3, 10**5, 10**6), *, repeats: int = 21) -> list[Row]:
     """Time the memory manager in pools of these sizes, each one full of cached prefixes.
 
     That is the steady state of a server: every free block still caches something, so allocating
@@ -58,20 +57,17 @@ def run(sizes: Sequence[int] = (10**3, 10**5, 10**6), *, repeats: int = 21) -> l
     ]
 
 
-def print_table(rows: Sequence[dict[str, object]], console: Console | None = None) -> None:
-    """Show what run returned."""
-    table = Table(title=f"block operations, {BLOCK_SIZE} slots per block, median")
-    for heading in ("operation", "pool (blocks)", "µs", "per", "× smallest pool"):
-        table.add_column(heading, justify="left" if heading in ("operation", "per") else "right")
-    for row in sorted(rows, key=lambda row: list(OPERATIONS).index(str(row["operation"]))):
-        table.add_row(
-            str(row["operation"]),
-            f"{row['num_blocks']:,}",
-            f"{row['us_per_unit']:.2f}",
-            str(row["unit"]),
-            f"{row['ratio']:.2f}",
-        )
-    (console or Console()).print(table)
+def blocks_table(rows: Sequence[Row]) -> Table:
+    """What run returned."""
+    columns = {
+        "operation": "{operation}",
+        "pool (blocks)": "{num_blocks:,}",
+        "µs": "{us_per_unit:.2f}",
+        "per": "{unit}",
+        "× smallest pool": "{ratio:.2f}",
+    }
+    by_operation = sorted(rows, key=lambda row: list(OPERATIONS).index(row["operation"]))
+    return sheet(f"block operations, {BLOCK_SIZE} slots per block, median", columns, by_operation)
 
 
 def _time_pool(num_blocks: int, repeats: int) -> dict[str, float]:
@@ -82,8 +78,8 @@ def _time_pool(num_blocks: int, repeats: int) -> dict[str, float]:
     memory.check()
     samples: dict[str, list[float]] = {operation: [] for operation in OPERATIONS}
     for _ in range(repeats):
-        for operation, seconds, units in _time_once(memory, seq_ids):
-            samples[operation].append(seconds / units * 1e6)
+        for operation, elapsed_s, units in _time_once(memory, seq_ids):
+            samples[operation].append(elapsed_s / units * 1e6)
     memory.check()
     return {operation: median(values) for operation, values in samples.items()}
 
@@ -109,14 +105,14 @@ def _time_once(memory: MemoryManager, seq_ids: Iterator[int]) -> Iterator[tuple[
     tokens = _prompt(seq_id)
     full = tokens[:-1]
     memory.admit(seq_id, memory.match_prefix(memory.keys(full)))
-    yield "allocate", _seconds(lambda: memory.grow(seq_id, len(full))), PROMPT_BLOCKS
+    yield "allocate", seconds(lambda: memory.grow(seq_id, len(full))), PROMPT_BLOCKS
     memory.commit(seq_id, len(full))
-    yield "free", _seconds(lambda: memory.free(seq_id)), PROMPT_BLOCKS
+    yield "free", seconds(lambda: memory.free(seq_id)), PROMPT_BLOCKS
 
     def hit() -> None:
         memory.admit(seq_id, memory.match_prefix(memory.keys(tokens)))
 
-    yield "prefix hit", _seconds(hit), PROMPT_BLOCKS
+    yield "prefix hit", seconds(hit), PROMPT_BLOCKS
     assert memory.table(seq_id).physical_len == len(full), "the prompt was not hit as a whole"
 
     def decode() -> None:
@@ -126,11 +122,5 @@ def _time_once(memory: MemoryManager, seq_ids: Iterator[int]) -> Iterator[tuple[
             tokens.append(token)
             memory.commit(seq_id, 1)
 
-    yield "grow", _seconds(decode), DECODED_TOKENS
+    yield "grow", seconds(decode), DECODED_TOKENS
     memory.free(seq_id)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = perf_counter()
-    work()
-    return perf_counter() - start

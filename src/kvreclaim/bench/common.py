@@ -6,10 +6,11 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from string import Formatter
 from time import perf_counter
 from typing import Any
 
@@ -18,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
+Columns = Mapping[str, str | Callable[[Row], str]]
+"""By heading, what a cell shows: a format with the row's keys in it, which is "-" where the row has none of
+one of them, or a function of the row."""
 PACKAGES = ("kvreclaim", "torch", "transformers", "numpy", "triton")
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
-DEFAULT_MODEL = Path("bench_models/qwen3-26m")
 PIPE_WIDTH = 140
 
 
@@ -89,11 +92,10 @@ def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
     }
 
 
-def write_json(content: Row, path: Path | None) -> None:
-    """Write the report; None writes nothing."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write_json(content: Row, path: Path) -> None:
+    """Write the report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -126,9 +128,29 @@ def table(title: str, headings: Sequence[str], *, text_columns: int = 1) -> Tabl
     return made
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def cells(columns: Columns, rows: Iterable[Row]) -> list[list[str]]:
+    """A line for each row."""
+    return [[_cell(column, row) for column in columns.values()] for row in rows]
+
+
+def _cell(column: str | Callable[[Row], str], row: Row) -> str:
+    if callable(column):
+        return column(row)
+    fields = [name for _, name, _, _ in Formatter().parse(column) if name]
+    return "-" if any(row.get(name) is None for name in fields) else column.format_map(row)
+
+
+def sheet(title: str, columns: Columns, rows: Iterable[Row], *, text_columns: int = 1) -> Table:
+    """The table of these columns: see `table`."""
+    made = table(title, list(columns), text_columns=text_columns)
+    for line in cells(columns, rows):
+        made.add_row(*line)
+    return made
+
+
+def markdown(headings: Collection[str], lines: Iterable[Iterable[str]]) -> str:
     """A table as a document shows it."""
-    lines = [headings, ["---"] * len(headings), *rows]
+    lines = [headings, ["---"] * len(headings), *lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

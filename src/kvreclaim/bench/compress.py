@@ -16,7 +16,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.patches import Clock, timers
 from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.bench.systems.base import Point
@@ -42,10 +42,10 @@ def run(plan: CompressPlan, console: Console | None = None) -> list[Row]:
 
 
 def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals: int) -> Row:
-    name = f"kvreclaim-{policy}"
     steps = intervals * base.interval
     point = Point(context, batch, steps + 16, "synthetic")
-    system = Ours(name, base.setup, [point], config=base.compression(name), kernels=base.kernels)
+    config = base.policy(policy)
+    system = Ours(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
     session = system.open(point)
     clock, totals = Clock(), system.llm.engine.totals
     try:
@@ -67,9 +67,7 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
     move, step = (totals.compact_s - before[2]) / passes, median(quiet)
     return {
         "policy": policy,
-        "model": base.model.name,
-        "dtype": base.dtype,
-        "threads": base.threads,
+        **base.facts(),
         "context": context,
         "batch": batch,
         "budget": base.budget,
@@ -87,26 +85,15 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
 
 def compress_table(rows: Sequence[Row]) -> Table:
     """For people."""
-    headings = (
-        "policy",
-        "context x batch",
-        "budget",
-        "step ms",
-        "score",
-        "select",
-        "move",
-        "pass ms",
-        "share",
-    )
-    made = table("one compaction pass of one sequence, ms", headings, text_columns=2)
-    for row in rows:
-        parts = (row[f"{part}_ms"] for part in ("score", "select", "move", "pass"))
-        made.add_row(
-            row["policy"],
-            f"{row['context']:,} x {row['batch']}",
-            f"{row['budget']:,}",
-            text(row["step_ms"]),
-            *(text(part) for part in parts),
-            text(100 * row["share"], 2, "%"),
-        )
-    return made
+    columns = {
+        "policy": "{policy}",
+        "context x batch": "{context:,} x {batch}",
+        "budget": "{budget:,}",
+        "step ms": "{step_ms:,.2f}",
+        "score": "{score_ms:,.2f}",
+        "select": "{select_ms:,.2f}",
+        "move": "{move_ms:,.2f}",
+        "pass ms": "{pass_ms:,.2f}",
+        "share": "{share:.2%}",
+    }
+    return sheet("one compaction pass of one sequence, ms", columns, rows, text_columns=2)

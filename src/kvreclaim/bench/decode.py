@@ -32,9 +32,9 @@ is not the model's own, those of the reference back-end in that format.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import psutil
@@ -42,7 +42,7 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
 from kvreclaim.bench.plans import AUTO, DecodePlan
-from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, Slice, System, random_prompts
+from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, System, random_prompts
 from kvreclaim.bench.systems.vllm_peer import Vllm
 from kvreclaim.bench.verify import Agreement, FormatReferee, Judge, Referee, require_agreement
 
@@ -104,7 +104,7 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
             system = systems[name] = plan.make(name, plan.setup, grid)
             stack.callback(system.close)
             if isinstance(system, Vllm):
-                result.versions = system.versions()
+                result.versions = system.process.versions()
         paces: dict[str, Pace] = {name: Pace() for name in systems}
         for point in grid:
             for row in time_point(plan, point, systems, paces):
@@ -117,9 +117,7 @@ def _facts(plan: DecodePlan, system: System, checks: list[Agreement]) -> Row:
     """What is said of every row."""
     passed = [check.passed for check in checks if check.system == system.name]
     return {
-        "model": plan.model.name,
-        "dtype": plan.dtype,
-        "threads": plan.threads,
+        **plan.facts(),
         "fill": plan.fill,
         "verified": all(passed) if passed else None,
         **system.facts(),
@@ -194,8 +192,7 @@ def _time_group(
                 steps[name] = _warm_up(plan, point, system, session, paces[name])
             except SkipPoint as reason:
                 rows[name] = _skipped(name, point, str(reason))
-        slices: dict[str, list[Slice]] = {name: [] for name in steps}
-        runs = {name: _turn(sessions[name], steps[name], slices[name]) for name in steps}
+        runs = {name: partial(_speed, sessions[name], steps[name]) for name in steps}
         speeds = alternate(runs, plan.rounds) if runs else {}
         for name, values in speeds.items():
             rows[name] = _row(name, point, values, steps[name], sessions[name])
@@ -205,13 +202,10 @@ def _time_group(
     return rows
 
 
-def _turn(session: Session, steps: int, slices: list[Slice]) -> Callable[[], float]:
-    def run_once() -> float:
-        time.sleep(PAUSE_S)
-        slices.append(session.run(steps))
-        return slices[-1].tokens_per_s
-
-    return run_once
+def _speed(session: Session, steps: int) -> float:
+    """Tokens/s of one slice."""
+    time.sleep(PAUSE_S)
+    return session.run(steps).tokens_per_s
 
 
 def _warm_up(plan: DecodePlan, point: Point, system: System, session: Session, pace: Pace) -> int:

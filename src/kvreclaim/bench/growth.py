@@ -8,7 +8,7 @@ from statistics import median
 
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.common import Row, alternate, sheet, spread
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
@@ -39,9 +39,7 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
     return [
         {
             "system": SYSTEM,
-            "model": plan.model.name,
-            "dtype": plan.dtype,
-            "threads": plan.threads,
+            **plan.facts(),
             "context": context,
             "batch": batch,
             "tokens_per_s": median(speeds[str(context)]),
@@ -56,12 +54,10 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
 
 def growth_table(rows: Sequence[Row]) -> Table:
     """For people."""
-    made = table("triattention as the trace grows", ("length x batch", "tokens/s", "spread", "of the first"))
-    for row in rows:
-        made.add_row(
-            f"{row['context']:,} x {row['batch']}",
-            text(row["tokens_per_s"], 1),
-            text(row["spread"]),
-            text(100 * row["ratio"], 1, "%"),
-        )
-    return made
+    columns = {
+        "length x batch": "{context:,} x {batch}",
+        "tokens/s": "{tokens_per_s:,.1f}",
+        "spread": "{spread:.2f}",
+        "of the first": "{ratio:.1%}",
+    }
+    return sheet("triattention as the trace grows", columns, rows)

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kvreclaim.bench.bandwidth import Machine, measure, median_time, timed
-from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.common import Row, alternate, sheet, spread
 from kvreclaim.bench.kernel_cases import Case, standard
 from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, Filled, Shape
 from kvreclaim.errors import KVReclaimError
@@ -167,21 +167,18 @@ def rows_table(rows: list[Row], machine: Machine) -> Table:
         f"kernels; read {machine.read_gb_s:.1f}, copy {machine.copy_gb_s:.1f} GB/s, "
         f"{machine.gflop_s:.0f} GFLOP/s in fp32"
     )
-    headings = ["op", "tokens", "D", "dtype", "K/V", "µs", "MiB", "GB/s"]
-    made = table(title, [*headings, "of read", "of copy", "of FLOP/s", "x bf16"])
-    for row in rows:
-        place = f"{row['context']:,} x {row['batch']}"
-        shares: list[Any] = [row.get(f"{what}_share") for what in ("read", "copy", "flop")]
-        made.add_row(
-            f"{row['op']} ({row['kernels']})",
-            place,
-            str(row["head_dim"]),
-            row["dtype"],
-            row["kv_cache_dtype"],
-            text(row["us"], 0),
-            text(row["mib"], 1),
-            text(row["gb_s"], 1),
-            *(text(share and 100 * share, 0, "%") for share in shares),
-            text(row.get("times_bf16")),
-        )
-    return made
+    columns = {
+        "op": "{op} ({kernels})",
+        "tokens": "{context:,} x {batch}",
+        "D": "{head_dim}",
+        "dtype": "{dtype}",
+        "K/V": "{kv_cache_dtype}",
+        "µs": "{us:,.0f}",
+        "MiB": "{mib:,.1f}",
+        "GB/s": "{gb_s:,.1f}",
+        "of read": "{read_share:.0%}",
+        "of copy": "{copy_share:.0%}",
+        "of FLOP/s": "{flop_share:.0%}",
+        "x bf16": "{times_bf16:.2f}",
+    }
+    return sheet(title, columns, rows)

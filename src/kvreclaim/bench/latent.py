@@ -7,8 +7,9 @@ compared first (nothing is timed while they differ) and then timed in turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -17,9 +18,11 @@ from rich.table import Table
 from torch import Tensor
 
 from kvreclaim.bench.bandwidth import timed
-from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.common import Row, alternate, sheet, spread
 from kvreclaim.bench.kernels import TOLERANCES, WrongKernelError
+from kvreclaim.bench.plans import LatentPlan
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model.loader import DTYPES
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
@@ -31,20 +34,6 @@ RANK, NOPE, ROTARY, VALUE = 512, 128, 64, 128
 """DeepSeek-V2's and V3's; the number of heads is the plan's."""
 SCALE = (NOPE + ROTARY) ** -0.5
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class LatentPlan:
-    """contexts: tokens before the new ones; new_tokens: how many are computed at once."""
-
-    contexts: Sequence[int] = (0, 1024, 8192)
-    new_tokens: Sequence[int] = (16, 64, 128, 171, 256, 512)
-    heads: int = 16
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cpu"
-    kernels: str = "auto"
-    kv_cache_dtype: str = "auto"
-    rounds: int = 3
 
 
 @dataclass(eq=False)
@@ -61,11 +50,11 @@ class _Chunk:
 
     @classmethod
     def make(cls, plan: LatentPlan, context: int, new: int) -> _Chunk:
-        device, length = torch.device(plan.device), context + new
+        device, dtype, length = torch.device(plan.device), DTYPES[plan.dtype], context + new
         layer = LayerFacts(plan.heads, 1, RANK + ROTARY, RANK, Softmax(SCALE), latent=True)
-        form = kv_format(plan.kv_cache_dtype, plan.dtype)
-        backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, plan.dtype, device, form)).backend
-        like = torch.empty(0, dtype=plan.dtype, device=device)
+        form = kv_format(plan.kv_cache_dtype, dtype)
+        backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, dtype, device, form)).backend
+        like = torch.empty(0, dtype=dtype, device=device)
         blocks = blocks_for(length, BLOCK_SIZE)
         cache = backend.allocate((layer,), blocks, BLOCK_SIZE, like=like, kv_format=form, open_rows=2)
         table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
@@ -93,10 +82,11 @@ class _Chunk:
         """Largest difference of the two ways, over the largest value. Raises: WrongKernelError."""
         absorbed, expanded = self.absorbed().float(), self.expanded().float()
         error = float((absorbed - expanded).abs().max() / expanded.abs().max())
-        if not error <= TOLERANCES[self.plan.dtype]:
+        allowed = TOLERANCES[self.query.dtype]
+        if not error <= allowed:
             raise WrongKernelError(
                 f"{self.backend.NAME}: absorbed and expanded attention differ by {error:.2e} of the largest "
-                f"value (allowed {TOLERANCES[self.plan.dtype]:.0e}); nothing was timed."
+                f"value (allowed {allowed:.0e}); nothing was timed."
             )
         return error
 
@@ -108,52 +98,40 @@ def _noise(seed: int, *size: int) -> Tensor:
 def run(plan: LatentPlan) -> list[Row]:
     """Rows with context, new_tokens, absorbed_ms, expanded_ms, gain (absorbed over expanded; medians), takes
     (which way the engine goes), error and spread. Raises: WrongKernelError if the two ways differ."""
-    return list(_rows(plan))
+    return [_measure(plan, context, new) for context in plan.contexts for new in plan.new_tokens]
 
 
-def _rows(plan: LatentPlan) -> Iterator[Row]:
-    for context in plan.contexts:
-        for new in plan.new_tokens:
-            chunk = _Chunk.make(plan, context, new)
-            error = chunk.error()
-            ways: dict[str, Callable[[], Tensor]] = {"absorbed": chunk.absorbed, "expanded": chunk.expanded}
-            runs = {name: _timer(way, plan.device) for name, way in ways.items()}
-            rounds = alternate(runs, plan.rounds)
-            absorbed, expanded = (median(rounds[name]) for name in ways)
-            expands = chunk.weights.expands(new, context + new, ROTARY)
-            yield {
-                "kernels": chunk.backend.NAME,
-                "kv_cache_dtype": chunk.cache.format.name,
-                "heads": plan.heads,
-                "context": context,
-                "new_tokens": new,
-                "absorbed_ms": absorbed * 1e3,
-                "expanded_ms": expanded * 1e3,
-                "gain": absorbed / expanded,
-                "takes": "expanded" if expands else "absorbed",
-                "error": error,
-                "spread": max(spread(values) for values in rounds.values()),
-            }
-
-
-def _timer(way: Callable[[], Tensor], device: str) -> Callable[[], float]:
-    return lambda: timed(way, device)
+def _measure(plan: LatentPlan, context: int, new: int) -> Row:
+    chunk = _Chunk.make(plan, context, new)
+    error = chunk.error()
+    ways = {"absorbed": chunk.absorbed, "expanded": chunk.expanded}
+    rounds = alternate({name: partial(timed, way, plan.device) for name, way in ways.items()}, plan.rounds)
+    absorbed, expanded = (median(rounds[name]) for name in ways)
+    return {
+        "kernels": chunk.backend.NAME,
+        "kv_cache_dtype": chunk.cache.format.name,
+        "heads": plan.heads,
+        "context": context,
+        "new_tokens": new,
+        "absorbed_ms": absorbed * 1e3,
+        "expanded_ms": expanded * 1e3,
+        "gain": absorbed / expanded,
+        "takes": "expanded" if chunk.weights.expands(new, context + new, ROTARY) else "absorbed",
+        "error": error,
+        "spread": max(spread(values) for values in rounds.values()),
+    }
 
 
 def latent_table(rows: Sequence[Row]) -> Table:
     """For people."""
     first = rows[0]
     title = f"prefill over latents, {first['heads']} heads ({first['kernels']}, {first['kv_cache_dtype']})"
-    made = table(
-        title, ["tokens before", "new", "absorbed ms", "expanded ms", "gain", "taken"], text_columns=0
-    )
-    for row in rows:
-        made.add_row(
-            f"{row['context']:,}",
-            f"{row['new_tokens']:,}",
-            text(row["absorbed_ms"], 1),
-            text(row["expanded_ms"], 1),
-            text(row["gain"], 2),
-            row["takes"],
-        )
-    return made
+    columns = {
+        "tokens before": "{context:,}",
+        "new": "{new_tokens:,}",
+        "absorbed ms": "{absorbed_ms:,.1f}",
+        "expanded ms": "{expanded_ms:,.1f}",
+        "gain": "{gain:.2f}",
+        "taken": "{takes}",
+    }
+    return sheet(title, columns, rows, text_columns=0)

@@ -11,6 +11,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -19,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.plans import MemoryPlan
 from kvreclaim.bench.systems.base import CHUNK, random_prompts
 from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
@@ -59,7 +60,7 @@ def _tell(console: Console | None, row: Row) -> None:
 
 
 def _ours(plan: MemoryPlan, policy: str) -> Row:
-    config = plan.compression(policy)
+    config = plan.policy(policy)
     llm = LLM(
         plan.model,
         dtype=plan.dtype,
@@ -99,23 +100,15 @@ def _ours(plan: MemoryPlan, policy: str) -> Row:
 
 
 def _vllm(plan: MemoryPlan, python: Path) -> Row:
-    process = VllmProcess(python, plan.threads, 2 * 2**30)
-    try:
-        facts = process.ask(
-            "load",
-            model=str(plan.model),
-            dtype=plan.dtype,
+    with closing(VllmProcess(python, plan.threads, 2 * 2**30)) as process:
+        process.load(
+            plan.setup,
             max_len=plan.length + 1,
             batch=plan.requests,
             num_blocks=pool_tokens(plan) // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
             block_size=VLLM_BLOCK_SIZE,
-            eager=True,
-            chunk=CHUNK,
         )
-        draw = {"batch": plan.requests, "context": plan.prompt, "vocab_size": facts["vocab_size"], "seed": 11}
-        done = process.ask("serve", draw=draw, max_tokens=plan.output)
-    finally:
-        process.close()
+        done = process.serve(plan.requests, plan.prompt, plan.output)
     return _row(
         plan,
         "vllm",
@@ -144,9 +137,7 @@ def _row(
     num_blocks = pool_tokens(plan) // block_size
     return {
         "system": system,
-        "model": plan.model.name,
-        "dtype": plan.dtype,
-        "threads": plan.threads,
+        **plan.facts(),
         "requests": plan.requests,
         "prompt": plan.prompt,
         "output": plan.output,
@@ -171,18 +162,15 @@ def memory_table(rows: Sequence[Row]) -> Table:
         f"{first['requests']} requests of {first['prompt']:,} + {first['output']:,} tokens, "
         f"pool of {first['pool_tokens']:,} tokens"
     )
-    headings = ("system", "fit at once", "of full", "most", "mean running", "preempted", "peak blocks")
-    made = table(title, (*headings, "seconds", "tokens/s"))
-    for row in rows:
-        made.add_row(
-            row["system"],
-            str(row["fits_at_once"]),
-            text(row["ratio_to_full"], 1, "x"),
-            str(row["max_running"]),
-            text(row["mean_running"], 1),
-            str(row["preemptions"]),
-            f"{row['peak_blocks']:,} of {row['num_blocks']:,}",
-            text(row["elapsed_s"], 1),
-            text(row["tokens_per_s"], 0),
-        )
-    return made
+    columns = {
+        "system": "{system}",
+        "fit at once": "{fits_at_once}",
+        "of full": "{ratio_to_full:.1f}x",
+        "most": "{max_running}",
+        "mean running": "{mean_running:.1f}",
+        "preempted": "{preemptions}",
+        "peak blocks": "{peak_blocks:,} of {num_blocks:,}",
+        "seconds": "{elapsed_s:,.1f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+    }
+    return sheet(title, columns, rows)

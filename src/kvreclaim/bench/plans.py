@@ -1,15 +1,16 @@
-"""What the benchmarks of the engine and of the server measure: known, and checked, without torch."""
+"""What the benchmarks measure: known, and checked, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvreclaim.bench.systems.base import NAMES, Fill, Point, Setup, System
-from kvreclaim.checks import require
-from kvreclaim.config import AUTO, format_names
+from kvreclaim.checks import check_choice, require
+from kvreclaim.config import AUTO, format_name, format_names
+from kvreclaim.memory import eviction_orders
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
@@ -17,13 +18,58 @@ if TYPE_CHECKING:
 
 PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
+VLLM_CASES = ("small", "large", "cost")
+MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads, of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A benchmark of one model directory."""
+
+    model: Path = option(MODEL, "Model directory; `make bench-model` makes this one.")
+    threads: int = option(2, THREADS, low=1)
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            self.model.is_dir(),
+            f"--model is {str(self.model)!r}, which is no directory; run `make bench-model`, or name another "
+            "one.",
+        )
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.model, self.dtype, self.threads)
+
+    def facts(self) -> dict[str, Any]:
+        """What every row says of it."""
+        return {"model": self.model.name, "dtype": self.dtype, "threads": self.threads}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyPlan(ModelPlan):
+    """One that compares policies, all at one budget."""
+
+    kernels: str = option("auto", KERNELS)
+    budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
+    interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
+    vllm_python: Path | None = option(None, VLLM_PYTHON)
+
+    def policy(self, name: str) -> CompressionConfig | None:
+        """None: "full", the full cache."""
+        from kvreclaim.compression import CompressionConfig
+
+        if name == "full":
+            return None
+        return CompressionConfig(name, self.budget, self.interval, recent=min(128, self.budget // 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(PolicyPlan):
     """What is measured. steps: of a timed slice, fewer where slice_s would be exceeded; limit_s: for one
     system at one point, all rounds together.
 
@@ -31,23 +77,16 @@ class DecodePlan:
                      SYSTEM:FORMAT
     """
 
-    model: Path
     systems: tuple[str, ...] = option(NAMES, "kvreclaim's own, comma-separated.")
     peers: tuple[str, ...] = option((), "transformers, transformers-cb, vllm; comma-separated.")
-    vllm_python: Path | None = option(None, VLLM_PYTHON)
     vllm_compile: bool = option(False, "vLLM with torch.compile.")
     contexts: tuple[int, ...] = option((1024, 8192, 16384, 32768), "Tokens in each cache.")
     batches: tuple[int, ...] = option((1, 8, 32), "Sequences.")
-    threads: int = option(2, THREADS, low=1)
-    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
-    kernels: str = option("auto", KERNELS)
     kv_cache_dtypes: tuple[str, ...] = option(
         (AUTO,),
         "KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.",
         flags=("--kv-cache-dtype",),
     )
-    budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
-    interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
     rounds: int = option(3, "Slices of each system, in turns.", low=1)
     steps: int = option(64, "Most steps of a timed slice.", low=1)
     slice_s: float = option(4.0, "Most seconds of a timed slice.", low=0.0, high=86_400.0)
@@ -55,7 +94,7 @@ class DecodePlan:
     fill: Fill = option("synthetic", "synthetic or prefill.", choices=("synthetic", "prefill"), typed_as=str)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
         unknown = sorted({*self.systems, *self.peers} - {*NAMES, *PEERS})
         require(not unknown, f"no system is called {unknown[:1]}; allowed: {', '.join(NAMES + PEERS)}.")
@@ -78,10 +117,6 @@ class DecodePlan:
             for form in self.kv_cache_dtypes
         )
         return (*ours, *self.peers)
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(self.model, self.dtype, self.threads)
 
     def points(self) -> list[Point]:
         """The grid, smallest first."""
@@ -111,10 +146,7 @@ class DecodePlan:
     def compression(self, name: str) -> CompressionConfig | None:
         """Of a compressing system; None: it keeps the full cache."""
         system = name.partition(":")[0]
-        policy = system.removeprefix("kvreclaim-")
-        if system not in NAMES or policy == "full":
-            return None
-        return _compression(policy, self.budget, self.interval)
+        return self.policy(system.removeprefix("kvreclaim-")) if system in NAMES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +159,12 @@ class CompressPlan:
     budgets: tuple[int, ...] = option((512, 2048, 8192), "At --budget-context.")
     batches: tuple[int, ...] = option((1,), "Sequences.")
     budget_context: int = option(32_768, "Tokens.", low=1)
+    together: int = option(8, "Sequences due together; 0: leave it out.", low=0)
+    rounds: int = option(7, "Of passes that are due together.", low=1)
     intervals: int = 2
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         """(context, batch, budget), none twice, none whose context is within its budget."""
@@ -138,36 +175,23 @@ class CompressPlan:
                 yield context, batch, budget
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(PolicyPlan):
     """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
 
-    model: Path
     policies: tuple[str, ...] = option(("full", "triattention", "query_mixture"), "Comma-separated.")
     requests: int = option(20, "Sent at once.", low=1)
     prompt: int = option(2048, "Tokens of each.", low=1)
     output: int = option(8192, "Tokens of each.", low=1)
     pool_requests: int = option(4, "Whole requests whose K/V the pool holds.", low=1, flags=("--pool",))
-    budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
-    interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
-    vllm_python: Path | None = option(None, VLLM_PYTHON)
-    threads: int = option(2, THREADS, low=1)
-    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
-    kernels: str = option("auto", KERNELS)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def length(self) -> int:
         return self.prompt + self.output
 
-    def compression(self, policy: str) -> CompressionConfig | None:
-        return None if policy == "full" else _compression(policy, self.budget, self.interval)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServePlan:
+@dataclass(frozen=True, kw_only=True)
+class ServePlan(ModelPlan):
     """What is run.
 
     num_prompt, num_output: tokens of each request
@@ -176,7 +200,6 @@ class ServePlan:
     trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
     """
 
-    model: Path
     streams: tuple[int, ...] = option((1, 8, 32, 64), "Concurrent streams.")
     num_prompt: int = option(64, "Prompt tokens of each.", low=1, flags=("--prompt",))
     num_output: int = option(256, "Generated tokens of each.", low=1, flags=("--output",))
@@ -191,7 +214,7 @@ class ServePlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         require(
             bool(self.streams) and min(self.streams) > 0,
             f"--streams is {self.streams}; pass one or more numbers of concurrent streams, each at least 1.",
@@ -201,7 +224,57 @@ class ServePlan:
             require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
 
 
-def _compression(policy: str, budget: int, interval: int) -> CompressionConfig:
-    from kvreclaim.compression import CompressionConfig
+@dataclass(frozen=True, kw_only=True)
+class LatentPlan:
+    """Prefill over latents, at DeepSeek-V3's head dims."""
 
-    return CompressionConfig(policy, budget, interval, recent=min(128, budget // 4))
+    contexts: tuple[int, ...] = option((0, 1024, 8192), "Tokens before the new ones.")
+    new_tokens: tuple[int, ...] = option((16, 64, 128, 171, 256, 512), "Tokens computed at once.")
+    heads: int = option(16, "Query heads: 16 in V2-Lite, 128 in V2 and V3.", low=1)
+    threads: int = option(2, THREADS, low=1)
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
+    kernels: str = option("auto", KERNELS)
+    device: str = option("cpu", "cpu or cuda.")
+    kv_cache_dtype: str = option(AUTO, "One KV format, or auto.")
+    rounds: int = option(3, "Of both ways, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """The replay of a trace. sizes: of the caches, beside which an infinite one is replayed."""
+
+    trace: Path = option(MISSING, "JSON lines with hash_ids, such as Mooncake's.")
+    sizes: tuple[int, ...] = option(
+        (1000, 4000, 16_000, 64_000), "Sizes of the cache, in blocks of the trace.", flags=("--blocks",)
+    )
+    orders: tuple[str, ...] = option(eviction_orders(), "Eviction orders, comma-separated.")
+    pins: bool = option(False, "Also two tenants, one of which pins all it sends.")
+
+    def __post_init__(self) -> None:
+        require(bool(self.orders), "--orders is empty; name at least one eviction order, such as lru.")
+        for order in self.orders:
+            check_choice("an entry of --orders", order, eviction_orders())
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmPlan(ModelPlan):
+    """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
+
+    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost; comma-separated.")
+    policy: str = option("query_mixture", "Of the side with the plugin.")
+    interval: int = option(128, "Tokens.", low=1, unit=" token")
+    stats: Path | None = option(None, "Query statistics; the model's own where none.")
+    python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
+    starts: int = option(3, "Of the processes of `cost`.", low=1)
+    rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
+    threads: int = option(1, THREADS, low=1)
+    plot: Path | None = option(None, "Write the pool over time to this image.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.cases:
+            check_choice("--cases", name, VLLM_CASES)

@@ -8,16 +8,16 @@ other; none overlaps another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table
+from kvreclaim.bench.plans import PrefixPlan
 from kvreclaim.bench.prefix_trace import TOKENS_PER_HASH, TracedRequest, read_trace
-from kvreclaim.checks import check_choice, require
-from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, eviction_orders, make_order
+from kvreclaim.checks import require
+from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, make_order
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys
 
@@ -27,20 +27,6 @@ BY_BLOCK: Final = "by block"
 """As the figures published with such traces are computed: each block of a prompt is looked up, used and
 given back before the next one. Least recently used order only."""
 BEYOND = -1
-
-
-@dataclass(frozen=True)
-class PrefixPlan:
-    """sizes: blocks of the caches, beside which an infinite one is replayed; orders: by name."""
-
-    trace: Path
-    sizes: Sequence[int] = (1000, 4000, 16_000, 64_000)
-    orders: Sequence[str] = eviction_orders()
-
-    def __post_init__(self) -> None:
-        require(bool(self.orders), "--orders is empty; name at least one eviction order, such as lru.")
-        for order in self.orders:
-            check_choice("an entry of --orders", order, eviction_orders())
 
 
 def run(plan: PrefixPlan, note: Callable[[str], None] = lambda _: None) -> list[Row]:

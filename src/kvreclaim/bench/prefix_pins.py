@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, table
+from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.prefix import begin
 from kvreclaim.bench.prefix_trace import TracedRequest, read_trace
 from kvreclaim.memory import MemoryManager, Retention
@@ -15,16 +15,6 @@ from kvreclaim.memory import MemoryManager, Retention
 PINNING, OTHER = "pinning", "other"
 TTL_S = 3600.0
 FRACTIONS = (0.0, 0.25, 0.5, 1.0)
-
-
-class _Clock:
-    """The trace's own time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def run(trace: Path, sizes: Sequence[int], fractions: Sequence[float] = FRACTIONS) -> list[Row]:
@@ -52,11 +42,11 @@ def tenant_of(request: TracedRequest) -> str:
 
 
 def _replay(requests: Sequence[TracedRequest], num_blocks: int, fraction: float) -> Row:
-    clock = _Clock()
-    memory = MemoryManager(num_blocks, 1, max_pinned_fraction=fraction, clock=clock)
+    now = 0.0  # the trace's own time
+    memory = MemoryManager(num_blocks, 1, max_pinned_fraction=fraction, clock=lambda: now)
     hits, queries = {PINNING: 0, OTHER: 0}, {PINNING: 0, OTHER: 0}
     for number, request in enumerate(requests):
-        clock.now, tenant = request.arrival_s, tenant_of(request)
+        now, tenant = request.arrival_s, tenant_of(request)
         hits[tenant] += begin(memory, number, request.block_ids, tenant)
         queries[tenant] += len(request.block_ids)
         if tenant == PINNING:
@@ -75,17 +65,14 @@ def _replay(requests: Sequence[TracedRequest], num_blocks: int, fraction: float)
 
 
 def pins_table(rows: Sequence[Row]) -> Table:
-    made = table(
-        "hit rates of two tenants, one of which pins everything for an hour",
-        ("blocks", "may be pinned", "pinning", "other", "other alone in half", "pinned", "refused"),
-        text_columns=0,
-    )
-    for row in rows:
-        made.add_row(
-            f"{row['num_blocks']:,}",
-            f"{row['max_pinned_fraction']:.0%}",
-            *(f"{row[name]:.4f}".removeprefix("0") for name in (PINNING, OTHER, "alone_in_half")),
-            f"{row['pinned']:,}",
-            f"{row['pins_refused']:,}",
-        )
-    return made
+    columns = {
+        "blocks": "{num_blocks:,}",
+        "may be pinned": "{max_pinned_fraction:.0%}",
+        "pinning": "{pinning:.4f}",
+        "other": "{other:.4f}",
+        "other alone in half": "{alone_in_half:.4f}",
+        "pinned": "{pinned:,}",
+        "refused": "{pins_refused:,}",
+    }
+    title = "hit rates of two tenants, one of which pins everything for an hour"
+    return sheet(title, columns, rows, text_columns=0)

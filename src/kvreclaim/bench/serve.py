@@ -18,7 +18,7 @@ from time import monotonic, perf_counter, sleep
 import numpy as np
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, alternate, spread, table, text
+from kvreclaim.bench.common import Columns, Row, alternate, sheet, spread
 from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
 from kvreclaim.checks import require
@@ -188,16 +188,17 @@ def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
 
 
 def serve_table(rows: list[Row]) -> Table:
-    headings = ("streams", "offline tok/s", "HTTP tok/s", "ratio", "first token p50 ms", "p99 ms")
-    made = table("HTTP against the engine alone", headings)
-    for row in rows:
-        first = str(row["streams"]) if "streams" in row else f"{row['requests_per_s']:.2f} requests/s arrive"
-        made.add_row(
-            first,
-            text(row.get("offline"), 0),
-            text(row["http"], 0),
-            text(row.get("ratio"), 3),
-            text(row["ttft_p50_ms"], 1),
-            text(row["ttft_p99_ms"], 1),
-        )
-    return made
+    """For people."""
+
+    def what(row: Row) -> str:
+        return str(row["streams"]) if "streams" in row else f"{row['requests_per_s']:.2f} requests/s arrive"
+
+    columns: Columns = {
+        "streams": what,
+        "offline tok/s": "{offline:,.0f}",
+        "HTTP tok/s": "{http:,.0f}",
+        "ratio": "{ratio:.3f}",
+        "first token p50 ms": "{ttft_p50_ms:,.1f}",
+        "p99 ms": "{ttft_p99_ms:,.1f}",
+    }
+    return sheet("HTTP against the engine alone", columns, rows)

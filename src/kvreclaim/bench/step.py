@@ -18,7 +18,7 @@ from kvreclaim.bench.systems.ours import Ours
 PARTS = ("schedule", "batch", "model", "attention", "write K/V", "sample", "commit", "compress", "rest")
 
 
-def run(plan: DecodePlan, *, steps: int = 64) -> list[Row]:
+def run(plan: DecodePlan) -> list[Row]:
     """Decode at every point of the plan under every one of kvreclaim's systems.
 
     Returns: rows with `ms`, for each of PARTS the mean milliseconds of a step: batch is building the step's
@@ -26,14 +26,14 @@ def run(plan: DecodePlan, *, steps: int = 64) -> list[Row]:
         logits and drawn tokens, detokenising included; rest is what no timer covers.
         `median_ms` is a step's median with the timers on, `plain_ms` without them.
     """
-    return [_measure(plan, name, point, steps) for name in plan.systems for point in plan.points()]
+    return [_measure(plan, name, point) for name in plan.systems for point in plan.points()]
 
 
-def _measure(plan: DecodePlan, name: str, point: Point, steps: int) -> Row:
+def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
     system = Ours(name, plan.setup, [point], config=plan.compression(name), kernels=plan.kernels)
     session = system.open(point)
     clock, engine = Clock(), system.llm.engine
-    steps = -(-steps // system.multiple) * system.multiple
+    steps = -(-plan.steps // system.multiple) * system.multiple
     session.run(8)
     plain = session.run(steps)
     runner, ops = engine.runner, engine.runner.ops
@@ -60,9 +60,7 @@ def _measure(plan: DecodePlan, name: str, point: Point, steps: int) -> Row:
     clocked = {part: 1e3 * value / steps for part, value in clock.take().items()}
     return {
         "system": name,
-        "model": plan.model.name,
-        "dtype": plan.dtype,
-        "threads": plan.threads,
+        **plan.facts(),
         "context": point.context,
         "batch": point.batch,
         "steps": steps,

@@ -16,16 +16,16 @@ which sees them sealed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.systems.base import CHUNK
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
@@ -189,27 +189,15 @@ def require_agreement(results: list[Agreement]) -> None:
         )
 
 
-def agreement_table(results: list[Agreement]) -> Any:
+def agreement_table(rows: list[Row]) -> Table:
     """For people."""
-    made = table(
-        "greedy tokens",
-        ("system", "dtype", "tokens", "exact", "top-1", "largest gap (σ)", "allowed"),
-        text_columns=2,
-    )
-    for x in results:
-        made.add_row(
-            *(x.system, x.dtype, str(x.num_tokens), f"{x.exact:.0%}", f"{x.top1:.0%}"),
-            *(text(x.largest_gap, 4), text(x.allowed, 2)),
-        )
-    return made
-
-
-def as_rows(results: list[Agreement]) -> list[Row]:
-    """For the file."""
-    return [result.row() for result in results]
-
-
-def verified(results: list[Agreement]) -> Mapping[str, bool]:
-    """By system: whether it passed every check that it took."""
-    names = {result.system for result in results}
-    return {name: all(x.passed for x in results if x.system == name) for name in names}
+    columns = {
+        "system": "{system}",
+        "dtype": "{dtype}",
+        "tokens": "{num_tokens}",
+        "exact": "{exact:.0%}",
+        "top-1": "{top1:.0%}",
+        "largest gap (σ)": "{largest_gap:.4f}",
+        "allowed": "{allowed:.2f}",
+    }
+    return sheet("greedy tokens", columns, rows, text_columns=2)

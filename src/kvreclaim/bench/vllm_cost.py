@@ -12,41 +12,23 @@ happens to lie costs more than what is looked for. The tokens must be the same i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from statistics import median, quantiles
-from typing import Any
 
 from rich.console import Console
 
-from kvreclaim.bench.common import Row, text
-from kvreclaim.bench.vllm_pool import BLOCK_SIZE, Case, VllmPlan, VllmSide
-from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.bench.common import Columns, Row, cells, markdown
+from kvreclaim.bench.plans import VllmPlan
+from kvreclaim.bench.vllm_pool import Case, VllmSide, option_of
 
 ABSENT, AGAIN, INSTALLED, UNREACHED = "absent", "absent again", "installed", "never reached"
-BUDGET = 1 << 20
-"""Beyond every request."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostPlan:
-    """starts: of all processes afresh; rounds: of each start, after one that is not counted."""
-
-    vllm: VllmPlan
-    starts: int = 3
-    rounds: int = 24
-    requests: int = 8
-    prompt: int = 128
-    output: int = 64
-
-    @property
-    def case(self) -> Case:
-        """A pool in which all of them fit twice."""
-        blocks = 2 * self.requests * blocks_for(self.prompt + self.output, BLOCK_SIZE) + 1
-        return Case(self.requests, self.prompt, self.output, blocks, BUDGET)
+CASE = Case(requests=8, prompt=128, output=64, num_blocks=97, budget=1 << 20)
+"""A pool in which all of them fit twice; a budget beyond every request."""
 
 
-def run(plan: CostPlan, console: Console | None = None) -> list[Row]:
+def run(plan: VllmPlan, console: Console | None = None) -> list[Row]:
     """Measure. Returns: a row for each engine but `absent`. Raises: RuntimeError where tokens differ."""
     ratios: dict[str, list[Row]] = {name: [] for name in (AGAIN, INSTALLED, UNREACHED)}
     for start in range(plan.starts):
@@ -60,16 +42,16 @@ def run(plan: CostPlan, console: Console | None = None) -> list[Row]:
     return [_row(plan, name, found) for name, found in ratios.items()]
 
 
-def _start(plan: CostPlan, stack: ExitStack) -> dict[str, VllmSide]:
-    case, sides = plan.case, {}
+def _start(plan: VllmPlan, stack: ExitStack) -> dict[str, VllmSide]:
+    sides = {}
     for name in (ABSENT, AGAIN, INSTALLED, UNREACHED):
-        option = plan.vllm.option(BUDGET) if name == UNREACHED else None
-        sides[name] = plan.vllm.start(case, option, plugin=name in (INSTALLED, UNREACHED))
-        stack.callback(sides[name].close)
+        option = option_of(plan, CASE.budget) if name == UNREACHED else None
+        side = VllmSide(plan, CASE, option, plugin=name in (INSTALLED, UNREACHED))
+        sides[name] = stack.enter_context(closing(side))
     return sides
 
 
-def _rounds(plan: CostPlan, sides: dict[str, VllmSide]) -> Iterator[dict[str, dict[str, Any]]]:
+def _rounds(plan: VllmPlan, sides: dict[str, VllmSide]) -> Iterator[dict[str, Row]]:
     """Answers by name, of every round but the first; each round begins with another engine."""
     names = list(sides)
     for turn in range(plan.rounds + 1):
@@ -83,7 +65,7 @@ def _rounds(plan: CostPlan, sides: dict[str, VllmSide]) -> Iterator[dict[str, di
             yield answers
 
 
-def _ratio(base: dict[str, Any], other: dict[str, Any], start: int) -> Row:
+def _ratio(base: Row, other: Row, start: int) -> Row:
     return {
         "start": start,
         "speed": base["elapsed_s"] / other["elapsed_s"],
@@ -93,15 +75,15 @@ def _ratio(base: dict[str, Any], other: dict[str, Any], start: int) -> Row:
     }
 
 
-def _row(plan: CostPlan, name: str, found: Sequence[Row]) -> Row:
-    tokens = plan.requests * plan.output
+def _row(plan: VllmPlan, name: str, found: Sequence[Row]) -> Row:
+    tokens = CASE.requests * CASE.output
     return {
         "engine": name,
-        "model": plan.vllm.model.name,
-        "policy": plan.vllm.policy if name == UNREACHED else None,
-        "requests": plan.requests,
-        "prompt": plan.prompt,
-        "output": plan.output,
+        "model": plan.model.name,
+        "policy": plan.policy if name == UNREACHED else None,
+        "requests": CASE.requests,
+        "prompt": CASE.prompt,
+        "output": CASE.output,
         "starts": plan.starts,
         "rounds": len(found),
         "absent_tokens_per_s": tokens / median(one["base_s"] for one in found),
@@ -134,39 +116,26 @@ def spread_of(values: Sequence[float]) -> Row:
     }
 
 
-HEADINGS = (
-    "engine",
-    "rounds",
-    "tokens/s against absent",
-    "95 % of the median",
-    "quartiles of a round",
-    "fastest rounds",
-    "processor time against absent",
-    "95 % of the median",
-)
-
-
-def cost_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A line for each row."""
-    return [
-        [
-            row["engine"],
-            str(row["rounds"]),
-            _change(row["speed"]["median"]),
-            _range(row["speed"]["interval"]),
-            _range(row["speed"]["quartiles"]),
-            _change(row["fastest"]),
-            _change(row["cpu"]["median"]),
-            _range(row["cpu"]["interval"]),
-        ]
-        for row in rows
-    ]
+def cost_table(rows: Sequence[Row]) -> str:
+    """As a document shows it."""
+    return markdown(COLUMNS, cells(COLUMNS, rows))
 
 
 def _change(ratio: float) -> str:
-    value = 100 * (ratio - 1)
-    return ("+" if value >= 0 else "") + text(value, 2, " %")
+    return f"{100 * (ratio - 1):+.2f} %"
 
 
 def _range(pair: Sequence[float]) -> str:
     return " to ".join(_change(value) for value in pair)
+
+
+COLUMNS: Columns = {
+    "engine": "{engine}",
+    "rounds": "{rounds}",
+    "tokens/s against absent": lambda row: _change(row["speed"]["median"]),
+    "95 % of the median": lambda row: _range(row["speed"]["interval"]),
+    "quartiles of a round": lambda row: _range(row["speed"]["quartiles"]),
+    "fastest rounds": lambda row: _change(row["fastest"]),
+    "processor time against absent": lambda row: _change(row["cpu"]["median"]),
+    "95 % of its median": lambda row: _range(row["cpu"]["interval"]),
+}

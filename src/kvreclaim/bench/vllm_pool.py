@@ -7,17 +7,16 @@ requests are random prompts with end tokens ignored, so both sides generate equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from rich.console import Console
 
-from kvreclaim.bench.common import Row, alternate, text
-from kvreclaim.bench.systems.base import CHUNK
+from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
+from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.checks import require
 from kvreclaim.engine.face.llm import STATS_FILE
@@ -63,107 +62,68 @@ LARGE = Case(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512)
 CASES = {"small": SMALL, "large": LARGE}
 
 
-@dataclass(frozen=True, slots=True)
-class VllmPlan:
-    """What all measurements beside vLLM share. stats: of the model's queries; None takes its own file."""
+class VllmSide:
+    """One engine and the requests that it is asked to serve.
 
-    model: Path
-    python: Path
-    dtype: str = "bfloat16"
-    threads: int = 1
-    policy: str = "query_mixture"
-    interval: int = 128
-    stats: Path | None = None
+    option: vLLM's --additional-config; plugin: whether vLLM loads it at all
+    Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not what was asked for.
+    """
 
-    def option(self, budget: int) -> dict[str, Any]:
-        """vLLM's --additional-config for this budget."""
-        stats = self.stats or self.model / STATS_FILE
-        asked = {"policy": self.policy, "budget": budget, "interval": self.interval}
-        return {"kv_compression": asked | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
-
-    def start(self, case: Case, option: dict[str, Any] | None = None, *, plugin: bool = True) -> VllmSide:
-        """An engine with the case's pool. plugin: whether vLLM loads it at all.
-
-        Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not what was asked for.
-        """
-        pool_bytes = case.num_blocks * BLOCK_SIZE * kv_bytes_per_token(self.model, 2)
-        side = VllmSide(VllmProcess(self.python, self.threads, pool_bytes, plugin=plugin), case)
+    def __init__(self, plan: VllmPlan, case: Case, option: Row | None = None, *, plugin: bool = True) -> None:
+        pool_bytes = case.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
+        self.case, self.process = case, VllmProcess(plan.python, plan.threads, pool_bytes, plugin=plugin)
+        self.close = self.process.close
         try:
-            side.load(self, option)
-            ours = side.facts["scheduler"] != "Scheduler"
+            self.facts = self.process.load(
+                plan.setup,
+                max_len=case.length,
+                batch=case.requests,
+                num_blocks=case.num_blocks,
+                block_size=BLOCK_SIZE,
+                option=option,
+            )
+            ours = self.facts["scheduler"] != "Scheduler"
             require(
-                side.facts["plugin"] is plugin and ours is (option is not None),
-                f"{str(self.python)!r} {'does not load' if plugin else 'loads'} kvreclaim's plugin "
-                f"(scheduler: {side.facts['scheduler']}); run `make vllm-env`, which installs it there.",
+                self.facts["plugin"] is plugin and ours is (option is not None),
+                f"{str(plan.python)!r} {'does not load' if plugin else 'loads'} kvreclaim's plugin "
+                f"(scheduler: {self.facts['scheduler']}); run `make vllm-env`, which installs it there.",
             )
         except BaseException:
-            side.close()
+            self.close()
             raise
-        return side
 
-
-class VllmSide:
-    """One engine and the requests that it is asked to serve."""
-
-    def __init__(self, process: VllmProcess, case: Case) -> None:
-        self.process, self.case = process, case
-        self.facts: dict[str, Any] = {}
-
-    def load(self, plan: VllmPlan, option: dict[str, Any] | None) -> None:
-        self.facts = self.process.ask(
-            "load",
-            model=str(plan.model),
-            dtype=plan.dtype,
-            max_len=self.case.length,
-            batch=self.case.requests,
-            num_blocks=self.case.num_blocks,
-            block_size=BLOCK_SIZE,
-            eager=True,
-            chunk=CHUNK,
-            additional_config=option,
-        )
-
-    def serve(self, output: int | None = None) -> dict[str, Any]:
+    def serve(self, output: int | None = None) -> Row:
         """The worker's answer for the case's requests, or for fewer output tokens."""
-        draw = {
-            "batch": self.case.requests,
-            "context": self.case.prompt,
-            "vocab_size": self.facts["vocab_size"],
-            "seed": 11,
-        }
-        return dict(self.process.ask("serve", draw=draw, max_tokens=output or self.case.output))
-
-    def versions(self) -> dict[str, str]:
-        return {name: str(value) for name, value in self.facts.items() if name.startswith("vllm")}
-
-    def close(self) -> None:
-        self.process.close()
+        case = self.case
+        return self.process.serve(case.requests, case.prompt, output or case.output)
 
 
-def run(
-    plan: VllmPlan, cases: Iterable[Case], console: Console | None = None
-) -> tuple[list[Row], dict[str, str]]:
-    """Serve each case on both sides.
+def option_of(plan: VllmPlan, budget: int) -> Row:
+    """vLLM's --additional-config for this budget."""
+    stats = plan.stats or plan.model / STATS_FILE
+    asked = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
+    return {"kv_compression": asked | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
+
+
+def run(plan: VllmPlan, console: Console | None = None) -> tuple[list[Row], dict[str, str]]:
+    """Serve each of the plan's cases but "cost" on both sides.
 
     Returns: rows, two a case, and the versions of vLLM's environment.
     Raises: SkipPoint where vLLM fails; InvalidArgumentError where the plugin is not installed.
     """
     rows: list[Row] = []
     versions: dict[str, str] = {}
-    for case in cases:
-        sides = {WITHOUT: plan.start(case, plugin=False)}
-        try:
-            sides[WITH] = plan.start(case, plan.option(case.budget))
-            versions = sides[WITH].versions()
-            rows += _both(plan, case, sides, console)
-        finally:
-            for side in sides.values():
-                side.close()
+    for case in (CASES[name] for name in plan.cases if name in CASES):
+        with ExitStack() as stack:
+            without = stack.enter_context(closing(VllmSide(plan, case, plugin=False)))
+            ours = stack.enter_context(closing(VllmSide(plan, case, option_of(plan, case.budget))))
+            versions = ours.process.versions()
+            rows += _both(plan, case, {WITHOUT: without, WITH: ours}, console)
     return rows, versions
 
 
 def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Console | None) -> list[Row]:
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    answers: dict[str, list[Row]] = {name: [] for name in sides}
 
     def serve(name: str) -> float:
         """Seconds."""
@@ -183,7 +143,7 @@ def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Conso
     return rows
 
 
-def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[dict[str, Any]]) -> Row:
+def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[Row]) -> Row:
     """The first answer's steps, which are every answer's, and the median of the seconds."""
     first = answers[0]
     if len({len(answer["at_s"]) for answer in answers}) != 1:
@@ -192,9 +152,7 @@ def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[dict[str, An
     return {
         "case": case.name,
         "system": system,
-        "model": plan.model.name,
-        "dtype": plan.dtype,
-        "threads": plan.threads,
+        **plan.facts(),
         "policy": plan.policy if system == WITH else None,
         "budget": case.budget if system == WITH else None,
         "interval": plan.interval if system == WITH else None,
@@ -221,42 +179,34 @@ def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[dict[str, An
     }
 
 
-def thin(answer: dict[str, Any], points: int = POINTS) -> Row:
+def thin(answer: Row, points: int = POINTS) -> Row:
     """The timeline at equally distant steps, the last one included."""
     last = len(answer["at_s"]) - 1
     kept = sorted({round(i * last / max(1, points - 1)) for i in range(points)}) if last > 0 else [0]
     return {name: [answer[name][i] for i in kept] for name in ("at_s", "running", "waiting", "blocks")}
 
 
-HEADINGS = (
-    "requests",
-    "pool, blocks of 32",
-    "system",
-    "steps",
-    "preempted",
-    "running: mean, most",
-    "blocks: mean, most",
-    "seconds",
-    "tokens/s",
-)
+def _beside(figure: str, ratio: str) -> Callable[[Row], str]:
+    """The figure, and for the side with the plugin what it is of the other's."""
+    return lambda row: (f"{figure} ({ratio})" if row["budget"] else figure).format_map(row)
 
 
-def pool_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A line for each row."""
-    return [
-        [
-            row["case"],
-            f"{row['num_blocks']:,}",
-            row["system"] + (f", budget {row['budget']}" if row["budget"] else ""),
-            f"{row['steps']:,}" + (f" ({row['steps_ratio']:.2f} x fewer)" if row["budget"] else ""),
-            str(row["preemptions"]),
-            f"{row['mean_running']:.1f}, {row['max_running']}",
-            f"{row['mean_blocks']:,.0f}, {row['peak_blocks']:,}",
-            text(row["elapsed_s"], 1),
-            text(row["tokens_per_s"], 0) + (f" ({row['speed_ratio']:.2f} x)" if row["budget"] else ""),
-        ]
-        for row in rows
-    ]
+COLUMNS: Columns = {
+    "requests": "{case}",
+    "pool, blocks of 32": "{num_blocks:,}",
+    "system": lambda row: row["system"] + (f", budget {row['budget']}" if row["budget"] else ""),
+    "steps": _beside("{steps:,}", "{steps_ratio:.2f} x fewer"),
+    "preempted": "{preemptions}",
+    "running: mean, most": "{mean_running:.1f}, {max_running}",
+    "blocks: mean, most": "{mean_blocks:,.0f}, {peak_blocks:,}",
+    "seconds": "{elapsed_s:,.1f}",
+    "tokens/s": _beside("{tokens_per_s:,.0f}", "{speed_ratio:.2f} x"),
+}
+
+
+def pool_table(rows: Sequence[Row]) -> str:
+    """As a document shows it."""
+    return markdown(COLUMNS, cells(COLUMNS, rows))
 
 
 def block_lines(rows: Sequence[Row]) -> list[str]:

@@ -7,33 +7,33 @@ from typing import Annotated, Any
 
 import typer
 
-from kvreclaim.bench.plans import CompressPlan, DecodePlan, MemoryPlan
-from kvreclaim.checks import require
-from kvreclaim.cli.bench_latent import latent
-from kvreclaim.cli.bench_options import (
-    Json,
-    Kernels,
-    KVCacheDtypes,
-    Model,
-    Threads,
-    beside_bf16,
-    command_line,
-    model_directory,
-    ready,
+from kvreclaim.bench.plans import (
+    KERNELS,
+    THREADS,
+    CompressPlan,
+    DecodePlan,
+    LatentPlan,
+    MemoryPlan,
+    PrefixPlan,
+    ServePlan,
+    VllmPlan,
 )
-from kvreclaim.cli.bench_prefix import prefix
-from kvreclaim.cli.bench_serve import serve
-from kvreclaim.cli.bench_vllm import vllm
-from kvreclaim.cli.takes import Takes, takes, usage_errors
+from kvreclaim.checks import require
+from kvreclaim.cli.bench_options import Json, publish, ready
+from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
+from kvreclaim.config import format_names
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
-bench_app.command("latent")(latent)
-bench_app.command("prefix")(prefix)
-bench_app.command("serve")(serve)
-bench_app.command("vllm")(vllm)
 
 SYSTEMS = ("full", "query_mixture", "triattention")
-SHARED = ("threads", "dtype", "kernels")
+SHARED = ("model", "threads", "dtype", "kernels")
+
+
+def _decode_plan(**given: Any) -> DecodePlan:
+    """given: fields; systems by the names of their policies. Raises: InvalidArgumentError."""
+    if "systems" in given:
+        given["systems"] = tuple(f"kvreclaim-{name}" for name in given["systems"])
+    return DecodePlan(**given)
 
 
 @bench_app.command("blocks")
@@ -42,15 +42,15 @@ def blocks(json_file: Json = None) -> None:
     from kvreclaim.bench import blocks, common
 
     rows = blocks.run()
-    blocks.print_table(rows)
-    common.write_json({"runs": rows}, json_file)
+    common.show(blocks.blocks_table(rows))
+    if json_file is not None:
+        common.write_json({"runs": rows}, json_file)
 
 
 @bench_app.command("decode")
 @takes
 def decode(
-    plan: Annotated[dict[str, Any], Takes(config=DecodePlan, defaults={"systems": SYSTEMS}, build=dict)],
-    model: Model = None,
+    plan: Annotated[DecodePlan, Takes(config=DecodePlan, defaults={"systems": SYSTEMS}, build=_decode_plan)],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check greedy tokens first.")] = True,
     growth: Annotated[
         bool, typer.Option("--growth", help="Also triattention at 8k and 64k logical tokens.")
@@ -58,115 +58,158 @@ def decode(
     json_file: Json = None,
 ) -> None:
     """Decode tokens/s over contexts and batches, beside transformers and vLLM."""
-    decode_plan = _decode_plan(model, plan)
-    with ready(decode_plan.threads):
-        from kvreclaim.bench import common, decode, decode_table
+    with ready(plan.threads):
+        from kvreclaim.bench import decode, decode_table
         from kvreclaim.bench import growth as growth_bench
-        from kvreclaim.bench.verify import agreement_table, as_rows
+        from kvreclaim.bench.verify import agreement_table
 
-        result = decode.run(decode_plan, check=verify)
-        if result.checks:
-            common.show(agreement_table(result.checks))
-        common.show(decode_table.speed_table(result.rows))
-        common.show(decode_table.ratio_table(result.rows))
-        extra = {"verification": as_rows(result.checks)}
+        result = decode.run(plan, check=verify)
+        checks = [check.row() for check in result.checks]
+        tables = [agreement_table(checks)] if checks else []
+        tables += [decode_table.speed_table(result.rows), decode_table.ratio_table(result.rows)]
+        extra: dict[str, Any] = {"verification": checks}
         if growth:
-            extra["growth"] = growth_bench.run(decode_plan)
-            common.show(growth_bench.growth_table(extra["growth"]))
-        content = common.report(result.rows, command_line(), peer_versions=result.versions, **extra)
-        common.write_json(content, json_file)
+            extra["growth"] = growth_bench.run(plan)
+            tables.append(growth_bench.growth_table(extra["growth"]))
+        publish(result.rows, tables, json_file, peer_versions=result.versions, **extra)
 
 
 @bench_app.command("memory")
 @takes
-def memory(
-    plan: Annotated[dict[str, Any], Takes(config=MemoryPlan, build=dict)],
-    model: Model = None,
-    json_file: Json = None,
-) -> None:
+def memory(plan: Annotated[MemoryPlan, Takes(config=MemoryPlan)], json_file: Json = None) -> None:
     """Long requests in one pool: how many at once, preemptions, time, peak blocks; beside vLLM."""
-    memory_plan = MemoryPlan(model=model_directory(model), **plan)
-    with ready(memory_plan.threads):
+    with ready(plan.threads):
         from kvreclaim.bench import common, memory
 
-        rows = memory.run(memory_plan, common.wide_console(stderr=True))
-        common.show(memory.memory_table(rows))
-        common.write_json(common.report(rows, command_line()), json_file)
+        rows = memory.run(plan, common.wide_console(stderr=True))
+        publish(rows, [memory.memory_table(rows)], json_file)
 
 
 @bench_app.command("compress")
 @takes
 def compress(
     base: Annotated[
-        dict[str, Any], Takes(config=DecodePlan, only=(*SHARED, "budget", "interval"), build=dict)
+        DecodePlan,
+        Takes(config=DecodePlan, only=(*SHARED, "budget", "interval")),
     ],
     grid: Annotated[dict[str, Any], Takes(config=CompressPlan, build=dict)],
-    model: Model = None,
-    together: Annotated[int, typer.Option(min=0, help="Sequences due together; 0: leave it out.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Of passes that are due together.")] = 7,
     json_file: Json = None,
 ) -> None:
     """Cost of one compaction pass (score, select, move), its share of decoding, and of passes together."""
-    plan = CompressPlan(_decode_plan(model, base), **grid)
-    with ready(plan.base.threads):
-        from kvreclaim.bench import common, compress
-        from kvreclaim.bench import together as together_bench
+    plan = CompressPlan(base, **grid)
+    with ready(base.threads):
+        from kvreclaim.bench import common, compress, together
 
         rows = compress.run(plan, common.wide_console(stderr=True))
-        common.show(compress.compress_table(rows))
-        due = together_bench.run(plan.base, plan.policies, together, rounds) if together else []
-        common.show(together_bench.together_table(due))
-        common.write_json(common.report(rows, command_line(), together=due), json_file)
+        due = together.run(plan)
+        publish(rows, [compress.compress_table(rows), together.together_table(due)], json_file, together=due)
 
 
 @bench_app.command("kernels")
 def kernels(
-    kernels: Kernels = "auto",
-    threads: Threads = 2,
+    kernels: Annotated[str, typer.Option(help=KERNELS)] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help=THREADS)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    kv_cache_dtype: KVCacheDtypes = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="KV formats, comma-separated, timed in turns with bf16, or auto.")
+    ] = "auto",
     ops: Annotated[str, typer.Option(help="Only those whose name contains this.")] = "",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     json_file: Json = None,
 ) -> None:
     """Time, GB/s and share of the bandwidth of every op, after comparing it with the reference."""
     with ready(threads):
-        from kvreclaim.bench import common
         from kvreclaim.bench import kernels as kernel_bench
         from kvreclaim.bench.kernel_cases import standard
 
-        cases = [case for case in standard(device, beside_bf16(kv_cache_dtype)) if ops in case.op]
+        formats = format_names(names_in(kv_cache_dtype))
+        if formats != ("auto",) and "bf16" not in formats:
+            formats = ("bf16", *formats)
+        cases = [case for case in standard(device, formats) if ops in case.op]
         require(bool(cases), f"--ops is {ops!r}, which is in no op's name; pass, for example, decode.")
         rows, machine = kernel_bench.run(kernels, device=device, cases=cases, repeats=rounds)
-        common.show(kernel_bench.rows_table(rows, machine))
-        content = common.report(rows, command_line(), bandwidth=machine.row(), threads=threads)
-        common.write_json(content, json_file)
+        tables = [kernel_bench.rows_table(rows, machine)]
+        publish(rows, tables, json_file, bandwidth=machine.row(), threads=threads)
+
+
+@bench_app.command("latent")
+@takes
+def latent(plan: Annotated[LatentPlan, Takes(config=LatentPlan)], json_file: Json = None) -> None:
+    """Prefill at DeepSeek-V3's head dims: absorbed queries, expanded keys, and which of them is taken."""
+    with ready(plan.threads):
+        from kvreclaim.bench import latent
+
+        rows = latent.run(plan)
+        publish(rows, [latent.latent_table(rows)], json_file, threads=plan.threads)
+
+
+@bench_app.command("prefix")
+@takes
+def prefix(plan: Annotated[PrefixPlan, Takes(config=PrefixPlan)], json_file: Json = None) -> None:
+    """Prefix hit rates of a block-hash trace, by eviction order and size of the cache."""
+    from kvreclaim.bench import common, prefix, prefix_pins
+
+    rows = prefix.run(plan, common.wide_console(stderr=True).print)
+    tables, extra = [prefix.prefix_table(rows, plan.trace)], {}
+    if plan.pins:
+        extra["pins"] = prefix_pins.run(plan.trace, plan.sizes)
+        tables.append(prefix_pins.pins_table(extra["pins"]))
+    publish(rows, tables, json_file, trace=plan.trace.name, **extra)
+
+
+@bench_app.command("serve")
+@takes
+def serve(plan: Annotated[ServePlan, Takes(config=ServePlan)], json_file: Json = None) -> None:
+    """Throughput and time to first token through HTTP, beside the engine alone."""
+    with ready(plan.threads):
+        from kvreclaim.bench import serve
+
+        rows = serve.run(plan)
+        publish(rows, [serve.serve_table(rows)], json_file)
 
 
 @bench_app.command("step")
 @takes
 def step(
     plan: Annotated[
-        dict[str, Any],
+        DecodePlan,
         Takes(
             config=DecodePlan,
-            only=("systems", "contexts", "batches", *SHARED),
+            only=("systems", "contexts", "batches", "steps", *SHARED),
             defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
-            build=dict,
+            build=_decode_plan,
         ),
     ],
-    model: Model = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed at each point.")] = 64,
     json_file: Json = None,
 ) -> None:
     """Where a decode step's time goes: schedule, batch, model, attention, sample, compress."""
-    decode_plan = _decode_plan(model, {**plan, "steps": 2 * steps})
-    with ready(decode_plan.threads):
-        from kvreclaim.bench import common, step
+    with ready(plan.threads):
+        from kvreclaim.bench import step
 
-        rows = step.run(decode_plan, steps=steps)
-        common.show(step.step_table(rows))
-        common.write_json(common.report(rows, command_line()), json_file)
+        rows = step.run(plan)
+        publish(rows, [step.step_table(rows)], json_file)
+
+
+@bench_app.command("vllm")
+@takes
+def vllm(plan: Annotated[VllmPlan, Takes(config=VllmPlan)], json_file: Json = None) -> None:
+    """vLLM's pool with and without the plugin, and what the plugin costs where it does nothing."""
+    with ready(plan.threads):
+        from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool
+
+        console = common.wide_console(stderr=True)
+        rows, versions = vllm_pool.run(plan, console)
+        if rows:
+            typer.echo(vllm_pool.pool_table(rows))
+            typer.echo("\n" + "\n".join(vllm_pool.block_lines(rows)))
+            if plan.plot is not None:
+                vllm_chart.pool_chart(rows, plan.plot)
+        # cost takes long: what is known so far outlives a run that is stopped
+        publish(rows, [], json_file, peer_versions=versions, cost=[])
+        if "cost" in plan.cases:
+            cost = vllm_cost.run(plan, console)
+            typer.echo("\n" + vllm_cost.cost_table(cost))
+            publish(rows, [], json_file, peer_versions=versions, cost=cost)
 
 
 @bench_app.command("plot")
@@ -179,10 +222,3 @@ def plot(
         from kvreclaim.bench.plot import decode_chart
 
         decode_chart(files, out)
-
-
-def _decode_plan(model: Path | None, given: dict[str, Any]) -> DecodePlan:
-    """given: fields; systems by the names of their policies. Raises: InvalidArgumentError."""
-    if "systems" in given:
-        given = {**given, "systems": tuple(f"kvreclaim-{name}" for name in given["systems"])}
-    return DecodePlan(model=model_directory(model), **given)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvreclaim.cli.takes import names_in, usage_errors
-from kvreclaim.config import format_names
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.cli.takes import usage_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
-Model = Annotated[
-    Path | None,
-    typer.Option(help="Model directory; the 26 M model of `make bench-model` where none is named."),
-]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads, of every system.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
-Kernels = Annotated[str, typer.Option(help="kvreclaim's kernels: auto, reference, native or triton.")]
-KVCacheDtypes = Annotated[
-    str, typer.Option(help="KV formats, comma-separated, timed in turns: auto, bf16, int8, int4 and so on.")
-]
 
 
 @contextmanager
@@ -41,27 +32,16 @@ def ready(threads: int) -> Iterator[None]:
         yield
 
 
-def model_directory(given: Path | None) -> Path:
-    """The one given, or the 26 M model. Raises: InvalidArgumentError if it is no directory."""
-    from kvreclaim.bench.common import DEFAULT_MODEL
+def publish(
+    rows: Sequence[dict[str, Any]], tables: Iterable[Table], json_file: Path | None, **extra: Any
+) -> None:
+    """Print the tables and write the file, if one is named. extra: what it holds beside the rows."""
+    from kvreclaim.bench import common
 
-    model = given or DEFAULT_MODEL
-    if not model.is_dir():
-        raise InvalidArgumentError(
-            f"--model is {str(model)!r}, which is no directory; run `make bench-model`, or name another one."
-        )
-    return model
-
-
-def formats_in(value: str) -> tuple[str, ...]:
-    """Comma-separated KV formats, each once. Raises: InvalidArgumentError."""
-    return format_names(names_in(value))
-
-
-def beside_bf16(value: str) -> tuple[str, ...]:
-    """The same; with bf16, which named formats are compared with, if it is not among them."""
-    formats = formats_in(value)
-    return formats if formats == ("auto",) or "bf16" in formats else ("bf16", *formats)
+    for made in tables:
+        common.show(made)
+    if json_file is not None:
+        common.write_json(common.report(rows, command_line(), **extra), json_file)
 
 
 def command_line() -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.options import Setting, settings_of
 
@@ -52,10 +53,12 @@ class Takes:
         said, kind = setting.said, setting.said.typed_as or setting.type
         default = self.defaults.get(setting.name, setting.default)
         flags = self.flags(setting)
-        if kind is bool:
+        if default is MISSING:
+            default = inspect.Parameter.empty
+        elif kind is bool:
             plain = flags[0]
             flags = (f"{plain}/--no-{plain[2:]}",) if default else (plain,)
-        elif said.typed_as is None and get_origin(kind) is tuple:
+        elif said.typed_as is None and _several(setting):
             kind, default = str, ",".join(map(str, default))
         elif self.unset or default in (None, ()):
             kind, default = kind | None, None
@@ -82,12 +85,16 @@ class Takes:
 
     def _read(self, setting: Setting, value: Any) -> Any:
         """Several values are a list, or one text with commas."""
-        if get_origin(setting.type) is not tuple or value is None:
+        if not _several(setting) or value is None:
             return value
         if isinstance(value, str):
-            numbers = get_args(setting.type)[0] is int
-            value = numbers_in(self.flags(setting)[0], value) if numbers else names_in(value)
+            kind, flag = get_args(setting.type)[0], self.flags(setting)[0]
+            value = names_in(value) if kind is str else numbers_in(flag, value, kind)
         return tuple(value)
+
+
+def _several(setting: Setting) -> bool:
+    return get_origin(setting.type) in (tuple, Sequence)
 
 
 def takes(function: Callable[..., None]) -> Callable[..., None]:
@@ -124,16 +131,30 @@ def usage_errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def numbers_in(flag: str, value: str) -> list[int]:
-    """Comma-separated integers. Raises: InvalidArgumentError."""
+def numbers_in(flag: str, value: str, kind: type[int] | type[float]) -> list[int | float]:
+    """Comma-separated numbers. Raises: InvalidArgumentError."""
     try:
-        return [int(part) for part in names_in(value)]
+        return [kind(part) for part in names_in(value)]
     except ValueError as error:
+        example = "1024,8192" if kind is int else "0.5,0.25"
         raise InvalidArgumentError(
-            f"{flag} is {value!r}, which is no list of numbers; pass, for example, 1024,8192."
+            f"{flag} is {value!r}, which is no list of numbers; pass, for example, {example}."
         ) from error
 
 
 def names_in(value: str) -> list[str]:
-    """Comma-separated names."""
-    return [part.strip() for part in value.split(",") if part.strip()]
+    """Comma-separated names; commas inside parentheses do not count: "a,b(c,d)" -> ["a", "b(c,d)"].
+
+    Raises: InvalidArgumentError where parentheses do not match.
+    """
+    parts, depth = [""], 0
+    for char in value:
+        depth += (char == "(") - (char == ")")
+        if depth < 0:
+            break
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    require(depth == 0, f"{value!r} has parentheses that do not match; write, for example, a,b(c,d).")
+    return [part.strip() for part in parts if part.strip()]

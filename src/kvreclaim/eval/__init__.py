@@ -4,11 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvreclaim.eval.compare import evaluate
-    from kvreclaim.eval.plan import EvalPlan
-    from kvreclaim.eval.report import EvalReport, EvalRow
-    from kvreclaim.eval.task import Answer, Item, Metric, Outcome, Task
-    from kvreclaim.eval.tasks import TaskOptions
+    from kvreclaim.eval.compare import evaluate as evaluate
+    from kvreclaim.eval.plan import EvalPlan as EvalPlan
+    from kvreclaim.eval.plan import TaskOptions as TaskOptions
+    from kvreclaim.eval.report import EvalReport as EvalReport
+    from kvreclaim.eval.report import EvalRow as EvalRow
+    from kvreclaim.eval.task import Answer as Answer
+    from kvreclaim.eval.task import Item as Item
+    from kvreclaim.eval.task import Metric as Metric
+    from kvreclaim.eval.task import Outcome as Outcome
+    from kvreclaim.eval.task import Task as Task
 
 _HOMES = {
     "Answer": "task",
@@ -19,21 +24,10 @@ _HOMES = {
     "Metric": "task",
     "Outcome": "task",
     "Task": "task",
-    "TaskOptions": "tasks",
+    "TaskOptions": "plan",
     "evaluate": "compare",
 }
-__all__ = [
-    "Answer",
-    "EvalPlan",
-    "EvalReport",
-    "EvalRow",
-    "Item",
-    "Metric",
-    "Outcome",
-    "Task",
-    "TaskOptions",
-    "evaluate",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -11,11 +11,11 @@ import kvreclaim
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.eval.grid import Grid, OnProgress
 from kvreclaim.eval.journal import Journal
-from kvreclaim.eval.plan import EvalPlan
+from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.eval.report import EvalReport, FormatFacts, Header
 from kvreclaim.eval.rows import make_rows
 from kvreclaim.eval.task import Task
-from kvreclaim.eval.tasks import TaskOptions, make_tasks
+from kvreclaim.eval.tasks import make_tasks
 
 OnStart = Callable[[int], OnProgress]
 

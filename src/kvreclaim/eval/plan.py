@@ -1,23 +1,29 @@
-"""What is compared: the grid and the sizes, checked at once."""
+"""What is compared: the grid and the sizes, checked at once, and known without torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, check_number, require
-from kvreclaim.compression import CompressionConfig, QueryStats
-from kvreclaim.compression.registry import make_policy
 from kvreclaim.config import AUTO, CompressionSettings, format_names
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.options import settings_of
+from kvreclaim.options import check_options, option, settings_of
+
+if TYPE_CHECKING:
+    from kvreclaim.compression import CompressionConfig, QueryStats
 
 FULL = "full"
-DEFAULT_POLICIES = ("full", "streaming_llm", "knorm", "triattention", "query_mixture")
-DEFAULT_BUDGETS = (0.5, 0.25, 0.1)
+DIALECTS = ("auto", "demo", "text")
 SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in ("policy", "budget", "stats"))
+
+
+def is_full(policy: str) -> bool:
+    """Whether a policy is the full cache. Raises: InvalidArgumentError for one that is not known."""
+    from kvreclaim.compression.registry import make_policy
+
+    return make_policy(policy).name == FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,11 @@ class Setting:
     def label(self) -> str:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
         return f"{self.policy}{form} {self.fraction:.3g}"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is evicted: the full cache."""
+        return is_full(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +59,33 @@ class EvalPlan:
     batch_size:     examples at once; fewer where the pool holds fewer
     """
 
-    policies: Sequence[str] = DEFAULT_POLICIES
-    budgets: Sequence[float] = DEFAULT_BUDGETS
-    kv_cache_dtypes: Sequence[str] = (AUTO,)
-    seeds: Sequence[int] = (0,)
-    num_examples: int = 16
+    policies: Sequence[str] = option(
+        ("full", "streaming_llm", "knorm", "triattention", "query_mixture"),
+        "Comma-separated; wrappers and options too: protect(knorm),h2o.",
+    )
+    budgets: Sequence[float] = option(
+        (0.5, 0.25, 0.1), "Shares of the full cache's bytes in the model's dtype."
+    )
+    kv_cache_dtypes: Sequence[str] = option(
+        (AUTO,),
+        "KV formats, comma-separated; all are compared with the first's full cache.",
+        flags=("--kv-cache-dtype",),
+    )
+    seeds: Sequence[int] = option((0,), "Each draws other examples.")
+    num_examples: int = option(16, "Of each cell, per seed.", low=1)
+    free_running: bool = option(False, "Also generate gold traces: exact match, decode speed.")
+    batch_size: int = option(16, "Examples at once.", low=1)
     interval: int = 128
     sinks: int = 4
     recent: int = 64
     protect_prompt: bool = False
     mode: str | None = None
-    stats: str | os.PathLike[str] | QueryStats | None = None
-    free_running: bool = False
-    batch_size: int = 16
+    stats: Any = None
 
     def __post_init__(self) -> None:
+        from kvreclaim.compression import CompressionConfig
+
+        check_options(self)
         for name in ("policies", "budgets", "kv_cache_dtypes", "seeds"):
             values = getattr(self, name)
             require(
@@ -72,14 +95,12 @@ class EvalPlan:
             object.__setattr__(self, name, tuple(dict.fromkeys(values)))
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
         for policy in self.policies:
-            make_policy(policy)
+            is_full(policy)
         for budget in self.budgets:
             check_number("a budget", budget, 0.0, 1.0)
             require(budget > 0, f"a budget is {budget!r}; it must be a share above 0, up to 1.")
         for seed in self.seeds:
             check_int("a seed", seed, 0)
-        check_int("num_examples", self.num_examples, 1)
-        check_int("batch_size", self.batch_size, 1)
         most = 10**9  # budgets are checked per sequence; everything else that a config refuses, here
         CompressionConfig(FULL, most, **self.shared)
 
@@ -89,20 +110,22 @@ class EvalPlan:
             Setting(policy, float(fraction), dtype)
             for dtype in self.kv_cache_dtypes
             for policy in self.policies
-            for fraction in ((1.0,) if make_policy(policy).name == FULL else self.budgets)
+            for fraction in ((1.0,) if is_full(policy) else self.budgets)
         ]
 
     def compression(
         self, setting: Setting, budget: int, stats: QueryStats | None
     ) -> CompressionConfig | None:
         """The configuration of one sequence; None for the full cache. Raises: InvalidArgumentError."""
-        if make_policy(setting.policy).name == FULL:
+        from kvreclaim.compression import CompressionConfig
+
+        if setting.is_full:
             return None
-        if budget < 1:
-            raise InvalidArgumentError(
-                f"{setting.fraction:g} of this sequence's cache is less than one block; raise the number of "
-                "tokens or the budget, or lower the block size."
-            )
+        require(
+            budget >= 1,
+            f"{setting.fraction:g} of this sequence's cache is less than one block; raise the number of "
+            "tokens or the budget, or lower the block size.",
+        )
         return CompressionConfig(setting.policy, budget, stats=stats, **self.shared)
 
     @property
@@ -111,22 +134,20 @@ class EvalPlan:
         return {name: getattr(self, name) for name in SHARED}
 
 
-def split_specs(text: str) -> list[str]:
-    """Split a list at its commas, except at those inside parentheses: "a,b(c,d)" -> ["a", "b(c,d)"].
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Sizes and files of the tasks that are asked for by name.
 
-    Raises: InvalidArgumentError where parentheses do not match.
+    num_tokens:     of prompt and answer together
+    text:           of perplexity, and of agreement instead of random tokens
+    dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
+    max_new_tokens: None takes each task's own
     """
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if depth < 0:
-            break
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    if depth:
-        raise InvalidArgumentError(
-            f"{text!r} has parentheses that do not match; write, for example, a,b(c,d)."
-        )
-    return [part.strip() for part in parts if part.strip()]
+
+    num_tokens: int = option(2048, "Most tokens of a sequence.", low=16)
+    dialect: str = option("auto", "auto, demo or text.", choices=DIALECTS)
+    text: Path | None = option(None, "UTF-8 text of perplexity and agreement.")
+    max_new_tokens: int | None = option(None, "Of a generated answer.", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.eval.budget import Storage
 from kvreclaim.eval.intervals import Array, Interval, bootstrap, ratio_interval
-from kvreclaim.eval.plan import FULL, EvalPlan, Setting
+from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.report import EvalRow
 from kvreclaim.eval.results import Result
 from kvreclaim.eval.task import Metric, Task
@@ -46,7 +46,7 @@ def make_rows(
         for setting in plan.settings():
             by_seed = cells[setting, task.name]
             storage = storages[setting.kv_cache_dtype]
-            alone = not _is_full(setting) and storage.meets(setting.fraction)
+            alone = not setting.is_full and storage.meets(setting.fraction)
             problem = problems.get((setting, task.name)) or _distrust(plan, setting, by_seed, alone=alone)
             fields = _costs(setting, by_seed, storage)
             if problem is None:
@@ -68,12 +68,8 @@ def make_rows(
     return rows
 
 
-def _is_full(setting: Setting) -> bool:
-    return make_policy(setting.policy).name == FULL
-
-
 def _is_baseline(setting: Setting, plan: EvalPlan) -> bool:
-    return _is_full(setting) and setting.kv_cache_dtype == plan.kv_cache_dtypes[0]
+    return setting.is_full and setting.kv_cache_dtype == plan.kv_cache_dtypes[0]
 
 
 def _flat(by_seed: BySeed) -> list[Result]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from kvreclaim.checks import check_choice, check_int
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
 from kvreclaim.eval.perplexity import Perplexity
+from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
@@ -23,7 +22,6 @@ from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
 from kvreclaim.eval.traces import TraceTask, knows_demo_vocabulary
 from kvreclaim.eval.windows import RandomWindows, TextWindows
 
-DIALECTS = ("auto", "demo", "text")
 TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
     {
         "recall": TextRecall,
@@ -34,28 +32,6 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
 )
 ANY_MODEL = ("perplexity", "agreement", "jsonl:PATH", "jsonl-exact:PATH")
 JSONL_TOKENS = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """Sizes and files of the tasks that are asked for by name.
-
-    num_tokens:     most tokens of a sequence, prompt and answer
-    text:           of perplexity, and of agreement instead of random tokens
-    dialect:        "demo", "text", or "auto": demo where the tokenizer's words are the demo model's
-    max_new_tokens: of a generated answer; None takes each task's own
-    """
-
-    num_tokens: int = 2048
-    text: Path | None = None
-    dialect: str = "auto"
-    max_new_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("num_tokens", self.num_tokens, 16)
-        check_choice("dialect", self.dialect, DIALECTS)
-        if self.max_new_tokens is not None:
-            check_int("max_new_tokens", self.max_new_tokens, 1)
 
 
 def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:

@@ -14,14 +14,24 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
+from kvreclaim.bench.common import Row
+from kvreclaim.bench.systems.base import (
+    CHUNK,
+    Point,
+    Session,
+    Setup,
+    SkipPoint,
+    Slice,
+    System,
+    random_prompts,
+)
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 BLOCK_SIZE = 128
 """vLLM's default on a CPU."""
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 1800.0
 
 
@@ -38,7 +48,7 @@ class VllmProcess:
                 ".vllm-env/bin/python, or leave vllm out of --peers."
             )
         handle, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
-        self.log = Path(name)
+        self.log, self.facts = Path(name), Row()
         self.process = subprocess.Popen(
             [str(python), str(WORKER)],
             stdin=subprocess.PIPE,
@@ -49,18 +59,57 @@ class VllmProcess:
         )
         os.close(handle)
 
-    def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
+    def ask(self, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Row:
         """The answer. Raises: SkipPoint with vLLM's own error, or when it died or took too long."""
         assert self.process.stdin is not None, "standard input is a pipe"
         try:
             self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self.process.stdin.flush()
-            answer = json.loads(self._line(timeout_s))
+            answer: Row = json.loads(self._line(timeout_s))
         except (BrokenPipeError, json.JSONDecodeError) as error:
             raise SkipPoint(f"vLLM's process ended ({self._last_words()})") from error
         if "error" in answer:
             raise SkipPoint(f"vLLM failed: {answer['error']}")
         return answer
+
+    def load(
+        self,
+        setup: Setup,
+        *,
+        max_len: int,
+        batch: int,
+        num_blocks: int,
+        block_size: int,
+        eager: bool = True,
+        option: Row | None = None,
+    ) -> Row:
+        """Start the engine in a pool of exactly num_blocks. option: --additional-config.
+
+        Returns: what it says of itself.
+        """
+        self.facts = self.ask(
+            "load",
+            timeout_s=START_TIMEOUT_S,
+            model=str(setup.model),
+            dtype=setup.dtype,
+            max_len=max_len,
+            batch=batch,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eager=eager,
+            chunk=max(CHUNK, batch),
+            additional_config=option,
+        )
+        return self.facts
+
+    def versions(self) -> dict[str, str]:
+        """Of the peer's own environment."""
+        return {name: str(value) for name, value in self.facts.items() if name.startswith("vllm")}
+
+    def serve(self, batch: int, context: int, max_tokens: int) -> Row:
+        """Random prompts to their ends, all sent at once; the same at every call."""
+        prompts = random_prompts(batch, context, self.facts["vocab_size"], seed=11)
+        return self.ask("serve", prompts=prompts, max_tokens=max_tokens)
 
     def _line(self, timeout_s: float) -> str:
         stdout = self.process.stdout
@@ -127,30 +176,21 @@ class Vllm(System):
 
     def __init__(self, setup: Setup, points: list[Point], *, python: Path, eager: bool = True) -> None:
         itemsize = 4 if setup.dtype == "float32" else 2
-        self.vocab_size = int(AutoConfig.from_pretrained(setup.model).get_text_config().vocab_size)
         num_blocks = max(point.batch * (blocks_for(point.max_len, BLOCK_SIZE) + 1) for point in points) + 1
         self.block_bytes = BLOCK_SIZE * kv_bytes_per_token(setup.model, itemsize)
         self.touched = 0
         self.process = VllmProcess(python, setup.threads, num_blocks * self.block_bytes)
-        self._facts = self.process.ask(
-            "load",
-            timeout_s=START_TIMEOUT_S,
-            model=str(setup.model),
-            dtype=setup.dtype,
+        self.process.load(
+            setup,
             max_len=max(point.max_len for point in points),
             batch=max(point.batch for point in points),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             eager=eager,
-            chunk=max(CHUNK, max(point.batch for point in points)),
         )
 
     def facts(self) -> dict[str, object]:
-        return {name: self._facts[name] for name in ("block_size", "eager")}
-
-    def versions(self) -> dict[str, str]:
-        """Of the peer's own environment."""
-        return {name: str(value) for name, value in self._facts.items() if name.startswith("vllm")}
+        return {name: self.process.facts[name] for name in ("block_size", "eager")}
 
     def new_bytes(self, point: Point) -> int:
         """Pages of the pool are taken when they are first written and then stay."""
@@ -173,15 +213,9 @@ class VllmSession(Session):
 
     def __init__(self, system: Vllm, point: Point) -> None:
         self.system, self.batch = system, point.batch
-        draw = {
-            "batch": point.batch,
-            "context": point.context,
-            "vocab_size": system.vocab_size,
-            "seed": point.seed,
-        }
         answer = system.process.ask(
             "open",
-            draw=draw,
+            prompts=point.prompts(system.process.facts["vocab_size"]),
             max_tokens=point.max_len - point.context,
             synthetic=point.fill == "synthetic",
         )

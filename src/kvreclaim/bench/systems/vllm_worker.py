@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 import traceback
@@ -246,17 +245,6 @@ class _ServeLog:
         return {**self.steps, **figures, "left": left, "reclaim": done}
 
 
-def random_prompts(batch: int, context: int, vocab_size: int, seed: int) -> Prompts:
-    """The prompts that kvreclaim's side makes of the same numbers."""
-    low = 256 if vocab_size > 1024 else 2
-    rng = random.Random(seed)
-    prompts = [rng.choices(range(low, vocab_size - 1), k=context) for _ in range(batch)]
-    first = rng.sample(range(low, vocab_size - 1), batch)
-    for prompt, token in zip(prompts, first, strict=True):
-        prompt[0] = token
-    return prompts
-
-
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -265,8 +253,6 @@ def main() -> None:
         command = json.loads(line)
         name = command.pop("command")
         try:
-            if "draw" in command:
-                command["prompts"] = random_prompts(**command.pop("draw"))
             answer = getattr(worker, name)(**command)
         except Exception as error:
             traceback.print_exc()
