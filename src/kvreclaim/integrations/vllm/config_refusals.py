@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvreclaim.errors import UnsupportedModelError
-from kvreclaim.integrations.vllm.refusals import CACHE_DTYPES, DISTANCES, OTHER_MODEL, WINDOW, Refusal
+from kvreclaim.integrations.vllm.refusals import (
+    CACHE_DTYPES,
+    DISTANCES,
+    OTHER_MODEL,
+    WINDOW,
+    Refusal,
+    other_model,
+)
 
 
 def _greater(path: str, option: str, limit: int = 1) -> Callable[[Any], str | None]:
@@ -83,110 +89,67 @@ CONFIG: tuple[Refusal, ...] = (
     Refusal(
         _set("parallel_config.use_ubatching", "dual-batch overlap (--enable-dbo, --ubatch-size)"),
         "half-batches take their lengths past us",
-        "remove it",
     ),
     Refusal(
         _set("parallel_config.enable_elastic_ep", "elastic expert parallelism (--enable-elastic-ep)"),
         "workers come and go without the state of compressed requests",
-        "remove it",
     ),
+    Refusal(_set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"), _MOVE),
+    Refusal(_set("kv_transfer_config", "a KV connector (--kv-transfer-config)"), _MOVE),
     Refusal(
-        _set("cache_config.kv_offloading_size", "KV offloading (--kv-offloading-size)"),
-        _MOVE,
-        "remove it",
-    ),
-    Refusal(
-        _set("kv_transfer_config", "a KV connector (--kv-transfer-config)"),
-        _MOVE,
-        "remove it",
-    ),
-    Refusal(
-        _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"),
-        "it is not tested",
-        "remove it",
+        _set("ec_transfer_config", "an encoder-cache connector (--ec-transfer-config)"), "it is not tested"
     ),
     Refusal(
         _set("aux_output_config.enabled", "returned routed experts (--enable-return-routed-experts)"),
         "they are stored by prefix, and depend on what a compressed request can still see",
-        "remove it",
     ),
     Refusal(
         _set("attention_config.hisparse_config", "HiSparse (--attention-config)"),
         "it keeps the cache in host memory, out of our reach",
-        "remove it",
     ),
     Refusal(
         _set("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),
         "layers that share a cache would be compressed twice",
-        "remove it",
     ),
     Refusal(
         _cache_dtype,
         "its scales or packed values lie beside the tokens, so that tokens cannot move one by one",
         f"use one of {', '.join(CACHE_DTYPES)}",
     ),
-    Refusal(
-        _runner, "only generation keeps a cache that grows", "use --runner generate", UnsupportedModelError
-    ),
-    Refusal(
+    other_model(_runner, "only generation keeps a cache that grows", "use --runner generate"),
+    other_model(
         _set("model_config.is_encoder_decoder", "an encoder-decoder model"),
         "cross attention has a cache of another kind",
         "take a decoder-only model",
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.is_attention_free", "a model without attention (Mamba)"),
         "its state does not grow, there is nothing to compress",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.is_hybrid", "a hybrid model (Mamba or linear attention beside attention)"),
         "its cache has several groups, and compression keeps one length per request",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.use_mla", "multi-head latent attention (MLA)"),
         "its cache holds one latent per token instead of keys and values per head",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.is_diffusion", "a diffusion language model"),
         "it rewrites tokens that it has generated",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.is_mm_prefix_lm", "attention in both directions over multimodal prefixes"),
         "the range is given by positions in the cache",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         _set("model_config.rswa_window", "a model with sliding-window layers that keep their start (R-SWA)"),
         WINDOW,
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
-        _set("model_config.uses_alibi", "ALiBi"),
-        DISTANCES,
-        OTHER_MODEL,
-        UnsupportedModelError,
-    ),
-    Refusal(
-        _dual_chunk,
-        DISTANCES,
-        OTHER_MODEL,
-        UnsupportedModelError,
-    ),
-    Refusal(
-        _windows,
-        WINDOW,
-        f"{OTHER_MODEL} (or try --disable-sliding-window, which also shortens the context)",
-        UnsupportedModelError,
+    other_model(_set("model_config.uses_alibi", "ALiBi"), DISTANCES),
+    other_model(_dual_chunk, DISTANCES),
+    other_model(
+        _windows, WINDOW, f"{OTHER_MODEL} (or try --disable-sliding-window, which also shortens the context)"
     ),
 )
 

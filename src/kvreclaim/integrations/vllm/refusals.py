@@ -27,7 +27,7 @@ class Refusal:
 
     find: Callable[[Any], str | None]
     why: str
-    remedy: str
+    remedy: str = "remove it"
     error: type[Exception] = InvalidArgumentError
 
     def check(self, subject: object, where: str = "") -> None:
@@ -37,6 +37,11 @@ class Refusal:
             raise self.error(
                 f"kv_compression does not work with {found}{where}: {self.why}; {self.remedy}, {ELSE}."
             )
+
+
+def other_model(find: Callable[[Any], str | None], why: str, remedy: str = OTHER_MODEL) -> Refusal:
+    """A refusal of what the model itself is."""
+    return Refusal(find, why, remedy, UnsupportedModelError)
 
 
 def refuse_groups(kv_cache_config: Any) -> None:
@@ -79,21 +84,14 @@ def _quant_mode(spec: Any) -> str | None:
 
 _PACKED = "keys and values do not lie token by token"
 GROUP: tuple[Refusal, ...] = (
-    Refusal(_spec_kind, "only full attention keeps a slot per token", OTHER_MODEL, UnsupportedModelError),
-    Refusal(_field("sliding_window", "sliding-window layers"), WINDOW, OTHER_MODEL, UnsupportedModelError),
-    Refusal(_field("attention_chunk_size", "chunked attention"), WINDOW, OTHER_MODEL, UnsupportedModelError),
-    Refusal(
-        _field("non_causal", "attention in both directions", False),
-        "tokens depend on later ones",
-        OTHER_MODEL,
-        UnsupportedModelError,
-    ),
-    Refusal(_quant_mode, _PACKED, f"use one of {', '.join(CACHE_DTYPES)}", UnsupportedModelError),
-    Refusal(_field("tokens_per_state", "a compressed cache", 1), _PACKED, OTHER_MODEL, UnsupportedModelError),
-    Refusal(_field("num_head_slots", "packed heads"), _PACKED, OTHER_MODEL, UnsupportedModelError),
-    Refusal(
-        _field("state_content_bytes", "packed keys and values"), _PACKED, OTHER_MODEL, UnsupportedModelError
-    ),
+    other_model(_spec_kind, "only full attention keeps a slot per token"),
+    other_model(_field("sliding_window", "sliding-window layers"), WINDOW),
+    other_model(_field("attention_chunk_size", "chunked attention"), WINDOW),
+    other_model(_field("non_causal", "attention in both directions", False), "tokens depend on later ones"),
+    other_model(_quant_mode, _PACKED, f"use one of {', '.join(CACHE_DTYPES)}"),
+    other_model(_field("tokens_per_state", "a compressed cache", 1), _PACKED),
+    other_model(_field("num_head_slots", "packed heads"), _PACKED),
+    other_model(_field("state_content_bytes", "packed keys and values"), _PACKED),
 )
 
 
@@ -134,30 +132,21 @@ LAYER: tuple[Refusal, ...] = (
         "the order of its cache is not known here",
         f"choose one of {', '.join(BACKENDS)} with --attention-backend",
     ),
-    Refusal(_attn_type, "only a decoder's cache grows", OTHER_MODEL, UnsupportedModelError),
-    Refusal(
-        lambda layer: "ALiBi" if getattr(layer.impl, "alibi_slopes", None) is not None else None,
-        DISTANCES,
-        OTHER_MODEL,
-        UnsupportedModelError,
+    other_model(_attn_type, "only a decoder's cache grows"),
+    other_model(
+        lambda layer: "ALiBi" if getattr(layer.impl, "alibi_slopes", None) is not None else None, DISTANCES
     ),
-    Refusal(
+    other_model(
         lambda layer: f"a sliding window of {layer.sliding_window} tokens" if layer.sliding_window else None,
         WINDOW,
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         lambda layer: "a cache shared with another layer" if layer.kv_sharing_target_layer_name else None,
         "it would be compressed twice",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
-    Refusal(
+    other_model(
         lambda layer: "keys and values of unequal size" if layer.head_size_v != layer.head_size else None,
         "the two halves of a slot are taken to be equal",
-        OTHER_MODEL,
-        UnsupportedModelError,
     ),
 )
 
