@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType, NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvreclaim.checks import check_bool, check_choice, check_int, check_number
 
@@ -56,42 +56,46 @@ class Setting:
     default: Any
     said: Option
 
-    def check(self, value: object) -> None:
-        """Raises: InvalidArgumentError unless value is of the type and within the bounds."""
+    def check(self, value: object, label: str) -> None:
+        """Raises: InvalidArgumentError about `label` unless value is of the type and within the bounds."""
         said = self.said
         low, high = said.low, said.high
         if value is None and self.optional:
             return
-        if said.choices:
-            check_choice(self.name, value, said.choices)
+        choices = said.choices or (get_args(self.type) if get_origin(self.type) is Literal else ())
+        if choices:
+            check_choice(label, value, choices)
         elif self.type is bool:
-            check_bool(self.name, value)
+            check_bool(label, value)
         elif self.type is int:
             assert low is not None, f"{self.name} is an int without a least value"
-            check_int(self.name, value, int(low), said.unit, maximum=None if high is None else int(high))
+            check_int(label, value, int(low), said.unit, maximum=None if high is None else int(high))
         elif self.type is float:
             assert low is not None, f"{self.name} is a float without a least value"
             assert high is not None, f"{self.name} is a float without a greatest value"
-            check_number(self.name, value, low, high)
+            check_number(label, value, low, high)
 
 
 @cache
 def settings_of(config: type) -> Mapping[str, Setting]:
     """The options of a dataclass, by name."""
-    hints = get_type_hints(config)
+    own = [each for each in fields(config) if KEY in each.metadata]
+    hints = get_type_hints(config) if own else {}
     found = {}
-    for each in fields(config):
-        if KEY in each.metadata:
-            kinds = get_args(hints[each.name])
-            left = [kind for kind in kinds if kind is not NoneType]
-            optional = len(left) < len(kinds)
-            kind = left[0] if optional and len(left) == 1 else hints[each.name]
-            found[each.name] = Setting(each.name, kind, optional, each.default, each.metadata[KEY])
+    for each in own:
+        kinds = get_args(hints[each.name])
+        left = [kind for kind in kinds if kind is not NoneType]
+        optional = len(left) < len(kinds)
+        kind = left[0] if optional and len(left) == 1 else hints[each.name]
+        found[each.name] = Setting(each.name, kind, optional, each.default, each.metadata[KEY])
     return MappingProxyType(found)
 
 
-def check_options(config: object) -> None:
-    """Every option of a dataclass's object. Raises: InvalidArgumentError for the first that is wrong."""
+def check_options(config: object, label: str = "{}") -> None:
+    """Every option of a dataclass's object. Raises: InvalidArgumentError for the first that is wrong.
+
+    label: what the error calls it, with the name in place of {}
+    """
     own: Any = type(config)
     for setting in settings_of(own).values():
-        setting.check(getattr(config, setting.name))
+        setting.check(getattr(config, setting.name), label.format(setting.name))

@@ -8,12 +8,13 @@ import torch
 from compression_oracles import layer_facts, layer_view, layout, mixture_scores, noise, with_kv
 
 from kvreclaim.compression import LayerStats
-from kvreclaim.compression.policies.query_mixture import FORMS, QueryMixture
+from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import scoring
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.rope import rotate
 
+FORMS = ("expected", "collapsed", "sum")
 plain = partial(QueryMixture, temperature=1.0, value_norm=False)
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.ops.dense import probabilities
 
-GROUP = ("mean", "max")
-
 
 def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Tensor:
     """What each of some queries pays each live key: rows of softmax(scale * q.K) in fp32.

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.options import check_options
 from kvreclaim.schedule.way import Way
 
 
@@ -111,7 +112,8 @@ class LayerView:
 
 class CompressionPolicy(ABC):
     """Ranks the tokens of one layer. Subclasses are frozen dataclasses whose fields are their
-    parameters (CompressionConfig.options), checked in __post_init__ with InvalidArgumentError.
+    parameters (CompressionConfig.options): those declared by options.option are checked by their type and
+    bounds, all others in __post_init__, with InvalidArgumentError.
 
     What a subclass says of itself, as class attributes or properties:
 
@@ -125,6 +127,9 @@ class CompressionPolicy(ABC):
     """
 
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_options(self, f"{self.name} option '{{}}'")
 
     @property
     def way(self) -> Way:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_number
 from kvreclaim.compression.policies.critical import Critical
 from kvreclaim.compression.policies.protect import Protect
 from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policy import CompressionPolicy, Mode, Wrapper
 from kvreclaim.compression.wrapping import Trait, fill, refuse
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
 
 
@@ -34,14 +34,14 @@ class AdaKV(Wrapper):
     Cost: that of inner and one sort per layer; memory: a block table per (layer, KV head).
     """
 
-    alpha: float = 0.2
+    alpha: float = option(0.2, low=0, high=1)
     name = "ada_kv"
     default_inner = "snapkv"
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_number("ada_kv option 'alpha'", self.alpha, 0, 1)
+        super().__post_init__()
         remedy = "wrap a policy that ranks tokens, such as ada_kv(snapkv)"
         refuse(self.name, self.inner, tuple(Trait), remedy)
         if _lifts(self.inner):

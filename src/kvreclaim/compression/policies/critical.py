@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_number
 from kvreclaim.compression.policy import LayerView, Signal, Wrapper
 from kvreclaim.compression.wrapping import Trait, refuse
 from kvreclaim.ops.scoring import MAX_LOGITS
+from kvreclaim.options import option
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -36,11 +36,11 @@ class Critical(Wrapper):
     state: that of inner.
     """
 
-    first_stage: float = 0.5
+    first_stage: float = option(0.5, low=0, high=1)
     name = "critical"
 
     def __post_init__(self) -> None:
-        check_number("critical option 'first_stage'", self.first_stage, 0, 1)
+        super().__post_init__()
         unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
         remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
         refuse(self.name, self.inner, unfit, remedy)

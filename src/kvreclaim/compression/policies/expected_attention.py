@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_choice, check_int
-from kvreclaim.compression.attention import GROUP, over_group
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.attention import over_group
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.ops.scoring import as_real, grouped_products, offset_phases, turned_queries
+from kvreclaim.options import option
 
 MAX_HORIZON = 1 << 16
 """Memory grows with it, and whoever may send a request may name it."""
@@ -36,18 +36,11 @@ class ExpectedAttention(CompressionPolicy):
     Cost: a product of [T, D] by [D, D] per query head; state: the statistics with covariances.
     """
 
-    horizon: int = 512
-    covariance: bool = True
-    value_norm: bool = True
-    group: Literal["mean", "max"] = "mean"
+    horizon: int = option(512, low=1, high=MAX_HORIZON)
+    covariance: bool = option(True)
+    value_norm: bool = option(True)
+    group: Literal["mean", "max"] = option("mean")
     name = "expected_attention"
-    default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        check_int("expected_attention option 'horizon'", self.horizon, 1, maximum=MAX_HORIZON)
-        check_bool("expected_attention option 'covariance'", self.covariance)
-        check_bool("expected_attention option 'value_norm'", self.value_norm)
-        check_choice("expected_attention option 'group'", self.group, GROUP)
 
     @property
     def needs(self) -> frozenset[Signal]:

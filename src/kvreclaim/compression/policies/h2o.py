@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class H2O(CompressionPolicy):
 
     name = "h2o"
     needs = frozenset({Signal.ATTENTION_MASS})
-    default_mode = Mode.PER_LAYER_HEAD
 
     def score(self, view: LayerView) -> Tensor:
         assert view.signals.mass is not None, f"layer {view.layer}: no attention mass"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
 
 _SMALLEST = 1e-12
 
@@ -27,7 +27,6 @@ class KeyDiff(CompressionPolicy):
     """
 
     name = "keydiff"
-    default_mode = Mode.PER_LAYER_HEAD
 
     def score(self, view: LayerView) -> Tensor:
         keys = view.keys.float()

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_choice
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
 from kvreclaim.ops.key_source import key_norms
+from kvreclaim.options import option
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,8 @@ class Knorm(CompressionPolicy):
     Cost: O(T D) per KV head, no state; the rotation leaves norms as they are.
     """
 
-    keep: Literal["small", "large"] = "small"
+    keep: Literal["small", "large"] = option("small")
     name = "knorm"
-    default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        check_choice("knorm option 'keep'", self.keep, ("small", "large"))
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]

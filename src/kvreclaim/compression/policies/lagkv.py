@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_int
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
+from kvreclaim.options import option
 
 _KEPT = 3.0
 
@@ -34,14 +34,9 @@ class LagKV(CompressionPolicy):
     Cost: O(T D) per KV head and a copy of keys and values; no state.
     """
 
-    lag: int = 128
-    cross: bool = False
+    lag: int = option(128, low=1, unit=" tokens")
+    cross: bool = option(False)
     name = "lagkv"
-    default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        check_int("lagkv option 'lag'", self.lag, 1, " tokens")
-        check_bool("lagkv option 'cross'", self.cross)
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape

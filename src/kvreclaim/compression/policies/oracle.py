@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_choice, check_int
 from kvreclaim.compression.attention import attention
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.ops.scoring import MAX_LOGITS, group_max
+from kvreclaim.options import option
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,10 @@ class Oracle(CompressionPolicy):
     memory at a time; state: the coming queries.
     """
 
-    aggregate: Literal["max", "sum"] = "max"
-    horizon: int | None = None
+    aggregate: Literal["max", "sum"] = option("max")
+    horizon: int | None = option(None, low=1, unit=", or null for all")
     name = "oracle"
     needs = frozenset({Signal.FUTURE_QUERIES})
-    default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        check_choice("oracle option 'aggregate'", self.aggregate, ("max", "sum"))
-        if self.horizon is not None:
-            check_int("oracle option 'horizon'", self.horizon, 1, remedy=", or null for all")
 
     def score(self, view: LayerView) -> Tensor:
         assert view.signals.future_queries is not None, f"layer {view.layer}: no queries to come"

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvreclaim.checks import check_int, is_int
+from kvreclaim.checks import is_int
 from kvreclaim.compression.policy import LayerView, Signal, Wrapper
 from kvreclaim.compression.wrapping import Trait, lift, refuse
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
 
 _LARGEST_BLOCK = 4096
@@ -36,14 +37,13 @@ class Protect(Wrapper):
     Cost: that of inner and O(T) per span; state: logical positions of the slots.
     """
 
-    first: int = 0
-    last: int = 0
+    first: int = option(0, low=0, unit=" tokens")
+    last: int = option(0, low=0, unit=" tokens")
     spans: tuple[tuple[int, int], ...] = ()
     name = "protect"
 
     def __post_init__(self) -> None:
-        check_int("protect option 'first'", self.first, 0, " tokens")
-        check_int("protect option 'last'", self.last, 0, " tokens")
+        super().__post_init__()
         object.__setattr__(self, "spans", _checked_spans(self.spans))
         refuse(
             self.name,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_number
 from kvreclaim.compression.policy import Mode, Wrapper
 from kvreclaim.compression.wrapping import Trait, fill, refuse
+from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
 
 
@@ -34,14 +34,14 @@ class PyramidKV(Wrapper):
     Cost: that of inner; memory: a block table per (layer, KV head).
     """
 
-    beta: float = 20.0
+    beta: float = option(20.0, low=1, high=math.inf)
     name = "pyramidkv"
     default_inner = "snapkv"
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_number("pyramidkv option 'beta'", self.beta, 1, math.inf)
+        super().__post_init__()
         refuse(
             self.name, self.inner, tuple(Trait), "wrap a policy that ranks tokens, such as pyramidkv(snapkv)"
         )

@@ -9,12 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_choice, check_number, check_offsets
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.checks import check_offsets
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.ops.key_source import value_norms
 from kvreclaim.ops.scoring import collapsed_mixture, offset_phases, summed_mixture, turned_queries
-
-FORMS = ("expected", "collapsed", "sum")
+from kvreclaim.options import option
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,16 @@ class QueryMixture(CompressionPolicy):
     """
 
     offsets: tuple[int, ...] = (1, 16, 256, 4096, 65536)
-    value_norm: bool = True
-    normalise: Literal["candidates", "all"] = "all"
-    form: Literal["expected", "collapsed", "sum"] = "expected"
-    temperature: float = 4.0
+    value_norm: bool = option(True)
+    normalise: Literal["candidates", "all"] = option("all")
+    form: Literal["expected", "collapsed", "sum"] = option("expected")
+    temperature: float = option(4.0, low=1e-3, high=1e6)
     name = "query_mixture"
     needs = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS})
-    default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", check_offsets("query_mixture option 'offsets'", self.offsets))
-        check_bool("query_mixture option 'value_norm'", self.value_norm)
-        check_choice("query_mixture option 'normalise'", self.normalise, ("candidates", "all"))
-        check_choice("query_mixture option 'form'", self.form, FORMS)
-        check_number("query_mixture option 'temperature'", self.temperature, 1e-3, 1e6)
+        super().__post_init__()
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
 from kvreclaim.schedule.way import Way
 
 
@@ -30,7 +30,6 @@ class Quest(CompressionPolicy):
 
     name = "quest"
     way = Way.READS
-    default_mode = Mode.PER_LAYER_HEAD
 
     def score(self, view: LayerView) -> Tensor:
         return torch.zeros(view.source.shape, dtype=torch.float32, device=view.source.device)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvreclaim.checks import check_choice, check_int, check_number
-from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
-from kvreclaim.compression.policies.snapkv import MAX_WINDOW, check_kernel, pool
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.attention import over_group, window_attention, with_window
+from kvreclaim.compression.policies.snapkv import MAX_KERNEL, MAX_WINDOW, check_odd, pool
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.ops.scoring import MAX_LOGITS
+from kvreclaim.options import option
 
 MAX_BLOCK = 1024
 """Memory grows with it, and whoever may send a request may name it."""
@@ -44,25 +44,19 @@ class RKV(CompressionPolicy):
     Cost: as said, a band of MAX_LOGITS similarities in memory at a time; state: w queries per layer.
     """
 
-    weight: float = 0.1
-    window: int = 8
-    kernel: int = 7
-    threshold: float = 0.5
-    group: Literal["mean", "max"] = "max"
-    similarity: Literal["full", "block"] = "full"
-    block: int = 16
+    weight: float = option(0.1, low=0, high=1)
+    window: int = option(8, low=1, high=MAX_WINDOW)
+    kernel: int = option(7, low=1, high=MAX_KERNEL)
+    threshold: float = option(0.5, low=0, high=1)
+    group: Literal["mean", "max"] = option("max")
+    similarity: Literal["full", "block"] = option("full")
+    block: int = option(16, low=2, high=MAX_BLOCK)
     name = "r_kv"
     needs = frozenset({Signal.RECENT_QUERIES})
-    default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_number("r_kv option 'weight'", self.weight, 0, 1)
-        check_int("r_kv option 'window'", self.window, 1, maximum=MAX_WINDOW)
-        check_kernel("r_kv option 'kernel'", self.kernel)
-        check_number("r_kv option 'threshold'", self.threshold, 0, 1)
-        check_choice("r_kv option 'group'", self.group, GROUP)
-        check_choice("r_kv option 'similarity'", self.similarity, ("full", "block"))
-        check_int("r_kv option 'block'", self.block, 2, maximum=MAX_BLOCK)
+        super().__post_init__()
+        check_odd("r_kv option 'kernel'", self.kernel)
 
     @property
     def query_window(self) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_int
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
 from kvreclaim.ops.moving import move
+from kvreclaim.options import option
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,8 @@ class Random(CompressionPolicy):
     Cost: O(T), no state.
     """
 
-    seed: int = 0
+    seed: int = option(0, low=0)
     name = "random"
-    default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        check_int("random option 'seed'", self.seed, 0)
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape

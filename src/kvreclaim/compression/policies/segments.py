@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_int, check_number
 from kvreclaim.compression.policy import LayerView, Signal, Wrapper
 from kvreclaim.compression.wrapping import Trait, lift_step, refuse
+from kvreclaim.options import option
 
 MAX_SEGMENTS = 1 << 20
 """Times a position it must fit into an int64."""
@@ -34,13 +34,12 @@ class Segments(Wrapper):
     Cost: that of inner and three sorts of [K, T]; state: logical positions of the slots.
     """
 
-    n: int = 8
-    share: float = 0.5
+    n: int = option(8, low=1, high=MAX_SEGMENTS, unit=" segments")
+    share: float = option(0.5, low=0, high=1)
     name = "segments"
 
     def __post_init__(self) -> None:
-        check_int("segments option 'n'", self.n, 1, " segments", maximum=MAX_SEGMENTS)
-        check_number("segments option 'share'", self.share, 0, 1)
+        super().__post_init__()
         refuse(
             self.name,
             self.inner,

@@ -8,9 +8,10 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvreclaim.checks import check_choice, check_int, require
-from kvreclaim.compression.attention import GROUP, over_group, window_attention, with_window
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.checks import require
+from kvreclaim.compression.attention import over_group, window_attention, with_window
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
+from kvreclaim.options import option
 
 MAX_WINDOW = 1024
 MAX_KERNEL = 1023
@@ -40,21 +41,17 @@ class SnapKV(CompressionPolicy):
     Cost: one product of [w, D] by [D, T] per query head; state: w queries per layer.
     """
 
-    window: int = 32
-    kernel: int = 5
-    pooling: Literal["average", "max"] = "average"
-    when: Literal["prefill", "always"] = "always"
-    group: Literal["mean", "max"] = "mean"
+    window: int = option(32, low=1, high=MAX_WINDOW)
+    kernel: int = option(5, low=1, high=MAX_KERNEL)
+    pooling: Literal["average", "max"] = option("average")
+    when: Literal["prefill", "always"] = option("always")
+    group: Literal["mean", "max"] = option("mean")
     name = "snapkv"
     needs = frozenset({Signal.RECENT_QUERIES})
-    default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
-        check_int("snapkv option 'window'", self.window, 1, maximum=MAX_WINDOW)
-        check_kernel("snapkv option 'kernel'", self.kernel)
-        check_choice("snapkv option 'pooling'", self.pooling, ("average", "max"))
-        check_choice("snapkv option 'when'", self.when, ("prefill", "always"))
-        check_choice("snapkv option 'group'", self.group, GROUP)
+        super().__post_init__()
+        check_odd("snapkv option 'kernel'", self.kernel)
 
     @property
     def query_window(self) -> int:
@@ -74,10 +71,9 @@ class SnapKV(CompressionPolicy):
         return with_window(scores, size, bound=self.window)
 
 
-def check_kernel(name: str, value: object) -> None:
-    """Raises InvalidArgumentError unless value is an odd integer from 1 to MAX_KERNEL."""
-    check_int(name, value, 1, maximum=MAX_KERNEL)
-    require(isinstance(value, int) and value % 2 == 1, f"{name} is {value!r}; it must be odd.")
+def check_odd(name: str, value: int) -> None:
+    """Raises InvalidArgumentError."""
+    require(value % 2 == 1, f"{name} is {value!r}; it must be odd.")
 
 
 def pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:

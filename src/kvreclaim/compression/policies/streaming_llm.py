@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_choice
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
+from kvreclaim.options import option
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,9 @@ class StreamingLLM(CompressionPolicy):
     the same set; union stores it once.
     """
 
-    positions: Literal["original", "cache"] = "original"
+    positions: Literal["original", "cache"] = option("original")
     name = "streaming_llm"
     default_mode = Mode.UNION
-
-    def __post_init__(self) -> None:
-        check_choice("streaming_llm option 'positions'", self.positions, ("original", "cache"))
 
     @property
     def cache_relative(self) -> bool:

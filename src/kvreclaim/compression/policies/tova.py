@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvreclaim.compression.attention import window_attention
-from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class TOVA(CompressionPolicy):
 
     name = "tova"
     needs = frozenset({Signal.RECENT_QUERIES})
-    default_mode = Mode.PER_LAYER_HEAD
 
     @property
     def query_window(self) -> int:

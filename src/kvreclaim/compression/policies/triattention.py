@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_choice, check_int
+from kvreclaim.checks import check_choice, check_int
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Signal
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource, KeySource
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
-from kvreclaim.ops.scoring import (
-    group_max,
-    offset_phases,
-    turned_queries,
-    z_scores,
-)
+from kvreclaim.ops.scoring import group_max, offset_phases, turned_queries, z_scores
+from kvreclaim.options import option
 
 OFFSETS = tuple(2**n for n in range(17))
-AGGREGATES = ("mean", "max")
 Aggregate = Literal["mean", "max"]
 
 
@@ -44,17 +39,15 @@ class TriAttention(CompressionPolicy):
     Cost: two products of [G, D] by [D, T] per KV head ("max": 17 + 1); state: the statistics.
     """
 
-    aggregate: Aggregate = "mean"
-    use_trig: bool = True
-    use_norm: bool = True
+    aggregate: Aggregate = option("mean")
+    use_trig: bool = option(True)
+    use_norm: bool = option(True)
     name = "triattention"
     needs = frozenset({Signal.QUERY_STATS})
     default_mode = Mode.PER_HEAD
 
     def __post_init__(self) -> None:
-        check_choice("triattention option 'aggregate'", self.aggregate, AGGREGATES)
-        check_bool("triattention option 'use_trig'", self.use_trig)
-        check_bool("triattention option 'use_norm'", self.use_norm)
+        super().__post_init__()
         if not (self.use_trig or self.use_norm):
             raise InvalidArgumentError(
                 "triattention options 'use_trig' and 'use_norm' are both false; leave at least one true."
@@ -123,7 +116,7 @@ def raw_scores(
     Raises: InvalidArgumentError for shapes that do not fit or an unknown aggregate or style.
     Source: arXiv 2604.04921.
     """
-    check_choice("aggregate", aggregate, AGGREGATES)
+    check_choice("aggregate", aggregate, get_args(Aggregate))
     check_choice("rope_style", rope_style, ("half", "interleaved"))
     check_int("logical_len", logical_len, 0)
     _check_shapes(keys, q_mean, q_abs_mean, inv_freq)
