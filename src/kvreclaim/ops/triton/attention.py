@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
@@ -21,6 +20,7 @@ from kvreclaim.ops.triton.plan import (
     batch_masks,
     decode_tables,
     query_tiles,
+    sequences_of,
 )
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
 
@@ -29,6 +29,49 @@ QUERY_ROWS = 64
 """Rows of a query tile: queries times the query heads of a KV head."""
 DECODE_ROWS = 16
 LATENT_ROWS = 16
+
+
+class Queries(NamedTuple):
+    """q: [T, H, D], rows of D in any strides."""
+
+    q: Tensor
+    stride_t: int
+    stride_h: int
+
+
+class Rule(NamedTuple):
+    """A layer's Softmax, with log2(e) in scale and cap: the kernels' exponentials are base 2. sinks: anything
+    where there are none; layer: its index, by which masks differ."""
+
+    sinks: Tensor
+    scale: float
+    cap: float
+    window: int
+    layer: int
+
+
+class Parts(NamedTuple):
+    """fp32, of each split of a query: maximum and sum [n, H, SPLITS], values [n, H, SPLITS, Dv]."""
+
+    top: Tensor
+    total: Tensor
+    acc: Tensor
+
+
+class Variant(NamedTuple):
+    """A compile-time argument: tiles of BLOCK_M rows (HeadTile) and BLOCK_N slots; what a layer asks for."""
+
+    GROUP: int
+    PIECES: int
+    BLOCK_M: int
+    BLOCK_N: int
+    HAS_SOFTCAP: bool
+    HAS_WINDOW: bool
+    HAS_POSITIONS: bool
+    HAS_EVICTED: bool
+    HAS_SINKS: bool
+    KEEP_16: bool
+    PRECISION: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +83,7 @@ class HeadTile:
     pieces: int
 
 
-def paged_attention(
-    q: Tensor,
-    layer: LayerCache,
-    batch: AttentionBatch,
-) -> Tensor:
+def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """ops.reference.paged_attention: sequences with one query are split over their keys, the others
     are cut into tiles of queries."""
     q, cache = _with_rows(q), layer.cache
@@ -60,11 +99,7 @@ def paged_attention(
     return out.to(q.dtype)
 
 
-def decode_attention(
-    q: Tensor,
-    layer: LayerCache,
-    tables: DecodeTables,
-) -> Tensor:
+def decode_attention(q: Tensor, layer: LayerCache, tables: DecodeTables) -> Tensor:
     """One query per sequence, everything about lengths read from the tables' tensors.
 
     Returns: [n, H, Dv], dtype of q [n, H, D]; zero rows for sequences of length 0. Mutates nothing.
@@ -75,53 +110,28 @@ def decode_attention(
     return out.to(q.dtype)
 
 
-def _decode(
-    q: Tensor,
-    layer: LayerCache,
-    tables: DecodeTables,
-    masks: Masks | None,
-    out: Tensor,
-) -> None:
+def _decode(q: Tensor, layer: LayerCache, tables: DecodeTables, masks: Masks | None, out: Tensor) -> None:
     """Writes the rows of tables.seq_ids into out."""
-    cache, sinks = layer.cache, layer.softmax.sinks
     rows, heads, splits = tables.seq_ids.shape[0], q.shape[1], tables.num_splits
-    tile = _heads(q, cache, DECODE_ROWS)
+    tile = _heads(q, layer.cache, DECODE_ROWS)
     shape = (rows, heads, splits if splits > 1 else 0)
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    acc = torch.empty((*shape, cache.v_head_dim), dtype=torch.float32, device=q.device)
-    decode_kernel[(rows, cache.num_kv_heads * tile.pieces, splits)](
-        q,
-        out=out,
-        part_max=top,
-        part_sum=total,
-        part_acc=acc,
-        seq_ids=tables.seq_ids,
-        query_starts=tables.query_starts,
-        block_table=tables.block_table,
-        seq_lens=tables.seq_lens,
-        shifts=tables.shifts,
-        table_stride=tables.block_table.stride(0),
-        PIECES=tile.pieces,
-        BLOCK_M=tile.rows,
-        SPLITS=splits,
-        **_common(q, layer, masks),
-    )
+    acc = torch.empty((*shape, layer.cache.v_head_dim), dtype=torch.float32, device=q.device)
+    given: dict[str, Any] = {
+        "store": store_of(layer),
+        "out": out,
+        "parts": Parts(top, total, acc),
+        "seq_ids": tables.seq_ids,
+        "seqs": tables.seqs,
+        "rule": layer.cached("triton.rule", _rule),
+        "L": layout_of(layer.cache),
+        "A": _variant(q, layer, tile, masks),
+        "SPLITS": splits,
+    }
+    grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
+    decode_kernel[grid](_queries(q), **given, **_resources(q, layer.cache))
     if splits > 1:
-        reduce_kernel[(rows, heads)](
-            out,
-            store_of(layer),
-            top,
-            total,
-            acc,
-            tables.seq_ids,
-            tables.query_starts,
-            q if sinks is None else sinks,
-            L=layout_of(cache),
-            HEADS=heads,
-            SPLITS=splits,
-            HAS_SINKS=sinks is not None,
-            num_warps=4,
-        )
+        reduce_kernel[(rows, heads)](**given, num_warps=4)
 
 
 def _prefill(
@@ -134,19 +144,16 @@ def _prefill(
     out: Tensor,
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
-    arrays = batch.arrays
     tile_kernel[(tiles.shape[0], layer.cache.num_kv_heads * heads.pieces)](
-        q,
-        out=out,
-        tiles=tiles,
-        query_starts=arrays.query_starts,
-        block_table=arrays.block_table,
-        seq_lens=arrays.seq_lens,
-        shifts=arrays.shifts,
-        table_stride=arrays.block_table.stride(0),
-        PIECES=heads.pieces,
-        BLOCK_M=heads.rows,
-        **_common(q, layer, masks),
+        _queries(q),
+        store_of(layer),
+        out,
+        tiles,
+        sequences_of(batch),
+        layer.cached("triton.rule", _rule),
+        L=layout_of(layer.cache),
+        A=_variant(q, layer, heads, masks),
+        **_resources(q, layer.cache),
     )
 
 
@@ -179,41 +186,44 @@ def _query_rows(q: Tensor, cache: KVCache) -> int:
     return QUERY_ROWS // 4 if is_wide and not cache.format.is_plain else QUERY_ROWS // 2
 
 
-def _common(q: Tensor, layer: LayerCache, masks: Masks | None) -> dict[str, Any]:
-    """What both attention kernels are launched with, by name."""
-    cache, softmax = layer.cache, layer.softmax
-    layout, operands = layout_of(cache), _operands(q, cache)
-    has_window = softmax.window is not None
-    return {
-        "store": store_of(layer),
-        "masks": q if masks is None else masks.table,
-        "sinks": q if softmax.sinks is None else softmax.sinks,
-        **_scalars(softmax),
-        "layer": layer.index,
-        "q_stride_t": q.stride(0),
-        "q_stride_h": q.stride(1),
-        "L": layout,
-        "GROUP": q.shape[1] // cache.num_kv_heads,
-        "BLOCK_N": _tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize, cache.format),
-        "HAS_SOFTCAP": softmax.softcap is not None,
-        "HAS_WINDOW": has_window,
-        "HAS_POSITIONS": has_window and masks is not None and masks.has_positions,
-        "HAS_EVICTED": masks is not None and masks.has_evicted,
-        "HAS_SINKS": softmax.sinks is not None,
-        "KEEP_16": keeps_16_bits(operands),
-        "PRECISION": dot_precision(q.device),
-        "num_warps": 4 if layout.BLOCK_DV <= 128 else 8,
-        "num_stages": _stages(cache.format, operands.itemsize, max(layout.BLOCK_D, layout.BLOCK_DV)),
-    }
+def _queries(q: Tensor) -> Queries:
+    return Queries(q, q.stride(0), q.stride(1))
 
 
-def _scalars(softmax: Softmax) -> dict[str, Any]:
-    """scale and cap with log2(e) in them: the kernels' exponentials are base 2."""
+def _rule(layer: LayerCache) -> Rule:
+    softmax = layer.softmax
     if softmax.softcap is None:
         scale, cap = softmax.scale * LOG2_E, 0.0
     else:
         scale, cap = softmax.scale / softmax.softcap * LOG2_E, softmax.softcap * LOG2_E
-    return {"scale": scale, "cap": cap, "window": softmax.window or 0}
+    sinks = layer.planes[0] if softmax.sinks is None else softmax.sinks
+    return Rule(sinks, scale, cap, softmax.window or 0, layer.index)
+
+
+def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, masks: Masks | None) -> Variant:
+    cache, softmax = layer.cache, layer.softmax
+    layout, operands = layout_of(cache), _operands(q, cache)
+    has_window = softmax.window is not None
+    return Variant(
+        GROUP=q.shape[1] // cache.num_kv_heads,
+        PIECES=tile.pieces,
+        BLOCK_M=tile.rows,
+        BLOCK_N=_tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize, cache.format),
+        HAS_SOFTCAP=softmax.softcap is not None,
+        HAS_WINDOW=has_window,
+        HAS_POSITIONS=has_window and masks is not None and masks.has_positions,
+        HAS_EVICTED=masks is not None and masks.has_evicted,
+        HAS_SINKS=softmax.sinks is not None,
+        KEEP_16=keeps_16_bits(operands),
+        PRECISION=dot_precision(q.device),
+    )
+
+
+def _resources(q: Tensor, cache: KVCache) -> dict[str, int]:
+    """Warps of a program and tiles in flight."""
+    layout, itemsize = layout_of(cache), _operands(q, cache).itemsize
+    stages = _stages(cache.format, itemsize, max(layout.BLOCK_D, layout.BLOCK_DV))
+    return {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
 
 
 def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:

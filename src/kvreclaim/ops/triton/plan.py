@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,21 +34,29 @@ class Masks:
     tensors: tuple[Tensor, ...]
 
 
+class Sequences(NamedTuple):
+    """A batch as kernels follow it: block_table [N, W] int32, whose rows lie table_stride apart, query_starts
+    [N + 1] int32, seq_lens and shifts [N] int32; masks: Masks.table, anything where no slot is masked."""
+
+    query_starts: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    shifts: Tensor
+    table_stride: int
+    masks: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeTables:
     """Sequences that ask one query each. Kernels read every length and table from these tensors, and
     the grid follows from their shapes and num_splits alone: a CUDA graph can replay it.
 
-    seq_ids:      [n] int32 rows of the tables; query_starts: [N + 1] int32 row of q of each sequence
-    block_table:  [N, W] int32; seq_lens, shifts: [N] int32; seq_len 0 gives a zero row
-    num_splits:   programs over each sequence's tokens, a power of two
+    seq_ids:    [n] int32 rows of seqs; a seq_len of 0 gives a zero row
+    num_splits: programs over each sequence's tokens, a power of two
     """
 
     seq_ids: Tensor
-    query_starts: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    shifts: Tensor
+    seqs: Sequences
     num_splits: int
 
 
@@ -62,7 +71,8 @@ def static_tables(
     rows, device = block_table.shape[0], block_table.device
     order = torch.arange(rows + 1, dtype=torch.int32, device=device)
     splits = num_splits(rows, num_kv_heads, max_seq_len, device)
-    return DecodeTables(order[:rows], order, block_table, seq_lens, shifts, splits)
+    seqs = Sequences(order, block_table, seq_lens, shifts, block_table.stride(0), block_table)
+    return DecodeTables(order[:rows], seqs, splits)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
@@ -79,17 +89,9 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
         rows = np.flatnonzero(batch.query_lens == 1).astype(np.int32)
         if not len(rows):
             return None
-        arrays = batch.arrays
         device = batch.slot_mapping.device
-        longest = int(batch.lengths[rows].max())
-        return DecodeTables(
-            seq_ids=move(rows, device),
-            query_starts=arrays.query_starts,
-            block_table=arrays.block_table,
-            seq_lens=arrays.seq_lens,
-            shifts=arrays.shifts,
-            num_splits=num_splits(len(rows), num_kv_heads, longest, device),
-        )
+        splits = num_splits(len(rows), num_kv_heads, int(batch.lengths[rows].max()), device)
+        return DecodeTables(move(rows, device), sequences_of(batch), splits)
 
     return batch.cached(f"triton.decode.{num_kv_heads}", make)
 
@@ -106,6 +108,23 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
         return move(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
 
     return batch.cached(f"triton.tiles.{size}", make)
+
+
+def sequences_of(batch: AttentionBatch) -> Sequences:
+    """Made once per step."""
+
+    def make(batch: AttentionBatch) -> Sequences:
+        arrays, masks = batch.arrays, batch_masks(batch)
+        return Sequences(
+            arrays.query_starts,
+            arrays.block_table,
+            arrays.seq_lens,
+            arrays.shifts,
+            arrays.block_table.stride(0),
+            arrays.block_table if masks is None else masks.table,
+        )
+
+    return batch.cached("triton.sequences", make)
 
 
 def batch_masks(batch: AttentionBatch) -> Masks | None:

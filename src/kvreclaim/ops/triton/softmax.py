@@ -19,76 +19,65 @@ NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def attended(
-    slots,
-    valid,
-    query_slots,
-    shift,
-    masks,
-    layer,
-    head,
-    window,
-    HAS_WINDOW: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    HAS_EVICTED: tl.constexpr,
-):
+def attended(slots, valid, query_slots, shift, masks, head, rule, A: tl.constexpr):
     """[rows, slots] bool. masks: this sequence's row of Masks.table (address, length, strides; twice)."""
     seen = valid[None, :] & (slots[None, :] <= query_slots[:, None])
-    if HAS_WINDOW:
+    if A.HAS_WINDOW:
         positions = slots + shift
-        if HAS_POSITIONS:
+        if A.HAS_POSITIONS:
             known = valid & (slots < tl.load(masks + 5))
-            first = layer * tl.load(masks + 6) + head * tl.load(masks + 7)
+            first = rule.layer * tl.load(masks + 6) + head * tl.load(masks + 7)
             address = tl.load(masks + 4).to(tl.pointer_type(tl.int32)) + first
             positions = tl.where(known, tl.load(address + slots, mask=known, other=0), positions)
-        seen = seen & ((query_slots + shift)[:, None] - positions[None, :] < window)
-    if HAS_EVICTED:
+        seen = seen & ((query_slots + shift)[:, None] - positions[None, :] < rule.window)
+    if A.HAS_EVICTED:
         known = valid & (slots < tl.load(masks + 1))
-        first = layer * tl.load(masks + 2) + head * tl.load(masks + 3)
+        first = rule.layer * tl.load(masks + 2) + head * tl.load(masks + 3)
         address = tl.load(masks).to(tl.pointer_type(tl.int8)) + first
         seen = seen & (tl.load(address + slots, mask=known, other=0) == 0)[None, :]
     return seen
 
 
 @triton.jit
-def dots(q, k, PRECISION: tl.constexpr):
+def dots(q, k, A: tl.constexpr):
     """[queries, keys] fp32."""
-    return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return tl.dot(q, tl.trans(k), input_precision=A.PRECISION)
 
 
 @triton.jit
-def softened(scores, scale, cap, HAS_SOFTCAP: tl.constexpr):
+def softened(scores, rule, A: tl.constexpr):
     """Scores in base 2 of q.k. The host puts log2(e) into scale and cap: scale * q.k, or cap * tanh(s) where
     scale * q.k is s in base 2."""
-    scores = scores * scale
-    if HAS_SOFTCAP:
+    scores = scores * rule.scale
+    if A.HAS_SOFTCAP:
         shrunk = tl.exp2(tl.abs(scores) * -2.0)
         tanh = (1.0 - shrunk) / (1.0 + shrunk)
-        scores = cap * tl.where(scores < 0, -tanh, tanh)
+        scores = rule.cap * tl.where(scores < 0, -tanh, tanh)
     return scores
 
 
 @triton.jit
-def _query_side(q, tokens, heads, is_row, stride_t, stride_h, FIRST, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _query_side(queries, tokens, heads, is_row, FIRST, D: tl.constexpr, BLOCK_D: tl.constexpr):
     dims = tl.arange(0, BLOCK_D)
-    places = q + (tokens * stride_t + heads * stride_h)[:, None] + (FIRST + dims)[None, :]
+    rows = tokens * queries.stride_t + heads * queries.stride_h
+    places = queries.q + rows[:, None] + (FIRST + dims)[None, :]
     return tl.load(places, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
 
 
 @triton.jit
-def load_queries(q, tokens, heads, is_row, stride_t, stride_h, store, L: tl.constexpr, KEEP_16: tl.constexpr):
+def load_queries(queries, tokens, heads, is_row, store, L: tl.constexpr, A: tl.constexpr):
     """Rows of q as attend_slots takes them: against the stored dims of keys [rows, BLOCK_D], and of a latent
     cache against its values [rows, BLOCK_DV]; else the same once more."""
     FIRST: tl.constexpr = L.DV if L.LATENT else 0
-    query = _query_side(q, tokens, heads, is_row, stride_t, stride_h, FIRST, L.D, L.BLOCK_D)
-    if not KEEP_16:
+    query = _query_side(queries, tokens, heads, is_row, FIRST, L.D, L.BLOCK_D)
+    if not A.KEEP_16:
         query = query.to(tl.float32)
     if L.FORMAT == TURBO4:
         query = rotated(query.to(tl.float32), store.k_signs, L.D, L.BLOCK_D, L.K_LOG).to(query.dtype)
     latent = query
     if L.LATENT:
-        latent = _query_side(q, tokens, heads, is_row, stride_t, stride_h, 0, L.DV, L.BLOCK_DV)
-        if not KEEP_16:
+        latent = _query_side(queries, tokens, heads, is_row, 0, L.DV, L.BLOCK_DV)
+        if not A.KEEP_16:
             latent = latent.to(tl.float32)
         if L.FORMAT == TURBO4:
             latent = rotated(latent.to(tl.float32), store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG).to(latent.dtype)
@@ -96,86 +85,55 @@ def load_queries(q, tokens, heads, is_row, stride_t, stride_h, store, L: tl.cons
 
 
 @triton.jit
-def _tile_scores(query, store, rows, valid, L: tl.constexpr, KEEP_16: tl.constexpr, PRECISION: tl.constexpr):
+def _tile_scores(query, store, rows, valid, L: tl.constexpr, A: tl.constexpr):
     """q.k over the stored dims of keys. Scales that a whole key shares are applied to the products: 16-bit
     queries then meet int8's and fp8's numbers exactly."""
     if L.FORMAT == INT8 or L.FORMAT == FP8 or L.FORMAT == TURBO4:
-        products = dots(query, load_numbers(store, rows, valid, L, 0).to(query.dtype), PRECISION)
+        products = dots(query, load_numbers(store, rows, valid, L, 0).to(query.dtype), A)
         return products * load_scales(store, rows, valid, 0)[None, :]
     else:
-        return dots(query, load_tile(store, rows, valid, L, 0, KEEP_16).to(query.dtype), PRECISION)
+        return dots(query, load_tile(store, rows, valid, L, 0, A.KEEP_16).to(query.dtype), A)
 
 
 @triton.jit
 def attend_slots(
-    query,
-    latent,
-    query_slots,
-    start,
-    stop,
-    store,
-    table,
-    shift,
-    masks,
-    scale,
-    cap,
-    window,
-    layer,
-    head,
-    L: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    HAS_EVICTED: tl.constexpr,
-    KEEP_16: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L: tl.constexpr, A: tl.constexpr
 ):
-    """Rows of queries (load_queries) over the slots [start, stop), start a multiple of BLOCK_N: maximum and
-    sum [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
-    top = tl.full([BLOCK_M], NOTHING, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, L.BLOCK_DV], tl.float32)
-    for tile in range(start, stop, BLOCK_N):
-        slots = tile + tl.arange(0, BLOCK_N)
+    """Rows of queries (load_queries) over the slots [start, stop) of a sequence, start a multiple of BLOCK_N:
+    maximum and sum [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
+    table = seqs.block_table + seq.to(tl.int64) * seqs.table_stride
+    shift = tl.load(seqs.shifts + seq)
+    masks = seqs.masks + seq * 8
+    top = tl.full([A.BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([A.BLOCK_M], tl.float32)
+    acc = tl.zeros([A.BLOCK_M, L.BLOCK_DV], tl.float32)
+    for tile in range(start, stop, A.BLOCK_N):
+        slots = tile + tl.arange(0, A.BLOCK_N)
         valid = slots < stop
         rows = slot_rows(table, slots, valid, head, L.KV_HEADS, L.S)
-        scores = _tile_scores(query, store, rows, valid, L, KEEP_16, PRECISION)
+        scores = _tile_scores(query, store, rows, valid, L, A)
         if L.LATENT:
-            v = load_tile(store, rows, valid, L, 1, KEEP_16).to(query.dtype)
-            scores += dots(latent, v, PRECISION)
-        scores = softened(scores, scale, cap, HAS_SOFTCAP)
-        seen = attended(
-            slots,
-            valid,
-            query_slots,
-            shift,
-            masks,
-            layer,
-            head,
-            window,
-            HAS_WINDOW,
-            HAS_POSITIONS,
-            HAS_EVICTED,
-        )
+            v = load_tile(store, rows, valid, L, 1, A.KEEP_16).to(query.dtype)
+            scores += dots(latent, v, A)
+        scores = softened(scores, rule, A)
+        seen = attended(slots, valid, query_slots, shift, masks, head, rule, A)
         scores = tl.where(seen, scores, NOTHING)
         higher = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(higher == NOTHING, 0.0, higher)
         probs = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
         if not L.LATENT:
-            v = load_tile(store, rows, valid, L, 1, KEEP_16).to(query.dtype)
+            v = load_tile(store, rows, valid, L, 1, A.KEEP_16).to(query.dtype)
         total = total * fade + tl.sum(probs, axis=1)
-        acc = acc * fade[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * fade[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=A.PRECISION)
         top = higher
     return top, total, acc
 
 
 @triton.jit
-def normalised(top, total, acc, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+def normalised(top, total, acc, sinks, heads, is_row, A: tl.constexpr):
     """acc over the softmax's denominator, the sinks' share included; zero where nothing was seen."""
-    if HAS_SINKS:
+    if A.HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
         fade = tl.exp2(top - higher)
