@@ -202,14 +202,6 @@ def test_scores_of_nothing_are_refused():
         chain.lookup_accuracy(empty, (vocabulary.EOS,))
 
 
-def test_calibration_documents_are_not_evaluated():
-    documents = chain.calibration_documents(4, seed=7)
-    assert documents == [*chain.calibration_documents(1, seed=7), *chain.calibration_documents(3, seed=8)]
-    assert not set(documents) & {ChainTask().sample(seed).document for seed in range(20)}
-    small = ChainTask(num_prompt_tokens=80, num_trace_tokens=40)
-    assert chain.calibration_documents(1, task=small) == [small.sample(0, Stream.CALIBRATION).document]
-
-
 def test_shipped_tokenizer_round_trips():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS, local_files_only=True)
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == list(vocabulary.TOKENS)

@@ -221,7 +221,7 @@ def test_noise_makes_that_share_of_the_filler_nodes():
         prompt = task.sample(0).prompt
         body = prompt[: prompt.index(v.QUERY)]
         num_facts = 3 * task.num_facts
-        nodes = sum(v.is_node(token) for token in body) - 2 * task.num_facts
+        nodes = sum(0 <= token - v.FIRST_NODE < v.NUM_NODES for token in body) - 2 * task.num_facts
         return nodes / (len(body) - num_facts)
 
     assert nodes_among_filler(clean) == 0

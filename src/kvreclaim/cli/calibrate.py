@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,65 +10,50 @@ import typer
 from rich.console import Console
 
 from kvreclaim.cli.options import Device, DType, ModelOption
-from kvreclaim.cli.takes import usage_errors
-
-Text = Annotated[Path, typer.Option(help='UTF-8 text; a line "---" begins a new document.')]
-Output = Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")]
-Centers = Annotated[int, typer.Option(help="Query centres per head; 0 keeps moments only.")]
-Shared = Annotated[
-    bool, typer.Option("--shared-centers", help="Centres per KV head instead, for all its query heads.")
-]
-MinWeight = Annotated[float, typer.Option(help="Drop centres of a smaller share of the queries.")]
-MinDistance = Annotated[float, typer.Option(help="Pool centres closer than this share of the spread.")]
-Covariance = Annotated[
-    bool | None,
-    typer.Option(
-        "--covariance/--no-covariance",
-        help="Keep the covariance of the queries (expected_attention); where not said, up to 128 MiB of it.",
-    ),
-]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of the text that are read.")]
-Context = Annotated[int | None, typer.Option(min=1, help="Tokens per window of the text.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the clusters' start.")]
+from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.options import check_options, option
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is read of the text."""
+
+    max_tokens: int = option(32_768, "Tokens of the text that are read.", low=1)
+    context: int | None = option(None, "Tokens per window of the text.", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What is kept of the queries, as compression.Clustering checks it."""
+
+    num_centers: int = option(16, "Query centres per head; 0 keeps moments only.", flags=("--centers",))
+    shared_centers: bool = option(False, "Centres per KV head instead, for all its query heads.")
+    min_weight: float = option(0.0, "Drop centres of a smaller share of the queries.")
+    min_distance: float = option(0.0, "Pool centres closer than this share of the spread.")
+    seed: int = option(0, "Of the clusters' start.")
+
+
+@takes
 def calibrate(
-    text: Text,
-    output: Output,
+    text: Annotated[Path, typer.Option(help='UTF-8 text; a line "---" begins a new document.')],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")],
+    reading: Annotated[Reading, Takes(config=Reading)],
+    measuring: Annotated[dict[str, Any], Takes(config=Measuring, build=dict)],
     model: ModelOption = None,
-    centers: Centers = 16,
-    shared_centers: Shared = False,
-    min_weight: MinWeight = 0.0,
-    min_distance: MinDistance = 0.0,
-    covariance: Covariance = None,
-    max_tokens: MaxTokens = 32_768,
-    context: Context = None,
+    covariance: Annotated[
+        bool | None,
+        typer.Option(
+            "--covariance/--no-covariance",
+            help="Keep the covariance of the queries (expected_attention); where not said, up to 128 MiB.",
+        ),
+    ] = None,
     dtype: DType = "auto",
     device: Device = "auto",
-    seed: Seed = 0,
 ) -> None:
     """Measure a model's pre-RoPE queries for triattention, query_mixture and expected_attention."""
-    options = {
-        "num_centers": centers,
-        "shared_centers": shared_centers,
-        "min_weight": min_weight,
-        "min_distance": min_distance,
-        "covariance": covariance,
-        "seed": seed,
-    }
-    limits = {"max_tokens": max_tokens, "context": context}
-    with usage_errors():
-        _run(text, output, model, {"dtype": dtype, "device": device}, limits, options)
-
-
-def _run(
-    text: Path,
-    output: Path,
-    model: str | None,
-    place: dict[str, Any],
-    limits: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
     from kvreclaim import demo_model
     from kvreclaim.compression import QueryStats
     from kvreclaim.engine.face.calibration import calibrate as measure
@@ -76,9 +62,9 @@ def _run(
 
     hide_progress_bars()
     QueryStats.check_target(output)
-    loaded = load_model(model or demo_model(), **place)
-    documents = read_documents(loaded, text, **limits)
-    stats = measure(loaded, documents, show_progress=True, **options)
+    loaded = load_model(model or demo_model(), dtype=dtype, device=device)
+    documents = read_documents(loaded, text, **asdict(reading))
+    stats = measure(loaded, documents, show_progress=True, covariance=covariance, **measuring)
     stats.save(output)
     console = Console()
     for layer, value in enumerate(stats.mean_concentration([x.rope for x in loaded.facts.layers]).tolist()):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvreclaim.eval.task import Answer, Item, Metric, Outcome
-from kvreclaim.eval.windows import RandomWindows, TextWindows
+from kvreclaim.eval.windows import WindowTask
 
 ROW_BYTES = 64 * 2**20
 """Most bytes of the full cache's log-probabilities that one example may hold; longer examples are judged
@@ -18,31 +16,16 @@ at evenly spaced places."""
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(WindowTask):
     """KL divergence D(full || compressed) in nats and top-1 agreement of the next-token distributions over
     the second half of every window, teacher-forced; both caches are run here and now.
 
     value: share of the places whose most likely token is the same; extra: kl, mean over an example's places
     """
 
-    windows: TextWindows | RandomWindows
-    name: str = field(default="agreement", init=False)
-    metric: Metric = field(default=Metric.AGREEMENT, init=False)
-    compares: bool = field(default=True, init=False)
-
-    @property
-    def seeded(self) -> bool:
-        return self.windows.seeded
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        return self.windows.identity
-
-    def num_examples(self, wanted: int) -> int:
-        return self.windows.num_examples(wanted)
-
-    def item(self, seed: int, index: int) -> Item:
-        return self.windows.item(seed, index)
+    name = "agreement"
+    metric = Metric.AGREEMENT
+    compares = True
 
     def judge(self, item: Item, answer: Answer) -> Outcome:
         sums = answer.compared

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
-from kvreclaim.eval.example import Example, Kind, Stream
+from kvreclaim.eval.example import Kind, SizedTask, Stream
 from kvreclaim.eval.multi_query import MultiQueryTask
 from kvreclaim.eval.recall import ZONES, RecallTask
 from kvreclaim.eval.rsq import RSQTask
@@ -18,23 +17,15 @@ NOISE = 0.25
 MAX_FACTS = 48  # of 64 nodes on a chain, so that some are left for decoys
 
 
-class Sampler(Protocol):
-    """A task of one size."""
-
-    def sample(self, seed: int, stream: Stream = Stream.EVALUATION) -> Example:
-        """Return the example of this seed."""
-        ...
-
-
 @dataclass(frozen=True)
 class DemoTask:
     """A task in any size; `judged` are the kinds of trace tokens that count as its answers."""
 
     name: str
     judged: frozenset[Kind]
-    build: Callable[[int], Sampler]
+    build: Callable[[int], SizedTask]
 
-    def make(self, num_tokens: int) -> Sampler:
+    def make(self, num_tokens: int) -> SizedTask:
         """Return the task whose documents have at most `num_tokens` tokens, 512 to 4,096."""
         if not MIN_TOKENS <= num_tokens <= MAX_TOKENS:
             raise InvalidArgumentError(

@@ -7,20 +7,15 @@ predict it and where in the document it must be read from.
 
 import enum
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.vocabulary import (
-    FACT,
-    FIRST_NODE,
-    NUM_LENGTHS,
-    NUM_NODES,
-    STOP,
-    draw_word,
-    filler_run,
-)
+from kvreclaim.eval import vocabulary as v
 
 NOISE_RUN = (4, 24)  # nodes or words in a row where filler is mixed
 NOWHERE = -1
@@ -98,6 +93,58 @@ def in_header(index: int) -> Place:
     return Place(Part.HEADER, index)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizedTask(ABC):
+    """Draws examples of one size; the same task and seed always give the same example.
+
+    filler_words: (least, most) filler words per step, drawn per example and told by the header
+    noise:        share of the prompt's filler that is runs of random nodes
+    """
+
+    filler_words: tuple[int, int] = (6, 10)
+    noise: float = 0.0
+    seeds: ClassVar[str]
+    """What the seeds of its random numbers begin with."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that the vocabulary or the document can't hold."""
+        least, most = self.filler_words
+        require(
+            1 <= least <= most < v.NUM_LENGTHS,
+            f"filler_words is {self.filler_words}; it must be (least, most) within 1..{v.NUM_LENGTHS - 1}",
+        )
+        require(
+            0 <= self.noise <= 1,
+            f"noise is {self.noise}; it is a share of the filler and must be within 0..1",
+        )
+
+    def sample(self, seed: int, stream: Stream = Stream.EVALUATION) -> Example:
+        """Return the example of this seed."""
+        rng = random.Random(f"{self.seeds}{stream.value}:{seed}")
+        return self.draw(rng, rng.randint(*self.filler_words))
+
+    def assemble(
+        self,
+        rng: random.Random,
+        writer: "TraceWriter",
+        facts: Sequence[Sequence[int]],
+        header: Sequence[int],
+        num_tokens: int,
+    ) -> Example:
+        """The example of num_tokens tokens with this trace, all of which but `<eos>` is written."""
+        num_body = num_tokens - len(writer.tokens) - 1 - len(header)
+        return writer.finish(scatter(rng, facts, num_body, writer.follower, self.noise), header)
+
+    @abstractmethod
+    def draw(self, rng: random.Random, num_filler: int) -> Example:
+        """An example whose steps have `num_filler` filler words."""
+
+
+def check_room(num_tokens: int, needed: int) -> None:
+    """Raises: InvalidArgumentError for a document that is too short for what it has to hold."""
+    require(num_tokens >= needed, f"num_tokens is {num_tokens}; these dials need {needed} or more")
+
+
 @dataclass
 class TraceWriter:
     """Collects a trace with kinds and evidence; each step ends in filler words and a stop.
@@ -121,14 +168,15 @@ class TraceWriter:
 
     def close_step(self) -> None:
         """Write the step's filler words and its stop."""
-        words = filler_run(self.word, self.num_filler, self.follower)
+        words = v.filler_run(self.word, self.num_filler, self.follower)
         for i, word in enumerate(words):
             self.add(word, Kind.FILLER if i else Kind.FIRST)
         self.word = words[-1]
-        self.add(STOP, Kind.STOP)
+        self.add(v.STOP, Kind.STOP)
 
     def finish(self, body: "Body", header: Sequence[int]) -> Example:
-        """Return the example that this trace makes with its prompt."""
+        """Write `<eos>`; return the example that this trace makes with its prompt."""
+        self.add(v.EOS, Kind.MARK)
         num_body = len(body.tokens)
         starts = {Part.HEADER: num_body, Part.TRACE: num_body + len(header)}
 
@@ -172,33 +220,22 @@ def scatter(
         tokens += _filler(rng, end - begin, follower, noise)
         if i < len(facts):
             starts[order[i]] = len(tokens)
-            tokens += [FACT, *facts[order[i]]]
+            tokens += [v.FACT, *facts[order[i]]]
     return Body(tuple(tokens), tuple(starts))
 
 
 def _filler(rng: random.Random, num_tokens: int, follower: dict[int, int], noise: float) -> list[int]:
     """Return filler between two facts: one run of words, or words and nodes in turns."""
     if not noise:
-        return filler_run(draw_word(rng), num_tokens, follower)
+        return v.filler_run(v.draw_word(rng), num_tokens, follower)
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         length = min(rng.randint(*NOISE_RUN), num_tokens - len(tokens))
         if rng.random() < noise:
-            tokens += [FIRST_NODE + rng.randrange(NUM_NODES) for _ in range(length)]
+            tokens += [v.FIRST_NODE + rng.randrange(v.NUM_NODES) for _ in range(length)]
         else:
-            tokens += filler_run(draw_word(rng), length, follower)
+            tokens += v.filler_run(v.draw_word(rng), length, follower)
     return tokens
-
-
-def check_dials(filler_words: tuple[int, int], noise: float) -> None:
-    """Refuse filler lengths that the vocabulary can't name and shares that are none."""
-    least, most = filler_words
-    if not 1 <= least <= most < NUM_LENGTHS:
-        raise InvalidArgumentError(
-            f"filler_words is {filler_words}; it must be (least, most) within 1..{NUM_LENGTHS - 1}"
-        )
-    if not 0 <= noise <= 1:
-        raise InvalidArgumentError(f"noise is {noise}; it is a share of the filler and must be within 0..1")
 
 
 def accuracy(example: Example, predicted: Sequence[int], kinds: Collection[Kind]) -> float:

@@ -7,13 +7,13 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.task import Answer, Item, Metric, Outcome
+from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
 from kvreclaim.eval.text.base import final_part
 from kvreclaim.eval.text.prose import Encoder
 
@@ -22,7 +22,7 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
 @dataclass(frozen=True)
-class JsonlTask:
+class JsonlTask(PlainTask):
     """One question a line. Right if an accepted answer is contained in what was generated, in whole words,
     or, with exact, is all of it; both after normalisation (lower case, no punctuation, no articles, except
     for an answer that is only an article: "A").
@@ -35,9 +35,7 @@ class JsonlTask:
     questions: tuple[tuple[str, tuple[str, ...]], ...]
     max_new_tokens: int
     exact: bool = False
-    metric: Metric = field(default=Metric.ACCURACY, init=False)
-    seeded: bool = field(default=False, init=False)
-    compares: bool = field(default=False, init=False)
+    seeded = False
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:

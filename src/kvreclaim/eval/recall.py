@@ -14,50 +14,32 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.chain import Hop, walk_out
-from kvreclaim.eval.example import Example, Kind, Stream, TraceWriter, check_dials, in_header, scatter
-from kvreclaim.eval.vocabulary import (
-    ASK_CARRY,
-    END,
-    EOS,
-    FIRST_CARRY,
-    FIRST_LENGTH,
-    GO,
-    NUM_CARRIES,
-    NUM_NODES,
-    RECALL,
-    START,
-    STOP,
-    draw_nodes,
-    draw_word,
-    filler_cycle,
-)
+from kvreclaim.eval.example import Example, Kind, SizedTask, TraceWriter, check_room, in_header, scatter
 
 ZONES = 3
 
 
 @dataclass(frozen=True)
-class RecallTask:
-    """Draw examples of one size; the same task and seed always give the same example.
+class RecallTask(SizedTask):
+    """Carries of the walk, asked for at its end.
 
     num_tokens:   of the document, exact
     num_facts:    on the chain: START, then `num_facts` - 1 nodes, then END
     asked_per_zone: nodes asked about from each third of the walk
-    filler_words: (least, most) filler words per step, drawn per example and told by the header
     num_decoys:   facts that are not on the chain
-    noise:        share of the prompt's filler that is runs of random nodes
     """
 
     num_tokens: int
     num_facts: int
     asked_per_zone: int = 3
-    filler_words: tuple[int, int] = (6, 10)
     num_decoys: int = 6
-    noise: float = 0.0
+    seeds = "recall:"
 
     def __post_init__(self) -> None:
         """Refuse sizes that the vocabulary or the document can't hold."""
-        check_dials(self.filler_words, self.noise)
+        super().__post_init__()
         if self.asked_per_zone < 1:
             raise InvalidArgumentError(f"asked_per_zone is {self.asked_per_zone}; it must be 1 or more")
         if self.num_facts - 1 < ZONES * self.asked_per_zone:
@@ -65,15 +47,14 @@ class RecallTask:
                 f"num_facts is {self.num_facts}; asking {self.asked_per_zone} nodes of each third of the "
                 f"walk needs at least {ZONES * self.asked_per_zone + 1}"
             )
-        if self.num_decoys < 0 or self.num_facts + self.num_decoys > NUM_NODES:
+        if self.num_decoys < 0 or self.num_facts + self.num_decoys > v.NUM_NODES:
             raise InvalidArgumentError(
                 f"num_decoys is {self.num_decoys}; with num_facts {self.num_facts} it must be within "
-                f"0..{NUM_NODES - self.num_facts}"
+                f"0..{v.NUM_NODES - self.num_facts}"
             )
         needed = self.num_trace_tokens(self.filler_words[1]) + self._header_tokens
         needed += 3 * (self.num_facts + self.num_decoys)
-        if self.num_tokens < needed:
-            raise InvalidArgumentError(f"num_tokens is {self.num_tokens}; these dials need {needed} or more")
+        check_room(self.num_tokens, needed)
 
     @property
     def _header_tokens(self) -> int:
@@ -84,33 +65,29 @@ class RecallTask:
         asked = ZONES * self.asked_per_zone
         return self.num_facts * (5 + num_filler) + asked * (4 + num_filler) + 1
 
-    def sample(self, seed: int, stream: Stream = Stream.EVALUATION) -> Example:
-        """Return the example of this seed."""
-        rng = random.Random(f"recall:{stream.value}:{seed}")
-        num_filler = rng.randint(*self.filler_words)
-        nodes = draw_nodes(rng, self.num_facts + self.num_decoys)
-        path = [START, *nodes[: self.num_facts - 1], END]
+    def draw(self, rng: random.Random, num_filler: int) -> Example:
+        nodes = v.draw_nodes(rng, self.num_facts + self.num_decoys)
+        path = [v.START, *nodes[: self.num_facts - 1], v.END]
         facts = [*pairwise(path), *pairwise(nodes[self.num_facts - 1 :])]
-        carry, word = FIRST_CARRY + rng.randrange(NUM_CARRIES), draw_word(rng)
-        follower = filler_cycle()
+        carry, word = v.FIRST_CARRY + rng.randrange(v.NUM_CARRIES), v.draw_word(rng)
+        follower = v.filler_cycle()
         num_body = self.num_tokens - self.num_trace_tokens(num_filler) - self._header_tokens
         body = scatter(rng, facts, num_body, follower, self.noise)
         asked = self._draw_asked(rng)
         header = [
-            RECALL,
+            v.RECALL,
             *(path[i + 1] for i in asked),
-            GO,
-            FIRST_LENGTH + num_filler,
-            START,
+            v.GO,
+            v.FIRST_LENGTH + num_filler,
+            v.START,
             carry,
             word,
-            STOP,
+            v.STOP,
         ]
         writer = TraceWriter(word, num_filler, follower)
         hops = walk_out(writer, path, carry, len(header))
         for number, i in enumerate(asked):
             _ask(writer, hops[i], number)
-        writer.add(EOS, Kind.MARK)
         return writer.finish(body, header)
 
     def _draw_asked(self, rng: random.Random) -> list[int]:
@@ -125,7 +102,7 @@ class RecallTask:
 
 def _ask(writer: TraceWriter, hop: Hop, number: int) -> None:
     """Write one question, the `number`-th of the header's list, and its answer."""
-    writer.add(ASK_CARRY, Kind.MARK)
+    writer.add(v.ASK_CARRY, Kind.MARK)
     writer.add(hop.value, Kind.ASKED, in_header(1 + number))
     writer.add(hop.next_carry, Kind.RESTORE, hop.next_carry_place)
     writer.close_step()

@@ -17,32 +17,16 @@ import random
 from dataclasses import dataclass, field
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval import vocabulary as v
 from kvreclaim.eval.example import (
     Example,
     Kind,
     Place,
-    Stream,
+    SizedTask,
     TraceWriter,
-    check_dials,
+    check_room,
     in_fact,
     in_header,
-    scatter,
-)
-from kvreclaim.eval.vocabulary import (
-    BACKWARD,
-    END,
-    EOS,
-    FIRST_LENGTH,
-    FORWARD,
-    GO,
-    NUM_NODES,
-    PARENT,
-    STACK,
-    STOP,
-    WALK,
-    draw_nodes,
-    draw_word,
-    filler_cycle,
 )
 
 MAX_CHILDREN = 3
@@ -54,50 +38,41 @@ ROOT = in_header(4)
 
 
 @dataclass(frozen=True)
-class RSQTask:
-    """Draw examples of one size; the same task and seed always give the same example.
+class RSQTask(SizedTask):
+    """A walk over a tree.
 
     num_tokens:       of the document, exact
     num_nodes:        of the tree; those behind the target are never visited
     num_trace_tokens: at most
-    filler_words:     (least, most) filler words per step, drawn per example and told by the header
-    noise:            share of the prompt's filler that is runs of random nodes
     """
 
     num_tokens: int
     num_nodes: int
     num_trace_tokens: int
-    filler_words: tuple[int, int] = (6, 10)
-    noise: float = 0.0
+    seeds = "rsq:"
 
     def __post_init__(self) -> None:
         """Refuse sizes that the vocabulary or the document can't hold."""
-        check_dials(self.filler_words, self.noise)
-        if not 2 <= self.num_nodes <= NUM_NODES:
-            raise InvalidArgumentError(f"num_nodes is {self.num_nodes}; it must be within 2..{NUM_NODES}")
+        super().__post_init__()
+        if not 2 <= self.num_nodes <= v.NUM_NODES:
+            raise InvalidArgumentError(f"num_nodes is {self.num_nodes}; it must be within 2..{v.NUM_NODES}")
         least = 2 * (6 + self.filler_words[1]) + 2 * MAX_DEPTH + 3
         if self.num_trace_tokens < least:
             raise InvalidArgumentError(
                 f"num_trace_tokens is {self.num_trace_tokens}; with {self.filler_words[1]} filler words per "
                 f"step it must be {least} or more"
             )
-        needed = self.num_trace_tokens + HEADER_TOKENS + 4 * self.num_nodes
-        if self.num_tokens < needed:
-            raise InvalidArgumentError(f"num_tokens is {self.num_tokens}; these dials need {needed} or more")
+        check_room(self.num_tokens, self.num_trace_tokens + HEADER_TOKENS + 4 * self.num_nodes)
 
-    def sample(self, seed: int, stream: Stream = Stream.EVALUATION) -> Example:
-        """Return the example of this seed."""
-        rng = random.Random(f"rsq:{stream.value}:{seed}")
-        num_filler = rng.randint(*self.filler_words)
-        tree = _draw_tree(rng, draw_nodes(rng, self.num_nodes))
+    def draw(self, rng: random.Random, num_filler: int) -> Example:
+        tree = _draw_tree(rng, v.draw_nodes(rng, self.num_nodes))
         target = self._draw_target(tree, num_filler)
-        word, follower = draw_word(rng), filler_cycle()
-        header = [WALK, target, GO, FIRST_LENGTH + num_filler, tree.root, word, STOP]
+        word, follower = v.draw_word(rng), v.filler_cycle()
+        header = [v.WALK, target, v.GO, v.FIRST_LENGTH + num_filler, tree.root, word, v.STOP]
         writer = TraceWriter(word, num_filler, follower)
         _Walk(tree, writer).run(target)
-        facts = [(node, *children, END) for node, children in tree.children.items()]
-        num_body = self.num_tokens - len(writer.tokens) - len(header)
-        return writer.finish(scatter(rng, facts, num_body, follower, self.noise), header)
+        facts = [(node, *children, v.END) for node, children in tree.children.items()]
+        return self.assemble(rng, writer, facts, header, self.num_tokens)
 
     def _draw_target(self, tree: "_Tree", num_filler: int) -> int:
         """Return the deepest of the last nodes that the trace has room to walk to."""
@@ -165,29 +140,28 @@ class _Walk:
         node, place = self.tree.root, ROOT
         while node != target:
             node, place = self._descend(node, place)
-        self.writer.add(STACK, Kind.MARK)
+        self.writer.add(v.STACK, Kind.MARK)
         self.writer.add(target, Kind.KEY, place)
         while node != self.tree.root:
-            self.writer.add(PARENT, Kind.MARK)
+            self.writer.add(v.PARENT, Kind.MARK)
             self.writer.add(self.tree.parent[node], Kind.STACK, self.above[node])
             node = self.tree.parent[node]
-        self.writer.add(EOS, Kind.MARK)
 
     def _descend(self, node: int, place: Place) -> tuple[int, Place]:
         """Write the step down from `node`, and the steps back after a leaf; return where they end."""
         children = self.tree.children[node]
-        self.writer.add(FORWARD, Kind.MARK)
+        self.writer.add(v.FORWARD, Kind.MARK)
         place = self.writer.add(node, Kind.KEY, place)
-        reached = children[0] if children else END
+        reached = children[0] if children else v.END
         reached_place = self.writer.add(reached, Kind.LOOKUP, in_fact(self.numbers[node], 2))
         self.writer.close_step()
-        while reached == END:
+        while reached == v.END:
             parent = self.tree.parent[node]
-            siblings = [*self.tree.children[parent], END]
+            siblings = [*self.tree.children[parent], v.END]
             index = siblings.index(node) + 1
-            self.writer.add(BACKWARD, Kind.MARK)
+            self.writer.add(v.BACKWARD, Kind.MARK)
             self.writer.add(node, Kind.KEY, place)
-            self.writer.add(PARENT, Kind.MARK)
+            self.writer.add(v.PARENT, Kind.MARK)
             place = self.writer.add(parent, Kind.RETURN, self.above[node])
             reached = siblings[index]
             fact = in_fact(self.numbers[parent], 2 + index)

@@ -113,6 +113,17 @@ class Task(Protocol):
         ...
 
 
+class PlainTask:
+    """What most tasks say of themselves: shares of verdicts, and as many examples as are wanted."""
+
+    metric = Metric.ACCURACY
+    seeded = True
+    compares = False
+
+    def num_examples(self, wanted: int) -> int:
+        return wanted
+
+
 @runtime_checkable
 class FreeTask(Protocol):
     """A scored task whose continuation can also be generated freely."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, DemoTask
 from kvreclaim.eval.example import Example, exact_match, progress
-from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
 from kvreclaim.eval.vocabulary import TOKEN_IDS
 
 
@@ -18,15 +18,12 @@ def knows_demo_vocabulary(vocabulary: Mapping[str, int]) -> bool:
 
 
 @dataclass(frozen=True)
-class TraceTask:
+class TraceTask(PlainTask):
     """One of DEMO_TASKS. A verdict for each token of the gold trace that takes far-away evidence: right if
     it is the most likely one after the gold tokens before it. Evidence: the position it is read from."""
 
     name: str
     num_tokens: int
-    metric: Metric = field(default=Metric.ACCURACY, init=False)
-    seeded: bool = field(default=True, init=False)
-    compares: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._source().make(self.num_tokens)
@@ -34,9 +31,6 @@ class TraceTask:
     @property
     def identity(self) -> Mapping[str, Any]:
         return {"dialect": "demo", "num_tokens": self.num_tokens}
-
-    def num_examples(self, wanted: int) -> int:
-        return wanted
 
     def item(self, seed: int, index: int) -> Item:
         example: Example = self._source().make(self.num_tokens).sample(seed * SEED_STRIDE + index)

@@ -42,11 +42,6 @@ RECALL, QUERY, VARS, WALK, ASK_CARRY, ASK_VALUE, LIST, STACK, PARENT = (
 )
 
 
-def is_node(token: int) -> bool:
-    """Whether a token id is one of k0, k1, …"""
-    return FIRST_NODE <= token < FIRST_NODE + NUM_NODES
-
-
 def draw_nodes(rng: random.Random, num: int) -> list[int]:
     """Return `num` different nodes (token ids) in random order."""
     return rng.sample(range(FIRST_NODE, FIRST_NODE + NUM_NODES), num)

@@ -84,6 +84,28 @@ class RandomWindows:
         return _halves(tuple(rng.choices(range(self.vocab_size), k=self.num_tokens)))
 
 
+@dataclass(frozen=True)
+class WindowTask:
+    """A task whose examples are windows, scored over their second halves."""
+
+    windows: TextWindows | RandomWindows
+    compares = False
+
+    @property
+    def seeded(self) -> bool:
+        return self.windows.seeded
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return self.windows.identity
+
+    def num_examples(self, wanted: int) -> int:
+        return self.windows.num_examples(wanted)
+
+    def item(self, seed: int, index: int) -> Item:
+        return self.windows.item(seed, index)
+
+
 def _halves(tokens: tuple[int, ...]) -> Item:
     middle = len(tokens) // 2
     return Item(tokens[:middle], tokens[middle:])

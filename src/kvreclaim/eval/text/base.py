@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvreclaim.eval.task import Answer, Item, Metric, Outcome
+from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
 from kvreclaim.eval.text.prose import Encoder, Question, fit
 
 END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
-class TextTask:
+class TextTask(PlainTask):
     """Prompts of at most num_tokens - max_new_tokens tokens. A subclass writes and marks them.
 
     max_new_tokens: of the answer; an answer cut off by it is marked as it stands
@@ -25,9 +25,6 @@ class TextTask:
     encode: Encoder
     num_tokens: int
     max_new_tokens: int
-    metric: Metric = field(default=Metric.ACCURACY, init=False)
-    seeded: bool = field(default=True, init=False)
-    compares: bool = field(default=False, init=False)
 
     @property
     @abstractmethod
@@ -42,9 +39,6 @@ class TextTask:
             "num_tokens": self.num_tokens,
             "max_new_tokens": self.max_new_tokens,
         }
-
-    def num_examples(self, wanted: int) -> int:
-        return wanted
 
     def item(self, seed: int, index: int) -> Item:
         write = partial(self._write_again, f"{self.name}:{seed}:{index}", index)

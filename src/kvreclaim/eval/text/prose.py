@@ -9,57 +9,27 @@ from dataclasses import dataclass
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
 
-_SUBJECTS = (
-    "The gardener",
-    "A tired clerk",
-    "The old ferryman",
-    "Her neighbour",
-    "The baker",
-    "A travelling student",
-    "The carpenter",
-    "My uncle",
-    "The night porter",
-    "A young teacher",
-    "The miller",
-    "The postman",
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
+_SUBJECTS = _words(
+    "The gardener, A tired clerk, The old ferryman, Her neighbour, The baker, A travelling student, "
+    "The carpenter, My uncle, The night porter, A young teacher, The miller, The postman"
 )
-_VERBS = (
-    "waited for",
-    "walked past",
-    "asked about",
-    "wrote a letter about",
-    "looked after",
-    "dreamed of",
-    "paid for",
-    "laughed at",
-    "forgot",
-    "remembered",
-    "described",
-    "painted",
+_VERBS = _words(
+    "waited for, walked past, asked about, wrote a letter about, looked after, dreamed of, paid for, "
+    "laughed at, forgot, remembered, described, painted"
 )
-_OBJECTS = (
-    "the small garden",
-    "a basket of apples",
-    "the harbour wall",
-    "the broken clock",
-    "a warm coat",
-    "the empty square",
-    "the wooden stairs",
-    "a quiet afternoon",
-    "the first snow",
-    "the long road",
-    "a cup of tea",
-    "the village fair",
+_OBJECTS = _words(
+    "the small garden, a basket of apples, the harbour wall, the broken clock, a warm coat, "
+    "the empty square, the wooden stairs, a quiet afternoon, the first snow, the long road, "
+    "a cup of tea, the village fair"
 )
-_ENDINGS = (
-    "before the rain came",
-    "while the bells rang",
-    "without saying much",
-    "on a grey morning",
-    "as everyone expected",
-    "for the third time",
-    "after the market closed",
-    "until the lamps were lit",
+_ENDINGS = _words(
+    "before the rain came, while the bells rang, without saying much, on a grey morning, "
+    "as everyone expected, for the third time, after the market closed, until the lamps were lit"
 )
 
 
