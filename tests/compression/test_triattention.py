@@ -68,7 +68,7 @@ def test_phases_are_exact_at_131072():
     expected = triattention_scores(keys, real, mean.abs(), rope, 131_072)
     torch.testing.assert_close(scored(keys, mean, mean.abs(), rope, 131_072), expected, rtol=1e-6, atol=1e-6)
     many = layout(64, theta=1e6)
-    exact = offset_phases(131_072, OFFSETS, many)
+    exact = offset_phases([131_072], OFFSETS, many)[0]
     angle = torch.tensor([131_072.0 + d for d in OFFSETS])[:, None] * many.inv_freq.float()
     coarse = torch.polar(torch.ones_like(angle), angle)
     assert (exact - coarse).abs().max() > 1e-3

@@ -60,10 +60,11 @@ def select(
     forced, rivals = _split_tiers(tiers, min(budget, num_tokens))
     places = min(budget, num_tokens) - forced.numel()
     before, after, apart = _around(forced, rivals)
+    columns = _columns(rivals)
     before, after, rivals = (move(slots, rows.device) for slots in (before, after, rivals))
     flat = rows.flatten(0, 1)
     check(_holds_nan(flat))
-    top = rivals[select_top(flat[:, rivals], places)]
+    top = rivals[select_top(flat[:, columns], places)]
     parts = [before.expand(len(flat), -1), top, after.expand(len(flat), -1)]
     kept = torch.cat(parts, dim=-1)
     return (kept if apart else kept.sort(dim=-1).values).view(*rows.shape[:2], -1)
@@ -126,6 +127,12 @@ def _around(forced: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor, bool]:
         return forced, rivals, True
     cut = int((forced < rivals[0]).sum())
     return forced[:cut], forced[cut:], not bool((forced[cut:] < rivals[-1]).any())
+
+
+def _columns(slots: Tensor) -> slice | Tensor:
+    """Ascending slots as an index that copies nothing where they follow one another."""
+    first, count = int(slots[:1].sum()), slots.numel()
+    return slice(first, first + count) if count and int(slots[-1]) == first + count - 1 else slots
 
 
 def _shared_scores(scores: Tensor, mode: Mode) -> Tensor:

@@ -22,14 +22,14 @@ def as_real(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def offset_phases(logical_len: int, offsets: Sequence[int], layout: RopeLayout) -> Tensor:
-    """e^{i w_f (L + d)} for each offset d: [O, F] complex128 on the device of layout.inv_freq.
+def offset_phases(logical_lens: Sequence[int], offsets: Sequence[int], layout: RopeLayout) -> Tensor:
+    """e^{i w_f (L + d)} for each length L and offset d: [N, O, F] complex128, where layout.inv_freq is.
 
     fp64 throughout: an fp32 angle is off by up to 6e-3 at L = 131,072.
     """
     frequencies = layout.inv_freq.to(torch.float64)
-    times = torch.tensor([logical_len + d for d in offsets], dtype=torch.float64)
-    angle = move(times, frequencies.device)[:, None] * frequencies
+    lens, ahead = (torch.tensor(list(x), dtype=torch.float64) for x in (logical_lens, offsets))
+    angle = move(lens[:, None] + ahead, frequencies.device)[..., None] * frequencies
     return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -112,6 +112,19 @@ def z_scores(scores: Tensor, over: slice, eps: float = 1e-6) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.float32)
     std = part.std(dim=-1, correction=0, keepdim=True)
     return ((wide - part.mean(dim=-1, keepdim=True)) / std.clamp_min(eps)).float()
+
+
+def group_z_scores(scores: Sequence[Tensor], over: Sequence[slice], num_kv_heads: int) -> list[Tensor]:
+    """group_max of the z_scores of several sequences, [H, T] -> [K, T] each; equal lengths in one go."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for i, (rows, columns) in enumerate(zip(scores, over, strict=True)):
+        alike.setdefault((rows.shape[1], columns.start, columns.stop), []).append(i)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        rows = z_scores(torch.cat([scores[i] for i in places]), over[places[0]])
+        best = group_max(rows, len(places) * num_kv_heads).split(num_kv_heads)
+        found.update(zip(places, best, strict=True))
+    return [found[i] for i in range(len(scores))]
 
 
 def group_max(scores: Tensor, num_kv_heads: int) -> Tensor:

@@ -52,7 +52,7 @@ class ExpectedAttention(CompressionPolicy):
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
         scale, rope = view.facts.softmax.scale, view.facts.rope
         keys = as_real(view.keys)
-        turn = offset_phases(view.logical_len, range(self.horizon), rope).mean(dim=0, keepdim=True)
+        turn = offset_phases([view.logical_len], range(self.horizon), rope)[0].mean(dim=0, keepdim=True)
         logits = scale * grouped_products(turned_queries(view.stats.q_mean, turn, rope), keys)[:, 0]
         if self.covariance:
             assert view.stats.q_cov is not None, f"layer {view.layer}: no query covariances"

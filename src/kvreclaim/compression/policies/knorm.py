@@ -32,8 +32,10 @@ class Knorm(CompressionPolicy):
         return self.score_many([view])[0]
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        norms = [_round(norm) for norm in key_norms([view.source for view in views])]
-        return norms if self.keep == "large" else [-norm for norm in norms]
+        norms = key_norms([view.source for view in views])
+        rounded = _round(torch.cat(norms, dim=1))
+        scores = rounded if self.keep == "large" else -rounded
+        return list(scores.split([norm.shape[1] for norm in norms], dim=1))
 
 
 def _round(norm: Tensor) -> Tensor:

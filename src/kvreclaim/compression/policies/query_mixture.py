@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from kvreclaim.checks import check_offsets
@@ -69,10 +68,10 @@ class QueryMixture(CompressionPolicy):
         assert view.stats is not None, f"layer {view.layer}: no query statistics"
         assert view.stats.centers is not None, f"layer {view.layer}: no centres"
         assert view.facts.rope is not None, f"layer {view.layer}: no verified rotation"
-        every = [offset_phases(each.logical_len, self.offsets, view.facts.rope) for each in views]
+        turns = offset_phases([each.logical_len for each in views], self.offsets, view.facts.rope)
         if self.form == "collapsed":
-            every = [turns.mean(dim=0, keepdim=True) for turns in every]
-        return turned_queries(view.stats.centers, torch.stack(every)[:, None, None], view.facts.rope)
+            turns = turns.mean(dim=1, keepdim=True)
+        return turned_queries(view.stats.centers, turns[:, None, None], view.facts.rope)
 
     def _mixture(self, view: LayerView, centers: Tensor) -> Tensor:
         assert view.stats is not None, f"layer {view.layer}: no query statistics"

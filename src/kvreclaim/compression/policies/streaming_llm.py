@@ -39,4 +39,4 @@ class StreamingLLM(CompressionPolicy):
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape
         recency = torch.arange(num_tokens, dtype=torch.float32, device=view.source.device)
-        return recency.repeat(num_kv_heads, 1)
+        return recency.expand(num_kv_heads, -1)

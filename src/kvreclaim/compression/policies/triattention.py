@@ -14,7 +14,7 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Sig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource, KeySource
 from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
-from kvreclaim.ops.scoring import group_max, offset_phases, turned_queries, z_scores
+from kvreclaim.ops.scoring import group_z_scores, offset_phases, turned_queries
 from kvreclaim.options import option
 
 OFFSETS = tuple(2**n for n in range(17))
@@ -61,9 +61,8 @@ class TriAttention(CompressionPolicy):
         assert stats is not None, f"layer {views[0].layer}: no query statistics"
         assert layout is not None, f"layer {views[0].layer}: no verified rotation"
         query = _Query(stats.q_mean, stats.q_abs_mean, layout)
-        places = [(view.source, view.logical_len) for view in views]
-        every = zip(views, query.scores(places, self), strict=True)
-        return [group_max(z_scores(scores, view.candidates), view.source.shape[0]) for view, scores in every]
+        scores = query.scores([(view.source, view.logical_len) for view in views], self)
+        return group_z_scores(scores, [view.candidates for view in views], views[0].source.shape[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,10 +76,10 @@ class _Query:
     def scores(self, places: Sequence[tuple[KeySource, int]], policy: TriAttention) -> list[Tensor]:
         """[H, T] each, before the z-score, of keys at a logical length. The mean over offsets is taken over
         their phases first, which collapses them into one product per head."""
-        every = [offset_phases(logical_len, OFFSETS, self.layout) for _, logical_len in places]
+        turns = offset_phases([logical_len for _, logical_len in places], OFFSETS, self.layout)
         if policy.aggregate == "mean":
-            every = [turns.mean(dim=0, keepdim=True) for turns in every]
-        turns = torch.stack([turns if policy.use_trig else turns[:0] for turns in every])
+            turns = turns.mean(dim=1, keepdim=True)
+        turns = turns if policy.use_trig else turns[:, :0]
         queries = turned_queries(self.mean, turns[:, None], self.layout)
         spread = None
         if policy.use_norm:
