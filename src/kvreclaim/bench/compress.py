@@ -24,20 +24,16 @@ from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.compression import compressor as compressor_module
 
 
-def run(plan: CompressPlan, console: Console | None = None) -> list[Row]:
+def run(plan: CompressPlan, console: Console) -> list[Row]:
     """Returns: rows with policy, context, batch, budget, interval, passes, step_ms; score_ms, select_ms,
     move_ms and pass_ms of one sequence, means over the passes; share."""
     rows = []
     for policy in plan.policies:
         for context, batch, budget in plan.points():
-            rows.append(_measure(replace(plan.base, budget=budget), policy, context, batch, plan.intervals))
-            if console is not None:
-                row = rows[-1]
-                console.print(
-                    f"{policy} {context:,} x {batch}, budget {budget}: {row['pass_ms']:.2f} ms, "
-                    f"{row['share']:.1%}",
-                    style="dim",
-                )
+            row = _measure(replace(plan.base, budget=budget), policy, context, batch, plan.intervals)
+            place = f"{policy} {context:,} x {batch}, budget {budget}"
+            console.print(f"{place}: {row['pass_ms']:.2f} ms, {row['share']:.1%}", style="dim")
+            rows.append(row)
     return rows
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvreclaim.bench.kernel_shapes import BLOCK_SIZE, GROUP, Filled, Shape
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 CENTERS, OFFSETS = 16, 5
@@ -73,9 +72,7 @@ def triattention(shape: Shape) -> Case:
     queries, weights = queries.to(shape.device), weights.to(shape.device)
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.trig_norm_scores(
-            PagedTokens(filled.cache.layers[layer], filled.one, shape.context), queries, weights, layout
-        )
+        return filled.backend.trig_norm_scores(filled.paged(layer), queries, weights, layout)
 
     return Case("triattention scores", shape, run, shape.side_bytes)
 
@@ -87,13 +84,7 @@ def mixture(shape: Shape) -> Case:
     variances = _fp32((heads, CENTERS, shape.head_dim)).square().to(shape.device) * 0.1
 
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.mixture_scores(
-            PagedTokens(filled.cache.layers[layer], filled.one, shape.context),
-            centers,
-            variances,
-            0.125,
-            slice(None),
-        )
+        return filled.backend.mixture_scores(filled.paged(layer), centers, variances, 0.125, slice(None))
 
     products = heads * CENTERS * (OFFSETS + 1)
     return Case(
@@ -103,7 +94,7 @@ def mixture(shape: Shape) -> Case:
 
 def key_norms(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> Tensor:
-        return filled.backend.key_norms(PagedTokens(filled.cache.layers[layer], filled.one, shape.context))
+        return filled.backend.key_norms(filled.paged(layer))
 
     return Case("key norms", shape, run, shape.side_bytes)
 
@@ -118,22 +109,16 @@ def write(shape: Shape) -> Case:
         k, v = sources[layer]
         filled.backend.write_kv(filled.cache.layers[layer], k, v, filled.slots[0])
 
-    def result(filled: Filled, layer: int) -> Tensor:
-        return filled.gather(layer, shape.context)
-
     moved = 2 * (shape.plain_bytes + shape.side_bytes)
-    return Case("write K/V", shape, run, moved, against="copy", result=result)
+    return Case("write K/V", shape, run, moved, against="copy", result=_whole)
 
 
 def gather(shape: Shape) -> Case:
     def run(filled: Filled, layer: int) -> None:
-        filled.backend.gather_tokens(PagedTokens(filled.cache.layers[layer], filled.one, shape.context))
-
-    def result(filled: Filled, layer: int) -> Tensor:
-        return filled.gather(layer, shape.context)
+        filled.backend.gather_tokens(filled.paged(layer))
 
     copies = 2 * shape.plain_bytes // shape.dtype.itemsize * shape.format.number.itemsize
-    return Case("gather tokens", shape, run, 2 * shape.side_bytes + copies, against="copy", result=result)
+    return Case("gather tokens", shape, run, 2 * shape.side_bytes + copies, against="copy", result=_whole)
 
 
 def compact(shape: Shape, budget: int) -> Case:
@@ -152,6 +137,10 @@ def compact(shape: Shape, budget: int) -> Case:
 
     moved = int(2 * moving * shape.token_bytes)
     return Case(f"compact to {budget:,}", shape, run, moved, against="copy", all_layers=True, result=result)
+
+
+def _whole(filled: Filled, layer: int) -> Tensor:
+    return filled.gather(layer, filled.shape.context)
 
 
 def _fp32(size: tuple[int, ...]) -> Tensor:

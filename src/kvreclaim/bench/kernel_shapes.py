@@ -133,11 +133,13 @@ class Filled:
         """[blocks] int64 of the sequence whose turn it is, for ops that take one sequence."""
         return self.ids[self.turn * self.shape.batch]
 
+    def paged(self, layer: int, num_tokens: int | None = None) -> PagedTokens:
+        """The first tokens of that sequence; None: all."""
+        return PagedTokens(self.cache.layers[layer], self.one, num_tokens or self.shape.context)
+
     def gather(self, layer: int, num_tokens: int) -> Tensor:
         """[2, K, num_tokens, D]: what the table of the sequence holds whose turn it is."""
-        return torch.stack(
-            self.backend.gather_tokens(PagedTokens(self.cache.layers[layer], self.one, num_tokens))
-        )
+        return torch.stack(self.backend.gather_tokens(self.paged(layer, num_tokens)))
 
     @cached_property
     def batch(self) -> AttentionBatch:

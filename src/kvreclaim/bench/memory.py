@@ -24,7 +24,6 @@ from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.plans import MemoryPlan
 from kvreclaim.bench.systems.base import CHUNK, random_prompts
 from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
-from kvreclaim.bench.systems.ours import bind
 from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
 from kvreclaim.config import SamplingParams
@@ -38,7 +37,7 @@ def pool_tokens(plan: MemoryPlan) -> int:
     return blocks_for(tokens, VLLM_BLOCK_SIZE) * VLLM_BLOCK_SIZE
 
 
-def run(plan: MemoryPlan, console: Console | None = None) -> list[Row]:
+def run(plan: MemoryPlan, console: Console) -> list[Row]:
     """Serve the requests under each policy, and by vLLM where its interpreter is named."""
     rows = []
     for policy in plan.policies:
@@ -52,11 +51,10 @@ def run(plan: MemoryPlan, console: Console | None = None) -> list[Row]:
     return [row | {"ratio_to_full": row["fits_at_once"] / whole if whole else None} for row in rows]
 
 
-def _tell(console: Console | None, row: Row) -> None:
-    if console is not None:
-        console.print(
-            f"{row['system']}: {row['elapsed_s']:.1f} s, {row['fits_at_once']} fit at once", style="dim"
-        )
+def _tell(console: Console, row: Row) -> None:
+    console.print(
+        f"{row['system']}: {row['elapsed_s']:.1f} s, {row['fits_at_once']} fit at once", style="dim"
+    )
 
 
 def _ours(plan: MemoryPlan, policy: str) -> Row:
@@ -71,7 +69,7 @@ def _ours(plan: MemoryPlan, policy: str) -> Row:
         max_model_len=plan.length + 1,
         kernels=plan.kernels,
     )
-    engine, compressor = llm.engine, bind(llm, config)
+    engine, compressor = llm.engine, None if config is None else llm.compressor(config)
     params = SamplingParams(temperature=0.0, max_tokens=plan.output, ignore_eos=True)
     prompts = random_prompts(plan.requests, plan.prompt, llm.loaded.vocab_size, seed=11)
     requests = [engine.add_request(f"m{i}", p, params, compressor) for i, p in enumerate(prompts)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 
 @dataclass(slots=True)
@@ -36,18 +37,10 @@ class Clock:
 @contextmanager
 def timers(clock: Clock, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
     """While it lasts, every (owner, attribute, part) is on the clock. Owners are modules or instances."""
-    undo: list[tuple[Any, str, bool, Any]] = []
-    try:
+    with ExitStack() as stack:
         for owner, name, part in parts:
-            undo.append((owner, name, name in vars(owner), getattr(owner, name)))
-            setattr(owner, name, clock.timed(part, getattr(owner, name)))
+            stack.enter_context(patch.object(owner, name, clock.timed(part, getattr(owner, name))))
         yield
-    finally:
-        for owner, name, own, before in reversed(undo):
-            if own:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
 
 
 class TimedOps:

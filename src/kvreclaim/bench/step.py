@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 
 from rich.table import Table
 
@@ -36,8 +37,7 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
     steps = -(-plan.steps // system.multiple) * system.multiple
     session.run(8)
     plain = session.run(steps)
-    runner, ops = engine.runner, engine.runner.ops
-    runner.ops = TimedOps(ops, clock)
+    runner = engine.runner
     parts = [
         (engine.scheduler, "schedule", "schedule"),
         (runner, "forward", "forward"),
@@ -49,13 +49,12 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
     ]
     times = []
     try:
-        with timers(clock, parts):
+        with timers(clock, parts), patch.object(runner, "ops", TimedOps(runner.ops, clock)):
             for _ in range(steps):
                 started = perf_counter()
                 session.run(1)
                 times.append(perf_counter() - started)
     finally:
-        runner.ops = ops
         session.close()
     clocked = {part: 1e3 * value / steps for part, value in clock.take().items()}
     return {

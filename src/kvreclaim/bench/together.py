@@ -7,9 +7,11 @@ at the end of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 
 from rich.table import Table
 
@@ -58,12 +60,9 @@ def _time(system: Ours, point: Point, at_once: int) -> float:
     """Seconds of the passes of every sequence of the point, so many in one call."""
     engine = system.llm.engine
     answers = engine.answers
-    answers.compress = lambda sequences: None  # type: ignore[method-assign]
-    try:
+    with patch.object(answers, "compress", lambda sequences: None):
         session = system.open(point)
-    finally:
-        del answers.compress
-    try:
+    with closing(session):
         due = [request.sequences[0] for request in session.requests]
         before = engine.totals.compactions
         started = perf_counter()
@@ -71,8 +70,6 @@ def _time(system: Ours, point: Point, at_once: int) -> float:
             answers.compress(due[first : first + at_once])
         elapsed_s = perf_counter() - started
         assert engine.totals.compactions == before + len(due), "a pass failed or was postponed"
-    finally:
-        session.close()
     return elapsed_s
 
 

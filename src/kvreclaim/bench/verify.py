@@ -18,15 +18,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from kvreclaim.bench.common import Row, sheet
-from kvreclaim.bench.systems.base import CHUNK
+from kvreclaim.bench.systems.base import CHUNK, Setup
+from kvreclaim.bench.systems.hf import Generate
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
@@ -98,25 +97,14 @@ class Referee(Judge):
     """The model in fp32 under transformers' own attention."""
 
     def __init__(self, model: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        self.system = Generate(Setup(model, "float32", torch.get_num_threads()))
+        self.model = self.system.model
         self._greedy: dict[tuple[int, ...], list[int]] = {}
 
-    @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         key = (max_tokens, *prompt)
         if key not in self._greedy:
-            ids = torch.tensor([prompt])
-            made = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            self._greedy[key] = made[0, len(prompt) :].tolist()
+            (self._greedy[key],) = self.system.generate([prompt], max_tokens)
         return list(self._greedy[key])
 
     @torch.inference_mode()

@@ -28,7 +28,7 @@ CASE = Case(requests=8, prompt=128, output=64, num_blocks=97, budget=1 << 20)
 """A pool in which all of them fit twice; a budget beyond every request."""
 
 
-def run(plan: VllmPlan, console: Console | None = None) -> list[Row]:
+def run(plan: VllmPlan, console: Console) -> list[Row]:
     """Measure. Returns: a row for each engine but `absent`. Raises: RuntimeError where tokens differ."""
     ratios: dict[str, list[Row]] = {name: [] for name in (AGAIN, INSTALLED, UNREACHED)}
     for start in range(plan.starts):
@@ -37,8 +37,7 @@ def run(plan: VllmPlan, console: Console | None = None) -> list[Row]:
             for answers in _rounds(plan, sides):
                 for name, found in ratios.items():
                     found.append(_ratio(answers[ABSENT], answers[name], start))
-        if console is not None:
-            console.print(f"start {start + 1} of {plan.starts} done", style="dim")
+        console.print(f"start {start + 1} of {plan.starts} done", style="dim")
     return [_row(plan, name, found) for name, found in ratios.items()]
 
 

@@ -105,7 +105,7 @@ def option_of(plan: VllmPlan, budget: int) -> Row:
     return {"kv_compression": asked | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
 
 
-def run(plan: VllmPlan, console: Console | None = None) -> tuple[list[Row], dict[str, str]]:
+def run(plan: VllmPlan, console: Console) -> tuple[list[Row], dict[str, str]]:
     """Serve each of the plan's cases but "cost" on both sides.
 
     Returns: rows, two a case, and the versions of vLLM's environment.
@@ -122,15 +122,15 @@ def run(plan: VllmPlan, console: Console | None = None) -> tuple[list[Row], dict
     return rows, versions
 
 
-def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Console | None) -> list[Row]:
+def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Console) -> list[Row]:
     answers: dict[str, list[Row]] = {name: [] for name in sides}
 
     def serve(name: str) -> float:
         """Seconds."""
         answers[name].append(sides[name].serve())
-        if console is not None:
-            console.print(f"{case.name}, {name}: {answers[name][-1]['elapsed_s']:.1f} s", style="dim")
-        return float(answers[name][-1]["elapsed_s"])
+        elapsed_s = float(answers[name][-1]["elapsed_s"])
+        console.print(f"{case.name}, {name}: {elapsed_s:.1f} s", style="dim")
+        return elapsed_s
 
     for side in sides.values():
         side.serve(output=2)  # what is done once: compiling, touching memory

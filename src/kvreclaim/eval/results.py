@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from kvreclaim.engine.core.outputs import RequestMetrics
@@ -43,7 +45,7 @@ class Result(BaseModel):
     note: str | None = None
 
 
-def cost(metrics: RequestMetrics) -> dict[str, int]:
+def cost(metrics: RequestMetrics) -> dict[str, Any]:
     """The fields of Result that the engine tells."""
     return {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,

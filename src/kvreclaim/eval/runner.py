@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import RequestMetrics, ScoreOutput
+from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput, ScoreOutput
 from kvreclaim.engine.face.llm import LLM, Observer
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
@@ -17,6 +18,8 @@ from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.results import Result, cost
 from kvreclaim.eval.task import Answer, FreeTask, Item, Outcome, Task
 from kvreclaim.memory.blocks import blocks_for
+
+Out = TypeVar("Out", ScoreOutput, RequestOutput)
 
 
 class CellError(KVReclaimError):
@@ -128,7 +131,7 @@ class BatchRunner:
                 Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
                 out.metrics,
                 item.num_tokens,
-                elapsed_s / len(items),
+                elapsed_s,
                 generated=False,
             )
             for item, out, compared in zip(items, outs, sums, strict=True)
@@ -140,16 +143,9 @@ class BatchRunner:
         configs: list[CompressionConfig | None],
         watchers: Sequence[Observer] | None,
     ) -> tuple[list[ScoreOutput], float]:
-        started = time.perf_counter()
-        outs = self.llm.score(
-            [list(item.prompt) for item in items],
-            [list(item.continuation) for item in items],
-            configs,
-            observers=watchers,
-        )
-        elapsed_s = time.perf_counter() - started
-        _raise_errors([out.error for out in outs])
-        return outs, elapsed_s
+        prompts = [list(item.prompt) for item in items]
+        texts = [list(item.continuation) for item in items]
+        return _timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
 
     def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
         """The full cache's distributions, kept until other items come."""
@@ -169,10 +165,8 @@ class BatchRunner:
             )
             for item in items
         ]
-        started = time.perf_counter()
-        outs = self.llm.generate([list(item.prompt) for item in items], params, configs)
-        elapsed_s = (time.perf_counter() - started) / len(items)
-        _raise_errors([out.error for out in outs])
+        prompts = [list(item.prompt) for item in items]
+        outs, elapsed_s = _timed(lambda: self.llm.generate(prompts, params, configs))
         return [
             _Said(
                 Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
@@ -194,11 +188,7 @@ class BatchRunner:
         self, item: Item, config: CompressionConfig | None, said: _Said, outcome: Outcome, note: str | None
     ) -> Result:
         return Result(
-            points=outcome.points,
-            out_of=outcome.out_of,
-            found=outcome.found,
-            lost=outcome.lost,
-            extra=dict(outcome.extra),
+            **asdict(outcome),
             num_tokens=item.num_tokens,
             budget=item.num_tokens if config is None else config.budget,
             full_blocks=self._blocks(item.num_tokens),
@@ -236,7 +226,12 @@ def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
     return QueryStats.load(beside) if beside.is_file() else None
 
 
-def _raise_errors(errors: list[str | None]) -> None:
-    failed = [error for error in errors if error is not None]
+def _timed(call: Callable[[], list[Out]]) -> tuple[list[Out], float]:
+    """What came back for a batch, and seconds by example. Raises: CellError where a request failed."""
+    started = time.perf_counter()
+    outs = call()
+    elapsed_s = (time.perf_counter() - started) / len(outs)
+    failed = [out.error for out in outs if out.error is not None]
     if failed:
-        raise CellError(f"{len(failed)} of {len(errors)} requests failed: {failed[0]}")
+        raise CellError(f"{len(failed)} of {len(outs)} requests failed: {failed[0]}")
+    return outs, elapsed_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich import box
@@ -25,18 +25,6 @@ from kvreclaim.eval.grid import OnProgress
 from kvreclaim.eval.report import EvalReport, EvalRow
 
 MEBI = 2**20
-HEADINGS = (
-    "policy",
-    "keeps",
-    "tokens",
-    "{metric}",
-    "95 % CI",
-    "of full",
-    "KV MiB",
-    "freed",
-    "reclaim",
-    "tok/s",
-)
 
 
 @contextmanager
@@ -76,12 +64,29 @@ def task_table(report: EvalReport, task: str) -> Table:
     """One line for each policy and budget."""
     rows = report.of(task)
     first = next((row for row in rows if row.num_examples), rows[0])
+
+    def speed(row: EvalRow) -> float | None:
+        return row.tokens_per_s if row.speed_of == first.speed_of else None
+
+    columns: dict[str, Callable[[EvalRow], str]] = {
+        "policy": lambda row: escape(row.name),
+        "keeps": lambda row: row.keeps,
+        "tokens": lambda row: _number(row.budget, 0),
+        first.metric.value: lambda row: _number(row.value) if row.status == "ok" else row.status,
+        "95 % CI": lambda row: f"{row.ci95[0]:.3f}..{row.ci95[1]:.3f}" if row.ci95 else "-",
+        "of full": lambda row: _number(row.of_full),
+        "KV MiB": lambda row: _number(row.kv_bytes and row.kv_bytes / MEBI, 2),
+        "freed": lambda row: _number(row.blocks_freed, 0),
+        "reclaim": lambda row: _number(row.reclaim_efficiency, 2),
+        "tok/s": lambda row: _number(speed(row), 0),
+    }
     extras = report.extras(task)
     table = Table(title=escape(f"{task} ({report.summary(task)})"), box=box.SIMPLE_HEAD)
-    for i, heading in enumerate((*HEADINGS, *extras)):
-        table.add_column(heading.format(metric=first.metric.value), justify="right" if i else "left")
+    for i, heading in enumerate((*columns, *extras)):
+        table.add_column(heading, justify="right" if i else "left")
     for row in rows:
-        table.add_row(*_cells(row, first.speed_of), *(_number(row.extra.get(name)) for name in extras))
+        further = (_number(row.extra.get(name)) for name in extras)
+        table.add_row(*(cell(row) for cell in columns.values()), *further)
     return table
 
 
@@ -97,21 +102,5 @@ def mix_table(report: EvalReport, task: str) -> Table:
     return table
 
 
-def _cells(row: EvalRow, speed_of: str | None) -> list[str]:
-    interval = "-" if row.ci95 is None else f"{row.ci95[0]:.3f}..{row.ci95[1]:.3f}"
-    return [
-        escape(row.name),
-        row.keeps,
-        "-" if row.budget is None else f"{row.budget:,}",
-        _number(row.value) if row.status == "ok" else row.status,
-        interval,
-        _number(row.of_full),
-        "-" if row.kv_bytes is None else f"{row.kv_bytes / MEBI:.2f}",
-        "-" if row.blocks_freed is None else f"{row.blocks_freed:,}",
-        _number(row.reclaim_efficiency, 2),
-        "-" if row.tokens_per_s is None or row.speed_of != speed_of else f"{row.tokens_per_s:,.0f}",
-    ]
-
-
 def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:,.{digits}f}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic, perf_counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -178,12 +179,9 @@ class ContinuousSession(Session):
         point = self.point
         while_filling = -(-(point.batch - 1) * point.context // CHUNK)
         max_tokens = while_filling + steps + 4
-        with self.system.running(point.batch, point.context + max_tokens) as manager:
-            if point.fill == "synthetic":
-                with synthetic_prefill(self.system):
-                    times = _times(manager, self.prompts, max_tokens)
-            else:
-                times = _times(manager, self.prompts, max_tokens)
+        filling = synthetic_prefill(self.system) if point.fill == "synthetic" else nullcontext()
+        with self.system.running(point.batch, point.context + max_tokens) as manager, filling:
+            times = _times(manager, self.prompts, max_tokens)
         return _common_stretch(times)
 
     def close(self) -> None:
@@ -245,8 +243,5 @@ def synthetic_prefill(system: ContinuousBatching) -> Iterator[None]:
         keep = kwargs.get("logits_to_keep")
         return SimpleNamespace(logits=logits[:, : tokens if keep is None else keep.numel()])
 
-    model.forward = forward
-    try:
+    with patch.object(model, "forward", forward):
         yield
-    finally:
-        del model.forward

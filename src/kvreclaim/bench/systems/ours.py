@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 
@@ -55,7 +55,7 @@ class Ours(System):
             kernels=kernels,
             kv_cache_dtype=kv_cache_dtype,
         )
-        self.compressor = bind(self.llm, config)
+        self.compressor = None if config is None else self.llm.compressor(config)
 
     def _slots_needed(self, point: Point) -> int:
         """Slots of all sequences at their largest, one spare block for each."""
@@ -102,10 +102,7 @@ class OurSession(Session):
         prompts = point.prompts(system.llm.loaded.vocab_size)
         started = perf_counter()
         self.requests = [system.add(prompt, point.max_len - point.context) for prompt in prompts]
-        if point.fill == "synthetic":
-            with synthetic_prefill(system.llm):
-                self._fill()
-        else:
+        with synthetic_prefill(system.llm) if point.fill == "synthetic" else nullcontext():
             self._fill()
         self.fill_s = perf_counter() - started
 
@@ -139,11 +136,6 @@ class OurSession(Session):
                 self.engine.abort(request.request_id)
 
 
-def bind(llm: LLM, config: CompressionConfig | None) -> Compressor | None:
-    """The compressor that the LLM itself would give a request of this config."""
-    return None if config is None else llm.compressor(config)
-
-
 @contextmanager
 def synthetic_prefill(llm: LLM) -> Iterator[None]:
     """While it lasts, a forward pass stores random keys and values in its slots and computes nothing else.
@@ -161,13 +153,8 @@ def synthetic_prefill(llm: LLM) -> Iterator[None]:
             kv_batch.ops.write_kv(layer, keys[:tokens], values[:tokens], slots)
         return SimpleNamespace(logits=logits[: logits_to_keep.numel()][None])
 
-    if "forward" in vars(model):
-        raise InvalidArgumentError("the model's forward is replaced already; use fill 'prefill'.")
-    model.forward = forward
-    try:
+    with patch.object(model, "forward", forward):
         yield
-    finally:
-        del model.forward
 
 
 def _noise(facts: ModelFacts, dim: int) -> torch.Tensor:

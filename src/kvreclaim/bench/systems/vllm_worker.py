@@ -15,8 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -87,10 +88,7 @@ class Worker:
         self.count = dict.fromkeys(self.names, 0)
         for name, prompt in zip(self.names, prompts, strict=True):
             self._add(name, prompt, max_tokens)
-        if synthetic:
-            with self.synthetic_prefill():
-                self._fill()
-        else:
+        with self.synthetic_prefill() if synthetic else nullcontext():
             self._fill()
         return {"fill_s": time.perf_counter() - started}
 
@@ -181,11 +179,8 @@ class Worker:
                 layer.impl.do_kv_cache_update(layer, noise, noise, layer.kv_cache, meta.slot_mapping)
             return torch.rand(input_ids.shape[0], hidden_size).to(runner.dtype)
 
-        runner._model_forward = forward
-        try:
+        with patch.object(runner, "_model_forward", forward):
             yield
-        finally:
-            del runner._model_forward
 
     def _noise(self, tokens: int, layer: Any) -> torch.Tensor:
         if self.noise is None or self.noise.shape[0] < tokens:
