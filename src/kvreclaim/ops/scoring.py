@@ -42,12 +42,13 @@ def turned_queries(queries: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor
     numbers, each rounded by itself, so that a result depends on its own query and turn alone.
     """
     queries, turns = as_real(queries)[..., None, :], move(turns, queries.device)
-    real, imag = (queries[..., part] for part in layout.bands)
-    shape = torch.broadcast_shapes(real.shape[:-1], turns.shape[:-1])
-    out = queries.new_empty((*shape, queries.shape[-1]))
+    real, imag = (queries[..., part].double() for part in layout.bands)
+    cos, sin = turns.real.contiguous(), turns.imag.contiguous()
+    turned = (real * cos).sub_(imag * sin)
+    out = queries.new_empty((*turned.shape[:-1], queries.shape[-1]))
     first, second = layout.bands
-    out[..., first] = (real * turns.real - imag * turns.imag).to(out.dtype)
-    out[..., second] = (real * turns.imag + imag * turns.real).to(out.dtype)
+    out[..., first] = turned
+    out[..., second] = torch.mul(real, sin, out=turned).add_(imag * cos)
     end = layout.start + 2 * layout.num_bands
     out[..., : layout.start] = queries[..., : layout.start]
     out[..., end:] = queries[..., end:]
