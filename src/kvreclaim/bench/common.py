@@ -12,19 +12,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Formatter
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 Row = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Row], str]]
 """By heading, what a cell shows: a format with the row's keys in it, which is "-" where the row has none of
 one of them, or a function of the row."""
 PACKAGES = ("kvreclaim", "torch", "transformers", "numpy", "triton")
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
-PIPE_WIDTH = 140
+PIPE_WIDTH = 160
 
 
 def machine() -> Row:
@@ -98,10 +100,10 @@ def write_json(content: Row, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternate(runs: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:
     """Call every run once a round, beginning each round with the next one: results by name."""
     names = list(runs)
-    results: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[Name, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             results[name].append(runs[name]())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 from rich.table import Table
@@ -30,21 +31,19 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
             session = sessions[context] = system.open(point)
             stack.callback(session.close)
             session.run(plan.interval)
-        runs = {
-            str(context): lambda session=session: session.run(plan.interval).tokens_per_s
-            for context, session in sessions.items()
-        }
-        speeds = alternate(runs, plan.rounds)
-    first = median(speeds[str(contexts[0])])
+        runs = {context: partial(session.run, plan.interval) for context, session in sessions.items()}
+        slices = alternate(runs, plan.rounds)
+    speeds = {context: [each.tokens_per_s for each in some] for context, some in slices.items()}
+    first = median(speeds[contexts[0]])
     return [
         {
             "system": SYSTEM,
             **plan.facts(),
             "context": context,
             "batch": batch,
-            "tokens_per_s": median(speeds[str(context)]),
-            "spread": spread(speeds[str(context)]),
-            "ratio": median(speeds[str(context)]) / first,
+            "tokens_per_s": median(speeds[context]),
+            "spread": spread(speeds[context]),
+            "ratio": median(speeds[context]) / first,
             "budget": plan.budget,
             "interval": plan.interval,
         }

@@ -56,7 +56,7 @@ def run(
     before = machine or measure(device=device)
     rows: dict[Case, Row] = {}
     for group in _groups(chosen):
-        rows |= _time(group, [_backend(kernels, case) for case in group], repeats)
+        rows |= _time(group, kernels, repeats)
     best = before.better(machine or measure(device=device))
     return [_share(rows[case] | {"error": errors[case]}, case, best) for case in chosen], best
 
@@ -105,17 +105,17 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
-def _time(cases: list[Case], backends: list[Backend], repeats: int) -> dict[Case, Row]:
+def _time(cases: list[Case], kernels: str, repeats: int) -> dict[Case, Row]:
     """Rows of cases that are timed in turns, by median."""
-    slices = {i: _slice(case, backend) for i, (case, backend) in enumerate(zip(cases, backends, strict=True))}
-    rounds = alternate({str(i): run for i, run in slices.items()}, repeats)
-    medians = [median(rounds[str(i)]) for i in slices]
-    base = next((s for case, s in zip(cases, medians, strict=True) if case.shape.format.name == BASE), None)
+    backends = {case: _backend(kernels, case) for case in cases}
+    rounds = alternate({case: _slice(case, backend) for case, backend in backends.items()}, repeats)
+    call_s = {case: median(times) for case, times in rounds.items()}
+    base = next((call_s[case] for case in cases if case.shape.format.name == BASE), None)
     rows = {}
-    for i, (case, backend, call_s) in enumerate(zip(cases, backends, medians, strict=True)):
-        rows[case] = _row(case, backend, call_s) | {"spread": spread(rounds[str(i)])}
+    for case, times in rounds.items():
+        rows[case] = _row(case, backends[case], call_s[case]) | {"spread": spread(times)}
         if base is not None and len(cases) > 1:
-            rows[case]["times_bf16"] = base / call_s
+            rows[case]["times_bf16"] = base / call_s[case]
     return rows
 
 

@@ -8,7 +8,6 @@ compared first (nothing is timed while they differ) and then timed in turns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -23,11 +22,11 @@ from kvreclaim.bench.kernels import TOLERANCES, WrongKernelError
 from kvreclaim.bench.plans import LatentPlan
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import DTYPES
-from kvreclaim.ops.backend import Backend, Need, choose_backend
+from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import kv_format
-from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.latent import UpProjection, expanded_attention
 
 RANK, NOPE, ROTARY, VALUE = 512, 128, 64, 128
@@ -36,39 +35,31 @@ SCALE = (NOPE + ROTARY) ** -0.5
 BLOCK_SIZE = 16
 
 
-@dataclass(eq=False)
 class _Chunk:
     """The newest tokens of one sequence over a filled cache."""
 
-    plan: LatentPlan
-    backend: Backend
-    cache: KVCache
-    tokens: PagedTokens
-    batch: AttentionBatch
-    query: Tensor
-    weights: UpProjection
-
-    @classmethod
-    def make(cls, plan: LatentPlan, context: int, new: int) -> _Chunk:
+    def __init__(self, plan: LatentPlan, context: int, new: int) -> None:
         device, dtype, length = torch.device(plan.device), DTYPES[plan.dtype], context + new
         layer = LayerFacts(plan.heads, 1, RANK + ROTARY, RANK, Softmax(SCALE), latent=True)
         form = kv_format(plan.kv_cache_dtype, dtype)
-        backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, dtype, device, form)).backend
+        self.backend = choose_backend(plan.kernels, Need((layer,), BLOCK_SIZE, dtype, device, form)).backend
         like = torch.empty(0, dtype=dtype, device=device)
         blocks = blocks_for(length, BLOCK_SIZE)
-        cache = backend.allocate((layer,), blocks, BLOCK_SIZE, like=like, kv_format=form, open_rows=2)
+        self.cache = self.backend.allocate(
+            (layer,), blocks, BLOCK_SIZE, like=like, kv_format=form, open_rows=2
+        )
         table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
         ids = torch.from_numpy(table.astype(np.int64)).to(device)
-        backend.keep_open(cache, [int(table[-1])])
+        self.backend.keep_open(self.cache, [int(table[-1])])
+        self.tokens = PagedTokens(self.cache.layers[0], ids, length)
         slots = torch.arange(length, device=device)
         keys = _noise(1, length, 1, RANK + ROTARY).to(like)
         mapping = ids[slots // BLOCK_SIZE] * BLOCK_SIZE + slots % BLOCK_SIZE
-        backend.write_kv(cache.layers[0], keys, keys[..., :RANK], mapping)
+        self.backend.write_kv(self.cache.layers[0], keys, keys[..., :RANK], mapping)
         both = (_noise(2, plan.heads, NOPE + VALUE, RANK) / RANK**0.5).to(like)
-        weights = UpProjection(*both.split([NOPE, VALUE], dim=1))
-        query = _noise(3, new, plan.heads, NOPE + ROTARY).to(like)
-        batch = AttentionBatch.build((SequenceSlots(table, new, length),), BLOCK_SIZE, device)
-        return cls(plan, backend, cache, PagedTokens(cache.layers[0], ids, length), batch, query, weights)
+        self.weights = UpProjection(*both.split([NOPE, VALUE], dim=1))
+        self.query = _noise(3, new, plan.heads, NOPE + ROTARY).to(like)
+        self.batch = AttentionBatch.build((SequenceSlots(table, new, length),), BLOCK_SIZE, device)
 
     def absorbed(self) -> Tensor:
         q = self.weights.absorb(self.query)
@@ -102,7 +93,7 @@ def run(plan: LatentPlan) -> list[Row]:
 
 
 def _measure(plan: LatentPlan, context: int, new: int) -> Row:
-    chunk = _Chunk.make(plan, context, new)
+    chunk = _Chunk(plan, context, new)
     error = chunk.error()
     ways = {"absorbed": chunk.absorbed, "expanded": chunk.expanded}
     rounds = alternate({name: partial(timed, way, plan.device) for name, way in ways.items()}, plan.rounds)

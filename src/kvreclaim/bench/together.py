@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from unittest.mock import patch
 
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, sheet
+from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.plans import CompressPlan
 from kvreclaim.bench.systems.base import Fill, Point
 from kvreclaim.bench.systems.ours import Ours
@@ -39,10 +40,7 @@ def _measure(plan: CompressPlan, policy: str) -> Row:
     system = Ours(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
     one = replace(point, batch=1)
     cases = {"one": (one, together), "together": (point, together), "alone": (point, 1)}
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(plan.rounds):
-        for name, (case, at_once) in cases.items():
-            times[name].append(_time(system, case, at_once))
+    times = alternate({name: partial(_time, system, *case) for name, case in cases.items()}, plan.rounds)
     ms = {f"{name}_ms": 1e3 * median(values) for name, values in times.items()}
     return {
         "policy": policy,

@@ -11,13 +11,13 @@ happens to lie costs more than what is looked for. The tokens must be the same i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from statistics import median, quantiles
 
 from rich.console import Console
 
-from kvreclaim.bench.common import Columns, Row, cells, markdown
+from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.vllm_pool import Case, VllmSide, option_of
 
@@ -33,10 +33,10 @@ def run(plan: VllmPlan, console: Console) -> list[Row]:
     ratios: dict[str, list[Row]] = {name: [] for name in (AGAIN, INSTALLED, UNREACHED)}
     for start in range(plan.starts):
         with ExitStack() as stack:
-            sides = _start(plan, stack)
-            for answers in _rounds(plan, sides):
-                for name, found in ratios.items():
-                    found.append(_ratio(answers[ABSENT], answers[name], start))
+            answers = _rounds(plan, _start(plan, stack))
+        for name, found in ratios.items():
+            pairs = zip(answers[ABSENT], answers[name], strict=True)
+            found += [_ratio(base, other, start) for base, other in pairs]
         console.print(f"start {start + 1} of {plan.starts} done", style="dim")
     return [_row(plan, name, found) for name, found in ratios.items()]
 
@@ -50,18 +50,14 @@ def _start(plan: VllmPlan, stack: ExitStack) -> dict[str, VllmSide]:
     return sides
 
 
-def _rounds(plan: VllmPlan, sides: dict[str, VllmSide]) -> Iterator[dict[str, Row]]:
-    """Answers by name, of every round but the first; each round begins with another engine."""
-    names = list(sides)
-    for turn in range(plan.rounds + 1):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        answers = {name: sides[name].serve() for name in order}
-        if len({answer["digest"] for answer in answers.values()}) != 1:
-            raise RuntimeError(
-                f"the engines drew different tokens: { {n: a['digest'] for n, a in answers.items()} }"
-            )
-        if turn > 0:
-            yield answers
+def _rounds(plan: VllmPlan, sides: dict[str, VllmSide]) -> dict[str, list[Row]]:
+    """Answers of every round but the first; each round begins with another engine."""
+    answers = alternate({name: side.serve for name, side in sides.items()}, plan.rounds + 1)
+    if len({answer["digest"] for each in answers.values() for answer in each}) != 1:
+        raise RuntimeError(
+            f"the engines drew different tokens: { {n: a[0]['digest'] for n, a in answers.items()} }"
+        )
+    return {name: each[1:] for name, each in answers.items()}
 
 
 def _ratio(base: Row, other: Row, start: int) -> Row:

@@ -80,7 +80,7 @@ class VllmSide:
                 batch=case.requests,
                 num_blocks=case.num_blocks,
                 block_size=BLOCK_SIZE,
-                option=option,
+                additional_config=option,
             )
             ours = self.facts["scheduler"] != "Scheduler"
             require(
@@ -123,18 +123,14 @@ def run(plan: VllmPlan, console: Console) -> tuple[list[Row], dict[str, str]]:
 
 
 def _both(plan: VllmPlan, case: Case, sides: dict[str, VllmSide], console: Console) -> list[Row]:
-    answers: dict[str, list[Row]] = {name: [] for name in sides}
-
-    def serve(name: str) -> float:
-        """Seconds."""
-        answers[name].append(sides[name].serve())
-        elapsed_s = float(answers[name][-1]["elapsed_s"])
-        console.print(f"{case.name}, {name}: {elapsed_s:.1f} s", style="dim")
-        return elapsed_s
+    def serve(name: str) -> Row:
+        answer = sides[name].serve()
+        console.print(f"{case.name}, {name}: {answer['elapsed_s']:.1f} s", style="dim")
+        return answer
 
     for side in sides.values():
         side.serve(output=2)  # what is done once: compiling, touching memory
-    alternate({name: partial(serve, name) for name in sides}, case.rounds)
+    answers = alternate({name: partial(serve, name) for name in sides}, case.rounds)
     rows = [_row(plan, case, name, answers[name]) for name in sides]
     base = rows[0]
     for row in rows:

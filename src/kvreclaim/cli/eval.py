@@ -22,8 +22,6 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvreclaim import LLM
     from kvreclaim.eval import EvalReport, Task
 
@@ -113,12 +111,11 @@ def evaluate(
 
 
 def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: Files) -> None:
-    from rich.console import Console
-
+    from kvreclaim.bench.common import wide_console
     from kvreclaim.eval.compare import run_plan
     from kvreclaim.eval.show import progress_bar, show_report
 
-    errors = Console(stderr=True)
+    errors = wide_console(stderr=True)
     errors.print(llm.engine.kernels, markup=False)
     try:
         with progress_bar(errors) as on_start:
@@ -127,7 +124,7 @@ def _report(llm: LLM, plan: EvalPlan, tasks: Sequence[Task], files: Files) -> No
         kept = f"the same command goes on from {files.out}" if files.out else "nothing was kept; add --out"
         typer.echo(f"interrupted; {kept}", err=True)
         raise typer.Exit(130) from None
-    show_report(_console(), report)
+    show_report(wide_console(), report)
     _write(report, files)
     if report.errors or not any(row.status == "ok" for row in report.rows):
         raise typer.Exit(1)
@@ -145,11 +142,3 @@ def _write(report: EvalReport, files: Files) -> None:
             except OSError as error:
                 raise InvalidArgumentError(f"{str(path)!r} cannot be written: {error}.") from error
             typer.echo(f"wrote {path}", err=True)
-
-
-def _console() -> Console:
-    """As wide as the terminal; in a pipe wide enough for every column."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=160)

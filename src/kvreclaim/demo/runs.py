@@ -70,6 +70,11 @@ class DemoPlan:
     def budget(self, fraction: float) -> int:
         return round(self.final_length * fraction)
 
+    def names(self, policy: str, fraction: float | None) -> dict[str, Any]:
+        """What every run says of its setting."""
+        budget = None if fraction is None else self.budget(fraction)
+        return {"policy": policy, "fraction": fraction, "budget": budget}
+
     def compression(self, policy: str, fraction: float | None) -> CompressionConfig | None:
         if fraction is None:
             return None
@@ -102,8 +107,10 @@ def run_policies(plan: DemoPlan, llm: LLM, scorer: LLM, on_progress: OnProgress)
         on_progress(policy if fraction is None else f"{policy} {fraction:.0%}")
         config = plan.compression(policy, fraction)
         scored = _score(scorer, examples[: plan.num_scored], config)
-        generated = _Generation.run(llm, examples[: plan.num_generated], config)
-        runs.append(_policy_run(policy, fraction, plan, examples, scored, generated))
+        outputs, _, figures = _generate(llm, examples[: plan.num_generated], config)
+        figures |= plan.names(policy, fraction) | _accuracies(examples, scored) | _progress(examples, outputs)
+        chance = None if fraction is None else plan.chance(fraction)
+        runs.append(PolicyRun(chance_efficiency=chance, **figures))
     return runs
 
 
@@ -113,19 +120,10 @@ def run_load(plan: DemoPlan, llm: LLM, on_progress: OnProgress) -> list[LoadRun]
     runs = []
     for policy, fraction in (("full", None), (HEADLINE, plan.load_fraction)):
         on_progress(f"load, {policy}")
-        done = _Generation.run(llm, examples, plan.compression(policy, fraction))
-        running = [step.num_running for step in done.steps]
-        runs.append(
-            LoadRun(
-                policy=policy,
-                fraction=fraction,
-                budget=None if fraction is None else plan.budget(fraction),
-                num_requests=len(examples),
-                most_running=max(running),
-                mean_running=mean(running),
-                **done.figures(),
-            )
-        )
+        _, steps, figures = _generate(llm, examples, plan.compression(policy, fraction))
+        running = [step.num_running for step in steps]
+        figures |= plan.names(policy, fraction) | {"num_requests": len(examples)}
+        runs.append(LoadRun(most_running=max(running), mean_running=mean(running), **figures))
     return runs
 
 
@@ -135,39 +133,31 @@ def _score(scorer: LLM, examples: Sequence[Example], config: CompressionConfig |
     return outputs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Generation:
-    """One batch of free-running generations in the pool."""
-
-    outputs: list[RequestOutput]
-    steps: list[StepStats]
-    peak_blocks: int
-    elapsed_s: float
-
-    @classmethod
-    def run(cls, llm: LLM, examples: Sequence[Example], config: CompressionConfig | None) -> _Generation:
-        """Greedy, each to its trace's length; the pool starts empty and without cached prefixes."""
-        memory = llm.engine.memory
-        memory.reset_prefix_cache()
-        memory.reset_peak()
-        steps: list[StepStats] = []
-        params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
-        started = time.perf_counter()
-        outputs = llm.generate([list(e.prompt) for e in examples], params, config, on_step=steps.append)
-        elapsed_s = time.perf_counter() - started
-        _raise_errors([out.error for out in outputs])
-        return cls(outputs, steps, memory.stats().peak_in_use, elapsed_s)
-
-    def figures(self) -> dict[str, Any]:
-        """The fields of PoolRun that the batch itself tells."""
-        metrics = [out.metrics for out in self.outputs]
-        return {
-            "peak_blocks": self.peak_blocks,
-            "preemptions": sum(m.preemptions for m in metrics),
-            "tokens_per_s": sum(m.num_generated_tokens for m in metrics) / self.elapsed_s,
-            "elapsed_s": self.elapsed_s,
-            "blocks_over_time": [step.blocks_in_use for step in self.steps],
-        }
+def _generate(
+    llm: LLM, examples: Sequence[Example], config: CompressionConfig | None
+) -> tuple[list[RequestOutput], list[StepStats], dict[str, Any]]:
+    """One batch of greedy generations, each to its trace's length, in a pool that starts empty and without
+    cached prefixes. Returns: outputs, what each step did, and the fields of PoolRun that the batch tells."""
+    memory = llm.engine.memory
+    memory.reset_prefix_cache()
+    memory.reset_peak()
+    steps: list[StepStats] = []
+    params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
+    started = time.perf_counter()
+    outputs = llm.generate([list(e.prompt) for e in examples], params, config, on_step=steps.append)
+    elapsed_s = time.perf_counter() - started
+    _raise_errors([out.error for out in outputs])
+    return (
+        outputs,
+        steps,
+        {
+            "peak_blocks": memory.stats().peak_in_use,
+            "preemptions": sum(out.metrics.preemptions for out in outputs),
+            "tokens_per_s": sum(out.metrics.num_generated_tokens for out in outputs) / elapsed_s,
+            "elapsed_s": elapsed_s,
+            "blocks_over_time": [step.blocks_in_use for step in steps],
+        },
+    )
 
 
 def _raise_errors(errors: list[str | None]) -> None:
@@ -176,36 +166,28 @@ def _raise_errors(errors: list[str | None]) -> None:
         raise KVReclaimError(f"{len(failed)} of {len(errors)} demo requests failed: {failed[0]}")
 
 
-def _policy_run(
-    policy: str,
-    fraction: float | None,
-    plan: DemoPlan,
-    examples: Sequence[Example],
-    scored: list[ScoreOutput],
-    done: _Generation,
-) -> PolicyRun:
-    metrics = [out.metrics for out in done.outputs]
-    perfect = sum(m.blocks_perfect for m in metrics)
-    freed = sum(m.blocks_freed for m in metrics)
-    texts = [out.outputs[0].token_ids for out in done.outputs]
-
+def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[str, Any]:
     def right(*kinds: Kind) -> float:
         return mean(accuracy(e, s.predicted, kinds) for e, s in zip(examples, scored, strict=False))
 
-    return PolicyRun(
-        policy=policy,
-        fraction=fraction,
-        budget=None if fraction is None else plan.budget(fraction),
-        num_scored=len(scored),
-        accuracy=right(Kind.LOOKUP, Kind.RESTORE),
-        lookup_accuracy=right(Kind.LOOKUP),
-        carry_accuracy=right(Kind.RESTORE),
-        num_generated=len(texts),
-        progress=mean(progress(e, t) for e, t in zip(examples, texts, strict=False)),
-        exact_match=mean(exact_match(e, t) for e, t in zip(examples, texts, strict=False)),
-        tokens_evicted=sum(m.tokens_evicted for m in metrics),
-        blocks_freed=freed,
-        reclaim_efficiency=freed / perfect if perfect else None,
-        chance_efficiency=None if fraction is None else plan.chance(fraction),
-        **done.figures(),
-    )
+    return {
+        "num_scored": len(scored),
+        "accuracy": right(Kind.LOOKUP, Kind.RESTORE),
+        "lookup_accuracy": right(Kind.LOOKUP),
+        "carry_accuracy": right(Kind.RESTORE),
+    }
+
+
+def _progress(examples: Sequence[Example], outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Of free-running generation: how far it was right, and what it evicted."""
+    pairs = [(e, out.outputs[0].token_ids) for e, out in zip(examples, outputs, strict=False)]
+    perfect = sum(out.metrics.blocks_perfect for out in outputs)
+    freed = sum(out.metrics.blocks_freed for out in outputs)
+    return {
+        "num_generated": len(outputs),
+        "progress": mean(progress(*pair) for pair in pairs),
+        "exact_match": mean(exact_match(*pair) for pair in pairs),
+        "tokens_evicted": sum(out.metrics.tokens_evicted for out in outputs),
+        "blocks_freed": freed,
+        "reclaim_efficiency": freed / perfect if perfect else None,
+    }

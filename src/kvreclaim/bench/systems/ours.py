@@ -36,7 +36,6 @@ class Ours(System):
         config: CompressionConfig | None = None,
         kernels: str = "auto",
         kv_cache_dtype: str = "auto",
-        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.name = name
         self.setup = setup
@@ -47,8 +46,8 @@ class Ours(System):
         self.llm = LLM(
             setup.model,
             dtype=setup.dtype,
-            block_size=block_size,
-            num_blocks=max(blocks_for(slots, block_size) for slots in self._slots.values()),
+            block_size=BLOCK_SIZE,
+            num_blocks=max(blocks_for(slots, BLOCK_SIZE) for slots in self._slots.values()),
             max_num_seqs=max(point.batch for point in points),
             max_num_batched_tokens=CHUNK,
             max_model_len=max(point.max_len for point in points),

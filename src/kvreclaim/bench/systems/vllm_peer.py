@@ -72,34 +72,11 @@ class VllmProcess:
             raise SkipPoint(f"vLLM failed: {answer['error']}")
         return answer
 
-    def load(
-        self,
-        setup: Setup,
-        *,
-        max_len: int,
-        batch: int,
-        num_blocks: int,
-        block_size: int,
-        eager: bool = True,
-        option: Row | None = None,
-    ) -> Row:
-        """Start the engine in a pool of exactly num_blocks. option: --additional-config.
-
-        Returns: what it says of itself.
-        """
-        self.facts = self.ask(
-            "load",
-            timeout_s=START_TIMEOUT_S,
-            model=str(setup.model),
-            dtype=setup.dtype,
-            max_len=max_len,
-            batch=batch,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            eager=eager,
-            chunk=max(CHUNK, batch),
-            additional_config=option,
-        )
+    def load(self, setup: Setup, *, batch: int, **sizes: Any) -> Row:
+        """Start the engine. sizes: further arguments of vllm_worker.Worker.load. Returns: its facts."""
+        place = {"model": str(setup.model), "dtype": setup.dtype}
+        chunk = max(CHUNK, batch)
+        self.facts = self.ask("load", timeout_s=START_TIMEOUT_S, batch=batch, chunk=chunk, **place, **sizes)
         return self.facts
 
     def versions(self) -> dict[str, str]:

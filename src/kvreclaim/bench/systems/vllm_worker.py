@@ -39,8 +39,8 @@ class Worker:
         batch: int,
         num_blocks: int,
         block_size: int,
-        eager: bool,
         chunk: int,
+        eager: bool = True,
         additional_config: Answer | None = None,
     ) -> Answer:
         """Start the engine with exactly num_blocks blocks. Answers versions, threads, the pool, whether our
