@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.config import ServerConfig
-from kvreclaim.server.tool_calls import Piece, ToolCall, make_parser
+from kvreclaim.server.tool_calls import HermesParser, Piece, ToolCall
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 CALL = ToolCall("weather", '{"city": "Bern"}')
@@ -19,7 +19,7 @@ CALL = ToolCall("weather", '{"city": "Bern"}')
 
 def parsed(chunks: list[str]) -> list[Piece]:
     """All pieces, neighbouring text joined."""
-    parser = make_parser("hermes")
+    parser = HermesParser()
     pieces: list[Piece] = []
     for piece in [p for chunk in chunks for p in parser.feed(chunk)] + parser.finish():
         assert piece != ""
@@ -103,7 +103,7 @@ def test_every_cut_of_a_stream_gives_the_same_pieces(
 
 
 def test_text_is_passed_on_as_soon_as_it_cannot_be_a_call() -> None:
-    parser = make_parser("hermes")
+    parser = HermesParser()
     assert parser.feed("sun") == ["sun"]
     assert parser.feed("shine \n<tool_") == ["shine"], "whitespace and half a tag wait"
     assert parser.feed("box> rain") == [" \n<tool_box> rain"]
@@ -115,6 +115,4 @@ def test_text_is_passed_on_as_soon_as_it_cannot_be_a_call() -> None:
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidArgumentError, match=r"tool_call_parser is 'mermes'; it must be one of hermes"):
-        make_parser("mermes")
-    with pytest.raises(InvalidArgumentError, match="hermes"):
         ServerConfig(served_model_name=("m",), tool_call_parser="mermes")

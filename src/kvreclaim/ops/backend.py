@@ -49,19 +49,9 @@ class Backend(Protocol):
 
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        layer: LayerCache,
-        batch: AttentionBatch,
-    ) -> Tensor: ...
+    def paged_attention(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor: ...
 
-    def column_sums(
-        self,
-        q: Tensor,
-        layer: LayerCache,
-        batch: AttentionBatch,
-    ) -> Tensor: ...
+    def column_sums(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor: ...
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]: ...
 

@@ -9,13 +9,7 @@ from torch import Tensor
 from kvreclaim.ops.facts import Softmax
 
 
-def attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    softmax: Softmax,
-) -> Tensor:
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax: Softmax) -> Tensor:
     """q [n, Q, H, D], k [n, K, C, D], v [n, K, C, Dv], mask [n, 1 | K, Q, C] -> [n, Q, H, Dv], all fp32.
 
     The mask holds the window already. A row without any visible key is zero.

@@ -146,28 +146,23 @@ def from_validation(error: RequestValidationError) -> ApiError:
 def install_handlers(app: FastAPI) -> None:
     """Answer every exception that is an answer in the dialect of the path; the gate has the others."""
 
-    def answer(request: Request, error: ApiError) -> Response:
-        body = error_body(error, request.scope["path"], request_id_of(request.scope))
-        return JSONResponse(body, error.status, headers=error.headers)
+    async def answer(request: Request, error: Exception) -> Response:
+        told = _as_answer(error, request)
+        body = error_body(told, request.scope["path"], request_id_of(request.scope))
+        return JSONResponse(body, told.status, headers=told.headers)
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return answer(request, error)
+    for kind in (ApiError, KVReclaimError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, answer)
 
-    async def engine_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, KVReclaimError)
-        return answer(request, from_engine(error, request.scope["path"]))
 
-    async def validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return answer(request, from_validation(error))
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.scope['path']}: {error.detail.rstrip('.')}."
-        return answer(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(KVReclaimError, engine_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(HTTPException, http_error)
+def _as_answer(error: Exception, request: Request) -> ApiError:
+    path = request.scope["path"]
+    if isinstance(error, KVReclaimError):
+        return from_engine(error, path)
+    if isinstance(error, RequestValidationError):
+        return from_validation(error)
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {path}: {error.detail.rstrip('.')}."
+        return ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    assert isinstance(error, ApiError), error
+    return error

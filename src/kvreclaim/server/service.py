@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from kvreclaim.checks import check_text
 from kvreclaim.compression import CompressionConfig
@@ -138,12 +138,16 @@ def check_update(stream: RequestStream, update: Update) -> None:
 
 
 def service_of(request: Request) -> Service:
-    """The app's service (a FastAPI dependency)."""
+    """The app's service."""
     service: Service = request.app.state.service
     return service
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Who is asking (a FastAPI dependency)."""
+    """Who is asking."""
     tenant: Tenant = request.scope["state"]["tenant"]
     return tenant
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]
+TenantDep = Annotated[Tenant, Depends(tenant_of)]

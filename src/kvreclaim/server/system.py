@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from kvreclaim import __version__
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.server.errors import ApiError, OpenAIError
-from kvreclaim.server.service import Service, service_of
+from kvreclaim.server.service import ServiceDep
 
 router = APIRouter(tags=["server"])
-ServiceDep = Annotated[Service, Depends(service_of)]
 
 
 class Health(BaseModel):

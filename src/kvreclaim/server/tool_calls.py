@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from kvreclaim.checks import check_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +20,11 @@ class ToolCall:
 Piece = str | ToolCall
 
 
-class ToolCallParser(ABC):
-    """Splits one output into text and tool calls, in their order.
-
-    What may turn out to be part of a call is held back; what looked like a call and is none is text, to the
-    last character.
-    """
-
-    @abstractmethod
-    def feed(self, text: str) -> list[Piece]:
-        """What is settled now that this text has come; no piece is empty."""
-
-    @abstractmethod
-    def finish(self) -> list[Piece]:
-        """No text follows: what was held back."""
-
-
-class HermesParser(ToolCallParser):
+class HermesParser:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write them.
+
+    Splits one output into text and tool calls, in their order. What may turn out to be part of a call is held
+    back; what looked like a call and is none is text, to the last character.
 
     A call is passed on when it is complete, so that its arguments are always valid JSON. Whitespace around a
     call belongs to neither side: the chat templates of these models put it there themselves. A last call
@@ -56,6 +40,7 @@ class HermesParser(ToolCallParser):
         self._after_call = False
 
     def feed(self, text: str) -> list[Piece]:
+        """What is settled now that this text has come; no piece is empty."""
         self._held += text
         pieces: list[Piece] = []
         while (start := self._held.find(self.OPEN)) >= 0:
@@ -65,6 +50,7 @@ class HermesParser(ToolCallParser):
         return pieces
 
     def finish(self) -> list[Piece]:
+        """No text follows: what was held back."""
         pieces: list[Piece] = []
         start = self._held.find(self.OPEN)
         call = _parse(self._held[start + len(self.OPEN) :]) if start >= 0 else None
@@ -129,10 +115,24 @@ def _parse(body: str) -> ToolCall | None:
     return ToolCall(name, text)
 
 
-PARSERS: Mapping[str, type[ToolCallParser]] = MappingProxyType({"hermes": HermesParser})
+PARSERS: Mapping[str, type[HermesParser]] = MappingProxyType({"hermes": HermesParser})
 
 
-def make_parser(name: str) -> ToolCallParser:
-    """A parser for one output. Raises: InvalidArgumentError for an unknown name."""
-    check_choice("tool_call_parser", name, PARSERS)
-    return PARSERS[name]()
+class Splitter:
+    """One output as pieces of text and tool calls; without a parser it is all text.
+
+    parser: a name in PARSERS
+    """
+
+    def __init__(self, parser: str | None) -> None:
+        self._parser = None if parser is None else PARSERS[parser]()
+        self.num_calls = 0
+
+    def take(self, text: str, *, last: bool) -> list[Piece]:
+        """What is settled now."""
+        if self._parser is None:
+            return [text] if text else []
+        pieces = self._parser.feed(text) if text else []
+        pieces += self._parser.finish() if last else []
+        self.num_calls += sum(isinstance(piece, ToolCall) for piece in pieces)
+        return pieces

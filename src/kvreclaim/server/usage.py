@@ -1,4 +1,4 @@
-"""What the KV cache did for a request, as the usage of both dialects tells it."""
+"""Usage of a request: OpenAI's counts, and what both dialects tell of the KV cache."""
 
 from __future__ import annotations
 
@@ -18,4 +18,21 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "blocks_freed": freed,
         "peak_blocks": max(m.peak_blocks for m in metrics),
         "reclaim_efficiency": freed / perfect if perfect else None,
+    }
+
+
+def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
+    """Sums over a request's prompts; OpenAI's counts, and beside them what its cache gave back."""
+    usage = token_usage(metrics, sum(m.num_generated_tokens for m in metrics))
+    return {**usage, "kv_cache": kv_cache_usage(metrics)}
+
+
+def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[str, Any]:
+    """The part that is known while a request runs."""
+    num_prompt = sum(m.num_prompt_tokens for m in metrics)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(m.num_cached_tokens for m in metrics)},
     }

@@ -65,6 +65,13 @@ class Options:
         return given
 
     @classmethod
+    def of_config(cls, vllm_config: Any) -> Options:
+        """Of a configuration that we have taken over."""
+        options = cls.find(vllm_config.additional_config, {})
+        assert options is not None, "asked without the option"
+        return options
+
+    @classmethod
     def read(cls, value: object, where: str) -> Options:
         """From a JSON object. Raises: InvalidArgumentError, naming where it stood."""
         require(

@@ -48,7 +48,7 @@ class WorkerHooks:
         with torch.inference_mode():
             views = CacheViews(attention.layer_caches(runner), attention.num_blocks(runner))
             views.prove()
-        options = _options(worker)
+        options = Options.of_config(worker.vllm_config)
         known = describe(runner, options)
         self.reclaim = Applier(options, known.facts, known.stats, views, worker_side.rows_of(runner))
         worker_side.adopt(runner, self.reclaim)
@@ -84,18 +84,12 @@ class WorkerHooks:
         return self.reclaim
 
 
-def _options(worker: Any) -> Options:
-    options = Options.find(worker.vllm_config.additional_config, {})
-    assert options is not None, "our worker without our option"
-    return options
-
-
 def _scratch(worker: Any) -> int:
     """Bytes of a pass over as many tokens as a request ever holds here. What it hits in the prefix cache is
     not bounded by its budget."""
     config, model = worker.vllm_config, worker.model_config
     chunk = config.scheduler_config.max_num_batched_tokens
-    bound = _options(worker).bound(worker.cache_config.block_size, chunk)
+    bound = Options.of_config(config).bound(worker.cache_config.block_size, chunk)
     if bound is None or worker.cache_config.enable_prefix_caching:
         bound = model.max_model_len
     return scratch_bytes(

@@ -65,24 +65,6 @@ def round_trip(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return decode_keys(fmt, keys, params, *dims), decode_values(fmt, values, params, *dims)
 
 
-def symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """q = x / s rounded, s = amax / levels exactly: q [..., D] int32 and s [..., 1] fp32; s = 1 for zeros."""
-    scale = x.float().abs().amax(-1, keepdim=True) / levels
-    scale = scale.masked_fill(scale == 0, 1.0)
-    return torch.round(x / scale).to(torch.int32), scale
-
-
-def affine(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q = (x - min) / s rounded, s = (max - min) / (2^bits - 1) exactly (arXiv 2402.02750 section 3).
-
-    Returns: q [..., D] int32, s and min [..., 1] fp32, s = 1 for a constant vector; x is near q s + min.
-    """
-    least, most = x.float().aminmax(dim=-1, keepdim=True)
-    scale = (most - least) / (2**bits - 1)
-    scale = scale.masked_fill(scale == 0, 1.0)
-    return torch.round((x - least) / scale).to(torch.int32), scale, least
-
-
 def pack(numbers: Tensor) -> Tensor:
     """[..., D] integers of 0 ... 15 -> [..., D / 2] uint8, the even dim in the low half."""
     pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))

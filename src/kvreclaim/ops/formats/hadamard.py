@@ -45,11 +45,6 @@ def unrotate(y: Tensor) -> Tensor:
     return _hadamard(y) * sign_tensor(y.shape[-1], y.device)
 
 
-def matrix(dim: int, device: torch.device) -> Tensor:
-    """R as [D, D] fp32: R @ x = rotate(x)."""
-    return rotate(torch.eye(dim, device=device)).T.contiguous()
-
-
 def _real(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 

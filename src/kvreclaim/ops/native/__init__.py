@@ -1,13 +1,12 @@
 """The ops as C++ kernels for CPUs (csrc/). Importing never fails: see unavailable_reason()."""
 
-from kvreclaim.ops.native.attention import paged_attention
-from kvreclaim.ops.native.column_sums import column_sums
-from kvreclaim.ops.native.compaction import compact
+from kvreclaim.ops.native.attention import column_sums, paged_attention
 from kvreclaim.ops.native.extension import describe, force_isa, supported_isas, unavailable_reason
 from kvreclaim.ops.native.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
 from kvreclaim.ops.native.selection import select_top
 from kvreclaim.ops.native.storage import (
     allocate,
+    compact,
     copy_blocks,
     gather_tokens,
     keep_open,

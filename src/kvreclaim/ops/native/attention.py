@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
@@ -9,11 +12,7 @@ from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
 
-def paged_attention(
-    q: Tensor,
-    layer: LayerCache,
-    batch: AttentionBatch,
-) -> Tensor:
+def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
 
     fp32 and bf16 caches are read as they lie; others are decoded into fp32 panels of 64 tokens in scratch of
@@ -23,16 +22,26 @@ def paged_attention(
     depends neither on the rest of the batch nor on the number of threads.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.v_head_dim))
-    softmax = layer.softmax
-    native().paged_attention(
-        q,
-        out,
-        cache_view(layer.cache),
-        layer.index,
-        batch_view(batch),
-        softmax.scale,
-        softmax.softcap or 0.0,
-        softmax.window or 0,
-        softmax.sinks,
-    )
+    native().paged_attention(q, out, *_over(layer, batch))
     return out
+
+
+def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
+    """reference.column_sums: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [N, K, C] fp32.
+
+    Any format of the cache: what is not read as it lies goes through fp32 panels, as in paged_attention.
+    One pass over the keys for eight query rows at a time (four without AVX-512); a KV head of a sequence is
+    one thread's. The result depends neither on the rest of the batch nor on the number of threads. Scratch
+    per thread: eight floats per slot.
+    """
+    columns = int(batch.lengths.max(initial=0))
+    sums = torch.empty((len(batch.sequences), layer.cache.num_kv_heads, columns), dtype=torch.float32)
+    native().column_sums(q, sums, *_over(layer, batch))
+    return sums
+
+
+def _over(layer: LayerCache, batch: AttentionBatch) -> tuple[Any, ...]:
+    """What both kernels take behind their input and output."""
+    rule = layer.softmax
+    softmax = (rule.scale, rule.softcap or 0.0, rule.window or 0, rule.sinks)
+    return cache_view(layer.cache), layer.index, batch_view(batch), *softmax

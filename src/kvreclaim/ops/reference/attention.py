@@ -15,11 +15,7 @@ MAX_SCORES = 1 << 26
 """Attention scores held at once (elements); longer query ranges are cut into pieces."""
 
 
-def paged_attention(
-    q: Tensor,
-    layer: LayerCache,
-    batch: AttentionBatch,
-) -> Tensor:
+def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """Attend each sequence's new tokens over its paged keys and values, causally.
 
     Args:
@@ -41,11 +37,7 @@ def paged_attention(
     return out
 
 
-def column_sums(
-    q: Tensor,
-    layer: LayerCache,
-    batch: AttentionBatch,
-) -> Tensor:
+def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """How much attention each slot receives from the new tokens: the probabilities that paged_attention
     weighs the values with, summed over the queries and query heads of each
     KV head.

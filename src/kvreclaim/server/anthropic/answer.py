@@ -9,14 +9,14 @@ from typing import Any
 
 from kvreclaim.engine.core.outputs import RequestMetrics
 from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
-from kvreclaim.server.anthropic.content import BlockEvents, Splitter, content_blocks, stop_of
+from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.joint import joint
 from kvreclaim.server.service import Prompt, Service, check_update
-from kvreclaim.server.tool_calls import Piece, ToolCallParser
+from kvreclaim.server.tool_calls import Piece, Splitter
 
 ROUTE = "/v1/messages"
 PING_S = 10.0
@@ -27,19 +27,14 @@ PING = event({"type": "ping"}, "ping")
 class Answer:
     """One request to /v1/messages that has been checked."""
 
-    def __init__(
-        self,
-        body: MessageRequest,
-        service: Service,
-        request_id: str,
-        prompt: Prompt,
-        parser: ToolCallParser | None,
-    ) -> None:
+    def __init__(self, body: MessageRequest, service: Service, request_id: str, prompt: Prompt) -> None:
         self.body = body
         self.service = service
         self.request_id = request_id
         self.prompt = prompt
-        self.splitter = Splitter(parser)
+        # Calls are looked for where the model has been told of tools.
+        offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
+        self.splitter = Splitter(service.config.tool_call_parser if offered else None)
         self._lead: str | None = None if body.messages[-1].role == "assistant" else ""
 
     async def message(self) -> dict[str, Any]:

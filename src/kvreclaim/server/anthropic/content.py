@@ -10,24 +10,7 @@ from typing import Any
 from kvreclaim.engine.core.outputs import RequestMetrics
 from kvreclaim.engine.face.stream import OutputDelta
 from kvreclaim.server.events import event
-from kvreclaim.server.tool_calls import Piece, ToolCall, ToolCallParser
-
-
-class Splitter:
-    """One output as pieces of text and tool calls; without a parser it is all text."""
-
-    def __init__(self, parser: ToolCallParser | None) -> None:
-        self._parser = parser
-        self.num_calls = 0
-
-    def take(self, text: str, *, last: bool) -> list[Piece]:
-        """What is settled now."""
-        if self._parser is None:
-            return [text] if text else []
-        pieces = self._parser.feed(text) if text else []
-        pieces += self._parser.finish() if last else []
-        self.num_calls += sum(isinstance(piece, ToolCall) for piece in pieces)
-        return pieces
+from kvreclaim.server.tool_calls import Piece, ToolCall
 
 
 def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvreclaim.server.anthropic.answer import Answer
@@ -15,13 +14,9 @@ from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.sampling import SHARED, sampling_of
-from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
-from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.tool_calls import ToolCallParser, make_parser
+from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 
 router = APIRouter(tags=["anthropic"])
-ServiceDep = Annotated[Service, Depends(service_of)]
-TenantDep = Annotated[Tenant, Depends(tenant_of)]
 
 
 @router.post("/v1/messages", responses=ERRORS | STREAMED, response_class=Response)
@@ -45,7 +40,7 @@ async def create_message(
         priority=body.priority,
         retention=rendered.breakpoints,
     )
-    answer = Answer(body, service, request_id_of(request.scope), prompt, _parser(body, service))
+    answer = Answer(body, service, request_id_of(request.scope), prompt)
     if body.stream:
         return await stream_events(answer.events(), request)
     return await answer_json(answer.message(), request)
@@ -67,10 +62,3 @@ def _note(body: ConversationFields, request: Request, service: Service) -> None:
 async def _render(body: ConversationFields, service: Service) -> Rendered:
     """In a thread: a long conversation takes its time, and nobody else should have to wait for it."""
     return await asyncio.to_thread(render, body, service)
-
-
-def _parser(body: MessageRequest, service: Service) -> ToolCallParser | None:
-    """Calls are looked for where the model has been told of tools."""
-    name = service.config.tool_call_parser
-    offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
-    return make_parser(name) if name is not None and offered else None

@@ -27,9 +27,8 @@ from kvreclaim.server.metrics.catalogue import (
     Kind,
     Metric,
 )
-from kvreclaim.server.metrics.histogram import Histogram
 from kvreclaim.server.metrics.http import HttpCounts
-from kvreclaim.server.metrics.observer import MetricsObserver
+from kvreclaim.server.metrics.observer import Histogram, MetricsObserver
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 Values = float | Mapping[str, float]

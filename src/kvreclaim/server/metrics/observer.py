@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,9 +12,29 @@ from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.face.exports import MemoryStats
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
-from kvreclaim.server.metrics.histogram import Histogram
 
 COMPLETE = ("stop", "length")
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of samples by bucket, many equal ones at once; a sample on a bound belongs to the bucket that
+    ends there."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, self.counts.copy(), self.total)
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
 from kvreclaim.server.openai.logprobs import Vocabulary
 from kvreclaim.server.openai.run import collect, updates
-from kvreclaim.server.openai.usage import token_usage, usage_of
 from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.usage import token_usage, usage_of
 
 
 class Answer(ABC):

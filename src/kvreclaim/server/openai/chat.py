@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import defaultdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -21,9 +22,9 @@ from kvreclaim.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
-from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
+from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
-from kvreclaim.server.tool_calls import Piece, ToolCall, ToolCallParser, make_parser
+from kvreclaim.server.tool_calls import Splitter, ToolCall
 
 router = APIRouter(tags=["openai"])
 
@@ -51,10 +52,7 @@ class ChatRequest(GenerationFields, ConversationOptions):
 
 @router.post("/v1/chat/completions", responses=ERRORS | streamed(ChatCompletion), response_class=Response)
 async def chat_completions(
-    body: ChatRequest,
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    tenant: Annotated[Tenant, Depends(tenant_of)],
+    body: ChatRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """The assistant's next turn."""
     check_options(body, service, request.scope)
@@ -100,15 +98,11 @@ class ChatAnswer(Answer):
 
     def __init__(self, fields: ChatRequest, service: Service, request_id: str, prompts: list[Prompt]) -> None:
         super().__init__(fields, service, request_id, prompts)
-        name = service.config.tool_call_parser
-        self._parser_name = name if fields.tools and fields.tool_choice != "none" else None
-        self._parsers: dict[int, ToolCallParser] = {}
-        self._num_calls: dict[int, int] = {}
+        parser = service.config.tool_call_parser if fields.tools and fields.tool_choice != "none" else None
+        self._splitters: defaultdict[int, Splitter] = defaultdict(lambda: Splitter(parser))
 
     def choice(self, index: int, delta: OutputDelta, request: engine.Request) -> dict[str, Any]:
-        pieces = self._pieces(index, delta)
-        calls = [self._call(index, piece) for piece in pieces if isinstance(piece, ToolCall)]
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        text, calls = self._said(index, delta)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
         if calls:
             message["tool_calls"] = calls
@@ -121,13 +115,11 @@ class ChatAnswer(Answer):
         if first:
             role = {"role": "assistant", "content": ""}
             choices.append({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-        said: dict[str, Any] = {}
-        for piece in self._pieces(index, delta):
-            if isinstance(piece, str):
-                said["content"] = said.get("content", "") + piece
-            else:
-                call = {"index": self._num_calls.get(index, 0), **self._call(index, piece)}
-                said.setdefault("tool_calls", []).append(call)
+        before = self._splitters[index].num_calls
+        text, calls = self._said(index, delta)
+        said: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls, before)]
         tokens = delta.token_ids and (self.fields.logprobs or self.fields.return_token_ids)
         if said or tokens or delta.finish_reason:
             choices.append(self._about(index, delta) | {"delta": said})
@@ -145,7 +137,7 @@ class ChatAnswer(Answer):
     def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """All but what was said."""
         reason: str | None = delta.finish_reason
-        if reason == "stop" and delta.stop_reason is None and self._num_calls.get(index):
+        if reason == "stop" and delta.stop_reason is None and self._splitters[index].num_calls:
             reason = "tool_calls"
         logprobs = None
         if self.fields.logprobs:
@@ -157,16 +149,15 @@ class ChatAnswer(Answer):
             about["token_ids"] = delta.token_ids
         return about
 
-    def _pieces(self, index: int, delta: OutputDelta) -> list[Piece]:
-        if self._parser_name is None:
-            return [delta.text] if delta.text else []
-        if index not in self._parsers:
-            self._parsers[index] = make_parser(self._parser_name)
-        parser = self._parsers[index]
-        pieces = parser.feed(delta.text)
-        return pieces + parser.finish() if delta.finish_reason is not None else pieces
-
-    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
-        self._num_calls[index] = self._num_calls.get(index, 0) + 1
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+    def _said(self, index: int, delta: OutputDelta) -> tuple[str, list[dict[str, Any]]]:
+        """What has settled of an output: text and tool calls."""
+        pieces = self._splitters[index].take(delta.text, last=delta.finish_reason is not None)
+        return "".join(each for each in pieces if isinstance(each, str)), [
+            {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in pieces
+            if isinstance(call, ToolCall)
+        ]

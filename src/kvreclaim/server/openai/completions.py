@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
@@ -19,7 +19,7 @@ from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs, prompt_logprobs
 from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
-from kvreclaim.server.service import Prompt, Service, service_of, tenant_of
+from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 
 router = APIRouter(tags=["openai"])
@@ -56,10 +56,7 @@ class CompletionRequest(GenerationFields):
 
 @router.post("/v1/completions", responses=ERRORS | streamed(Completion), response_class=Response)
 async def completions(
-    body: CompletionRequest,
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
-    tenant: Annotated[Tenant, Depends(tenant_of)],
+    body: CompletionRequest, request: Request, service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Continue a text, or each of several."""
     check_options(body, service, request.scope)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import Field
 
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.schemas import Responses, Shape
-from kvreclaim.server.service import Service, service_of
+from kvreclaim.server.service import Service, ServiceDep
 
 router = APIRouter(tags=["openai"])
 
@@ -50,9 +50,7 @@ READ_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404)}
 
 
 @router.get("/v1/models", responses=READ_ERRORS)
-async def models(
-    page: Annotated[Page, Query()], service: Annotated[Service, Depends(service_of)]
-) -> ModelList:
+async def models(page: Annotated[Page, Query()], service: ServiceDep) -> ModelList:
     """The names under which the model is served."""
     names = list(service.config.served_model_name)
     start = names.index(service.check_model(page.after_id)) + 1 if page.after_id is not None else 0
@@ -70,7 +68,7 @@ async def models(
 
 
 @router.get("/v1/models/{model_id:path}", responses=READ_ERRORS)
-async def model(model_id: str, service: Annotated[Service, Depends(service_of)]) -> Model:
+async def model(model_id: str, service: ServiceDep) -> Model:
     """One of them."""
     return _model(service.check_model(model_id), service)
 

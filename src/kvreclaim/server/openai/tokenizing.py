@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from kvreclaim.server.errors import ApiError
@@ -14,10 +13,9 @@ from kvreclaim.server.openai.messages import ConversationOptions, Messages, rend
 from kvreclaim.server.openai.prompts import tokenized
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.schemas import Responses
-from kvreclaim.server.service import Service, service_of
+from kvreclaim.server.service import Service, ServiceDep
 
 router = APIRouter(tags=["tokenizer"])
-ServiceDep = Annotated[Service, Depends(service_of)]
 TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 413)}
 
 

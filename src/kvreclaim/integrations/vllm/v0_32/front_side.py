@@ -50,7 +50,7 @@ def describe(config: Any) -> str:
     """One line for the log of a configuration that was taken over."""
     import vllm
 
-    options = _options(config)
+    options = Options.of_config(config)
     settings = options.settings
     parts = [
         f"{settings.policy}, budget {settings.budget}, interval {settings.interval} tokens",
@@ -73,7 +73,7 @@ def capped_bytes(needed: int, vllm_config: Any, kv_cache_groups: Any) -> int:
         return needed
     block_size = kv_cache_groups[0].kv_cache_spec.block_size
     scheduler = vllm_config.scheduler_config
-    tokens = _options(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
+    tokens = Options.of_config(vllm_config).bound(block_size, scheduler.max_num_batched_tokens)
     if tokens is None:
         return needed
     blocks = blocks_for(min(vllm_config.model_config.max_model_len, tokens), block_size)
@@ -156,7 +156,7 @@ def check_request(request: Any, vllm_config: Any) -> None:
         return
     extra_args = request.sampling_params.extra_args
     try:
-        settings = _options(vllm_config).of_request(extra_args)
+        settings = Options.of_config(vllm_config).of_request(extra_args)
         if settings is not None and request.resumable and KEY in (extra_args or {}):
             raise InvalidArgumentError(
                 f"{KEY} is given for a session of streaming input, which is never compressed; "
@@ -196,9 +196,3 @@ def _check_length(request: Any, vllm_config: Any) -> None:
             f"{request.sampling_params.max_tokens} of output, and the KV cache holds {room}; "
             f"lower max_tokens, or let it be compressed ({KEY} = 'on')."
         )
-
-
-def _options(vllm_config: Any) -> Options:
-    options = Options.find(vllm_config.additional_config, {})
-    assert options is not None, "asked without the option"
-    return options

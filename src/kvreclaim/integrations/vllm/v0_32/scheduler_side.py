@@ -121,8 +121,7 @@ class SchedulerHooks:
         refuse_groups(kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
         refuse_scheduler(self)
-        options = Options.find(vllm_config.additional_config, {})
-        assert options is not None, "our scheduler is named only where compression is asked for"
+        options = Options.of_config(vllm_config)
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
         block_size = manager.coordinator.single_type_managers[0].block_size
         max_chunk = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
