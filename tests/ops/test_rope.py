@@ -56,17 +56,11 @@ def test_interleaved_partial_style_equals_glm4() -> None:
         torch.testing.assert_close(rotate(x, POSITIONS, layout), want, atol=2e-4, rtol=0)
 
 
-def band_dims(layout: RopeLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    dims = torch.arange(layout.start + 2 * layout.num_bands)
-    real, imag = layout.bands
-    return dims[real], dims[imag]
-
-
 @EVERY_LAYOUT
 def test_rotation_turns_each_band_by_its_angle(layout: RopeLayout) -> None:
     x = noise(1, 2, 6, 16)
     turned = rotate(x, POSITIONS, layout)
-    real, imag = band_dims(layout)
+    real, imag = layout.band_dims()
     for t, position in enumerate(POSITIONS.tolist()):
         for f, frequency in enumerate(layout.inv_freq.tolist()):
             band = complex(x[1, t, real[f]], x[1, t, imag[f]]) * cmath.exp(1j * frequency * position)
@@ -78,7 +72,7 @@ def test_rotation_turns_each_band_by_its_angle(layout: RopeLayout) -> None:
 
 @EVERY_LAYOUT
 def test_every_dim_is_in_a_band_or_in_the_rest(layout: RopeLayout) -> None:
-    dims = torch.cat([*band_dims(layout), layout.rest_dims(16)])
+    dims = torch.cat([*layout.band_dims(), layout.rest_dims(16)])
     assert dims.sort().values.tolist() == list(range(16))
 
 
@@ -86,7 +80,7 @@ def test_every_dim_is_in_a_band_or_in_the_rest(layout: RopeLayout) -> None:
     ("style", "first", "second"), [("half", [3, 4], [5, 6]), ("interleaved", [3, 5], [4, 6])]
 )
 def test_where_the_dims_of_a_band_lie(style, first, second) -> None:
-    real, imag = band_dims(RopeLayout(torch.ones(2, dtype=torch.float64), style, 3))
+    real, imag = RopeLayout(torch.ones(2, dtype=torch.float64), style, 3).band_dims()
     assert real.tolist() == first
     assert imag.tolist() == second
 

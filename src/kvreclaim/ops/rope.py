@@ -41,6 +41,12 @@ class RopeLayout:
             return slice(self.start, self.start + self.num_bands), slice(self.start + self.num_bands, end)
         return slice(self.start, end, 2), slice(self.start + 1, end, 2)
 
+    def band_dims(self) -> tuple[Tensor, Tensor]:
+        """Indices [F] of the real and of the imaginary dims, on the CPU."""
+        dims = torch.arange(self.start + 2 * self.num_bands)
+        real, imag = self.bands
+        return dims[real], dims[imag]
+
     def rest_dims(self, head_dim: int, device: torch.device | None = None) -> Tensor:
         """Indices [D - 2F] of the dims that are not rotated, ascending, on the CPU by default."""
         before = torch.arange(self.start, device=device)

@@ -13,7 +13,7 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
-from kvreclaim.ops.triton.layout import layout_of, store_of
+from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.plan import (
     DecodeTables,
     Masks,
@@ -29,14 +29,6 @@ QUERY_ROWS = 64
 """Rows of a query tile: queries times the query heads of a KV head."""
 DECODE_ROWS = 16
 LATENT_ROWS = 16
-
-
-class Queries(NamedTuple):
-    """q: [T, H, D], rows of D in any strides."""
-
-    q: Tensor
-    stride_t: int
-    stride_h: int
 
 
 class Rule(NamedTuple):
@@ -129,7 +121,7 @@ def _decode(q: Tensor, layer: LayerCache, tables: DecodeTables, masks: Masks | N
         "SPLITS": splits,
     }
     grid = (rows, layer.cache.num_kv_heads * tile.pieces, splits)
-    decode_kernel[grid](_queries(q), **given, **_resources(q, layer.cache))
+    decode_kernel[grid](rows_in(q), **given, **_resources(q, layer.cache))
     if splits > 1:
         reduce_kernel[(rows, heads)](**given, num_warps=4)
 
@@ -145,7 +137,7 @@ def _prefill(
 ) -> None:
     """Writes the rows of the sequences of the tiles into out."""
     tile_kernel[(tiles.shape[0], layer.cache.num_kv_heads * heads.pieces)](
-        _queries(q),
+        rows_in(q),
         store_of(layer),
         out,
         tiles,
@@ -184,10 +176,6 @@ def _query_rows(q: Tensor, cache: KVCache) -> int:
         return QUERY_ROWS
     is_wide = max(cache.shape.k_dim, cache.shape.v_dim) > 128
     return QUERY_ROWS // 4 if is_wide and not cache.format.is_plain else QUERY_ROWS // 2
-
-
-def _queries(q: Tensor) -> Queries:
-    return Queries(q, q.stride(0), q.stride(1))
 
 
 def _rule(layer: LayerCache) -> Rule:

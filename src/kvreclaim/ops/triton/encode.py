@@ -148,39 +148,28 @@ def _store_side(x, store, row, is_row, ROWS: tl.constexpr, L: tl.constexpr, SIDE
 
 
 @triton.jit
-def _load_vectors(x, tokens, heads, is_row, stride_t, stride_k, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_vectors(vectors, tokens, heads, is_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[rows, BLOCK_D] fp32, bounded as all codecs do it, zero past D."""
     dims = tl.arange(0, BLOCK_D)
     mask = is_row[:, None] & (dims < D)[None, :]
-    places = x + (tokens * stride_t + heads * stride_k)[:, None] + dims[None, :]
+    rows = tokens * vectors.stride_t + heads * vectors.stride_h
+    places = vectors.x + rows[:, None] + dims[None, :]
     numbers = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     return _clamped(tl.where(numbers == numbers, numbers, 0.0), -LIMIT, LIMIT)
 
 
 @triton.jit
-def encode_kernel(
-    k,
-    v,
-    store,
-    slot_mapping,
-    num_tokens,
-    k_stride_t,
-    k_stride_k,
-    v_stride_t,
-    v_stride_k,
-    L: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Program p encodes ROWS keys and values of k and v [T, K, ...], seen as [T * K, ...]; one whose slot is
-    negative is written nowhere."""
+def encode_kernel(k, v, store, slot_mapping, num_tokens, L: tl.constexpr, ROWS: tl.constexpr):
+    """Program p encodes ROWS keys and values of k and v (Rows [T, K, ...]), seen as [T * K, ...]; one whose
+    slot is negative is written nowhere."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens, heads = (index // L.KV_HEADS).to(tl.int64), index % L.KV_HEADS
     slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
     is_row = slots >= 0
     row = (slots // L.S * L.KV_HEADS + heads) * L.S + slots % L.S
-    x = _load_vectors(k, tokens, heads, is_row, k_stride_t, k_stride_k, L.D, L.BLOCK_D)
+    x = _load_vectors(k, tokens, heads, is_row, L.D, L.BLOCK_D)
     keys = _store_side(x, store, row, is_row, ROWS, L, 0)
-    x = _load_vectors(v, tokens, heads, is_row, v_stride_t, v_stride_k, L.DV, L.BLOCK_DV)
+    x = _load_vectors(v, tokens, heads, is_row, L.DV, L.BLOCK_DV)
     values = _store_side(x, store, row, is_row, ROWS, L, 1)
     if L.FORMAT != INT4:
         places = store.params + row * 3

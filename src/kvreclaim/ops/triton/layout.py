@@ -76,6 +76,18 @@ class Store(NamedTuple):
     num_blocks: int = 0
 
 
+class Rows(NamedTuple):
+    """x: [T, heads, D], rows of D in any strides."""
+
+    x: Tensor
+    stride_t: int
+    stride_h: int
+
+
+def rows_in(x: Tensor) -> Rows:
+    return Rows(x, x.stride(0), x.stride(1))
+
+
 def layout_of(cache: KVCache) -> Layout:
     """Made once per cache."""
     return cache.cached("triton.layout", _layout)

@@ -11,54 +11,27 @@ from kvreclaim.ops.triton.slots import load_rows, slot_rows
 
 
 @triton.jit
-def _write_token(
-    x,
-    cache,
-    token,
-    slot,
-    stride_t,
-    stride_k,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A token of x [T, K, D] into its slot in all heads."""
+def _write_token(rows, cache, token, slot, L: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """A token of Rows into its slot in all heads."""
     element = tl.arange(0, BLOCK)
     head, dim = element // D, element % D
-    mask = element < KV_HEADS * D
-    value = tl.load(x + token * stride_t + head * stride_k + dim, mask=mask, other=0.0)
-    row = (slot // S * KV_HEADS + head) * S + slot % S
+    mask = element < L.KV_HEADS * D
+    value = tl.load(rows.x + token * rows.stride_t + head * rows.stride_h + dim, mask=mask, other=0.0)
+    row = (slot // L.S * L.KV_HEADS + head) * L.S + slot % L.S
     tl.store(cache + row * D + dim, value, mask=mask)
 
 
 @triton.jit
-def write_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    k_stride_t,
-    k_stride_k,
-    v_stride_t,
-    v_stride_k,
-    KV_HEADS: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Of a plain format. Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is
+def write_kernel(k, v, store, slot_mapping, L: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Rows of a plain format. Program (t, 0) stores the key of token t, (t, 1) its value; a negative slot is
     written nowhere."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         if tl.program_id(1) == 0:
-            _write_token(k, k_cache, token, slot, k_stride_t, k_stride_k, KV_HEADS, S, D, BLOCK)
+            _write_token(k, store.k, token, slot, L, L.D, BLOCK)
         else:
-            _write_token(v, v_cache, token, slot, v_stride_t, v_stride_k, KV_HEADS, S, DV, BLOCK_V)
+            _write_token(v, store.v, token, slot, L, L.DV, BLOCK_V)
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def softened(scores, rule, A: tl.constexpr):
 def _query_side(queries, tokens, heads, is_row, FIRST, D: tl.constexpr, BLOCK_D: tl.constexpr):
     dims = tl.arange(0, BLOCK_D)
     rows = tokens * queries.stride_t + heads * queries.stride_h
-    places = queries.q + rows[:, None] + (FIRST + dims)[None, :]
+    places = queries.x + rows[:, None] + (FIRST + dims)[None, :]
     return tl.load(places, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
 
 

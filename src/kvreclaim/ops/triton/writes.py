@@ -12,7 +12,7 @@ from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.triton.encode import encode_kernel
-from kvreclaim.ops.triton.layout import layout_of, store_of
+from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
 from kvreclaim.ops.triton.support import num_processors, padded
 
@@ -43,22 +43,15 @@ def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
 
 
 def _write_numbers(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    shape = layer.cache.shape
+    layout = layout_of(layer.cache)
     write_kernel[(slot_mapping.shape[0], 2)](
-        k,
-        v,
-        *layer.planes,
+        rows_in(k),
+        rows_in(v),
+        store_of(layer),
         slot_mapping,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        KV_HEADS=shape.num_kv_heads,
-        S=shape.block_size,
-        D=shape.k_dim,
-        DV=shape.v_dim,
-        BLOCK=padded(shape.num_kv_heads * shape.k_dim),
-        BLOCK_V=padded(shape.num_kv_heads * shape.v_dim),
+        L=layout,
+        BLOCK=padded(layout.KV_HEADS * layout.D),
+        BLOCK_V=padded(layout.KV_HEADS * layout.DV),
         num_warps=4,
     )
 
@@ -69,15 +62,11 @@ def _write_codes(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) 
     share = triton.cdiv(count, num_processors(layer.cache.device))
     rows = min(most, 1 << (share - 1).bit_length())
     encode_kernel[(triton.cdiv(count, rows),)](
-        k,
-        v,
+        rows_in(k),
+        rows_in(v),
         store_of(layer),
         slot_mapping,
         k.shape[0],
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
         L=layout,
         ROWS=rows,
         num_warps=4,
