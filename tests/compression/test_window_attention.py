@@ -6,7 +6,10 @@ import pytest
 import torch
 from compression_oracles import attention_rows, layer_facts, layer_view, noise, with_kv
 
-from kvreclaim.compression.attention import attention, over_group, window_attention, with_window
+from kvreclaim.compression.attention import attention, over_group, window_attention, window_sums, with_window
+from kvreclaim.ops import native, reference
+from kvreclaim.ops.key_source import PagedSource
+from kvreclaim.ops.kv_cache import PagedTokens
 
 SPECIAL = {
     "plain": {},
@@ -61,6 +64,40 @@ def test_half_precision_is_widened_first():
     same = with_kv(view, keys=view.keys.bfloat16().float())
     assert window_attention(half).dtype == torch.float32
     assert torch.equal(window_attention(half), window_attention(same))
+
+
+@pytest.fixture(params=[reference, native], ids=lambda backend: backend.NAME)
+def in_blocks(request):
+    """Views of one layer with their tokens in blocks of one cache, in any order."""
+
+    def move(views):
+        layer = dataclasses.replace(views[0].facts, rope=None)
+        cache = request.param.allocate((layer,), 16, 16, like=views[0].keys)
+        free, moved = torch.randperm(16, generator=torch.Generator().manual_seed(5)), []
+        for view in views:
+            count = view.source.shape[1]
+            ids, free = free[: -(-count // 16)], free[-(-count // 16) :]
+            slots = ids.repeat_interleave(16)[:count] * 16 + torch.arange(count) % 16
+            request.param.write_kv(
+                cache.layers[0], *(x.transpose(0, 1) for x in view.source.tensors()), slots
+            )
+            source = PagedSource(request.param, PagedTokens(cache.layers[0], ids, count))
+            moved.append(dataclasses.replace(view, source=source))
+        return moved
+
+    return move
+
+
+@pytest.mark.parametrize("fields", SPECIAL.values(), ids=SPECIAL)
+def test_sums_over_the_window_are_those_of_its_rows_together_and_alone(fields, in_blocks):
+    lengths = ((9, 40), (40, 40), (33, 90), (3, 3), (40, 50))
+    views = [a_view(fields, num_tokens=n, logical_len=end, seed=n + end) for n, end in lengths]
+    views = [*in_blocks([without_positions(view) for view in views[:4]]), views[4]]
+    together = window_sums(views)
+    for view, sums in zip(views, together, strict=True):
+        assert torch.equal(sums, window_sums([view])[0])
+        expected = attention_rows(view, view.signals.queries, view.logical_len - 3).sum(dim=1)
+        torch.testing.assert_close(sums.double(), over_group(expected, 2, "mean"), rtol=1e-5, atol=1e-6)
 
 
 def test_groups_are_neighbouring_query_heads():

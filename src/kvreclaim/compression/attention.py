@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.ops.dense import probabilities
+from kvreclaim.ops.key_source import PagedSource, column_sums
 
 
 def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Tensor:
@@ -39,9 +42,36 @@ def attention(view: LayerView, keys: Tensor, queries: Tensor, first: int) -> Ten
 
 def window_attention(view: LayerView) -> Tensor:
     """[H, w, T] fp32: attention of the last w queries (Signal.RECENT_QUERIES), oldest first."""
-    queries = view.signals.queries
-    assert queries is not None, f"layer {view.layer}: no recent queries"
+    queries = _queries(view)
     return attention(view, view.keys, queries, view.logical_len - queries.shape[1])
+
+
+def window_sums(views: Sequence[LayerView]) -> list[Tensor]:
+    """[K, T] fp32 of each: window_attention summed over the queries, the mean over the query heads of a KV
+    head. In one call of the back-end for all that it can read where they lie."""
+    blocks, found = {i: view for i, view in enumerate(views) if _fits_kernel(view)}, {}
+    if blocks:
+        sources = [view.source for view in blocks.values() if isinstance(view.source, PagedSource)]
+        shifts = [view.logical_len - view.source.shape[1] for view in blocks.values()]
+        sums = column_sums(sources, [_queries(view) for view in blocks.values()], shifts)
+        found = {i: own / views[i].facts.group_size for i, own in zip(blocks, sums, strict=True)}
+    for i, view in enumerate(views):
+        if i not in found:
+            found[i] = over_group(window_attention(view).sum(dim=1), view.source.shape[0], "mean")
+    return [found[i] for i in range(len(views))]
+
+
+def _fits_kernel(view: LayerView) -> bool:
+    """Whether column_sums can read the view: its slots tell their positions, and the kernels are the native
+    ones, whose sums depend on their own sequence alone, to the last bit, and whose block tables are here."""
+    source, count = view.source, _queries(view).shape[1]
+    native = isinstance(source, PagedSource) and source.backend.NAME == "native"
+    return native and view.signals.positions is None and 1 <= count <= source.shape[1]
+
+
+def _queries(view: LayerView) -> Tensor:
+    assert view.signals.queries is not None, f"layer {view.layer}: no recent queries"
+    return view.signals.queries
 
 
 def over_group(scores: Tensor, num_kv_heads: int, how: str) -> Tensor:

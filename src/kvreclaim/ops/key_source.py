@@ -12,6 +12,7 @@ from torch import Tensor
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
@@ -109,6 +110,27 @@ class PagedSource(KeySource):
 
     def value_norms(self) -> Tensor:
         return self.backend.value_norms(self.tokens)
+
+
+def column_sums(
+    sources: Sequence[PagedSource], queries: Sequence[Tensor], shifts: Sequence[int]
+) -> list[Tensor]:
+    """Attention that each one's tokens get from its last n queries, summed over them and over the query heads
+    of a KV head: [K, T] fp32 each, in one call.
+
+    Args:
+        sources: of one layer of one cache on the CPU
+        queries: [H, n, D] rotated, 1 <= n <= T; the last one's key is the last token
+        shifts:  logical minus physical position of the queries
+    """
+    layer = sources[0].tokens.layer
+    slots = tuple(
+        SequenceSlots(source.tokens.block_ids.to(torch.int32).numpy(), rows.shape[1], source.shape[1], shift)
+        for source, rows, shift in zip(sources, queries, shifts, strict=True)
+    )
+    batch = AttentionBatch(slots, torch.empty(0, dtype=torch.int64), layer.cache.block_size)
+    sums = sources[0].backend.column_sums(torch.cat([rows.transpose(0, 1) for rows in queries]), layer, batch)
+    return [own[:, : source.shape[1]] for own, source in zip(sums, sources, strict=True)]
 
 
 def key_norms(sources: Sequence[KeySource]) -> list[Tensor]:

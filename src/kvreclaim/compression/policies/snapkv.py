@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvreclaim.checks import require
-from kvreclaim.compression.attention import over_group, window_attention, with_window
+from kvreclaim.compression.attention import over_group, window_attention, window_sums, with_window
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.options import option
 
@@ -62,13 +63,25 @@ class SnapKV(CompressionPolicy):
         return self.when == "prefill"
 
     def score(self, view: LayerView) -> Tensor:
-        rows = window_attention(view)
-        size = min(rows.shape[1], rows.shape[2])
-        scores = rows[..., : rows.shape[2] - size].sum(dim=1)
+        return self.score_many([view])[0]
+
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        """Where both are averages, the query heads' comes first: it leaves less to pool."""
+        if self.group == "mean" and self.pooling == "average":
+            every = window_sums(views)
+        else:
+            every = [window_attention(view).sum(dim=1) for view in views]
+        return [self._scores(view, sums) for view, sums in zip(views, every, strict=True)]
+
+    def _scores(self, view: LayerView, sums: Tensor) -> Tensor:
+        """sums: [H | K, T]."""
+        assert view.signals.queries is not None, f"layer {view.layer}: no recent queries"
+        num_kv_heads, num_tokens = view.source.shape
+        size = min(view.signals.queries.shape[1], num_tokens)
+        scores = sums[:, : num_tokens - size]
         if view.first:
             scores = pool(scores, self.kernel, self.pooling)
-        scores = over_group(scores, view.source.shape[0], self.group)
-        return with_window(scores, size, bound=self.window)
+        return with_window(over_group(scores, num_kv_heads, self.group), size, bound=self.window)
 
 
 def check_odd(name: str, value: int) -> None:

@@ -53,7 +53,7 @@ class UnevenPass:
             num_tokens = int(tokens[layer, head])
             row = present[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
             ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
-            return PagedSource(pages.backend, PagedTokens(self.cells.layers[0], ids, num_tokens))
+            return PagedSource(pages.backend, PagedTokens(cell_layers(pages.cache)[layer], ids, num_tokens))
 
         signals = pages.question(job).signals
         return choose_uneven(job.compressor, source, lengths, pages.cache.block_size, signals)
