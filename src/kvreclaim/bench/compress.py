@@ -9,6 +9,7 @@ what a sequence holds, budget + interval tokens, however long its trace is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -42,9 +43,8 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
     point = Point(context, batch, steps + 16, "synthetic")
     config = base.policy(policy)
     system = Ours(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
-    session = system.open(point)
     clock, totals = Clock(), system.llm.engine.totals
-    try:
+    with closing(system.open(point)) as session:
         session.run(4)
         before = (totals.compactions, totals.score_s, totals.compact_s)
         quiet = []
@@ -54,8 +54,6 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
                 session.run(1)
                 if totals.compactions == passes:
                     quiet.append(perf_counter() - started)
-    finally:
-        session.close()
     passes = totals.compactions - before[0]
     assert passes > 0, f"no pass in {steps} steps"
     select = clock.take().get("select", 0.0) / passes

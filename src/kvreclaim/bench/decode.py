@@ -32,7 +32,7 @@ is not the model's own, those of the reference back-end in that format.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -80,12 +80,9 @@ def verify(
             if plan.compression(name) is not None and dtype != plan.dtype:
                 continue
             console.print(f"verify {name} in {dtype}", style="dim")
-            system = plan.make(name, Setup(plan.model, dtype, plan.threads), points)
-            try:
+            with closing(plan.make(name, Setup(plan.model, dtype, plan.threads), points)) as system:
                 answers = system.generate(prompts, max_tokens)
-                results.append(referees[form].judge(name, dtype, prompts, answers))
-            finally:
-                system.close()
+            results.append(referees[form].judge(name, dtype, prompts, answers))
     require_agreement(results)
     return results
 
@@ -184,11 +181,11 @@ def _time_group(
     rows: dict[str, Row] = {}
     sessions: dict[str, Session] = {}
     steps: dict[str, int] = {}
-    try:
+    with ExitStack() as stack:
         for name, system in systems.items():
             try:
                 _check_limit(plan, paces[name].forecast(point), system.multiple)
-                session = sessions[name] = system.open(point)
+                session = sessions[name] = stack.enter_context(closing(system.open(point)))
                 steps[name] = _warm_up(plan, point, system, session, paces[name])
             except SkipPoint as reason:
                 rows[name] = _skipped(name, point, str(reason))
@@ -196,9 +193,6 @@ def _time_group(
         speeds = alternate(runs, plan.rounds) if runs else {}
         for name, values in speeds.items():
             rows[name] = _row(name, point, values, steps[name], sessions[name])
-    finally:
-        for session in sessions.values():
-            session.close()
     return rows
 
 

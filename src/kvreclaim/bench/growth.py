@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from statistics import median
 
@@ -28,9 +28,8 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
         for context in contexts:
             point = Point(context, batch, new_tokens, plan.fill)
             system = Ours(SYSTEM, plan.setup, [point], config=plan.compression(SYSTEM), kernels=plan.kernels)
-            session = sessions[context] = system.open(point)
-            stack.callback(session.close)
-            session.run(plan.interval)
+            sessions[context] = stack.enter_context(closing(system.open(point)))
+            sessions[context].run(plan.interval)
         runs = {context: partial(session.run, plan.interval) for context, session in sessions.items()}
         slices = alternate(runs, plan.rounds)
     speeds = {context: [each.tokens_per_s for each in some] for context, some in slices.items()}

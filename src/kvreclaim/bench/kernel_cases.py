@@ -40,22 +40,20 @@ class Case:
 
 def attention(shape: Shape) -> Case:
     """Decode (queries 1) or a prefill chunk at the end of the context."""
-    heads, num_queries = shape.kv_heads * GROUP, shape.batch * shape.queries
-    q = _noise((num_queries, heads, shape.head_dim), shape)
+    q = _queries(shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.paged_attention(q, filled.cache.layers[layer], filled.batch)
 
     seen = shape.context - (shape.queries - 1) / 2
-    flops = int(4 * num_queries * heads * shape.head_dim * seen)
+    flops = int(4 * q.numel() * seen)
     op = "decode attention" if shape.queries == 1 else f"prefill attention, {shape.queries} new"
     return Case(op, shape, run, 2 * shape.side_bytes, flops=flops if shape.queries > 1 else 0)
 
 
 def column_sums(shape: Shape) -> Case:
     """The attention mass of the same step, a second pass over the keys."""
-    plain = attention(shape)
-    q = _noise((shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim), shape)
+    plain, q = attention(shape), _queries(shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
         return filled.backend.column_sums(q, filled.cache.layers[layer], filled.batch)
@@ -147,7 +145,9 @@ def _fp32(size: tuple[int, ...]) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(2))
 
 
-def _noise(size: tuple[int, ...], shape: Shape) -> Tensor:
+def _queries(shape: Shape) -> Tensor:
+    """Of a step: [T, H, D]."""
+    size = (shape.batch * shape.queries, shape.kv_heads * GROUP, shape.head_dim)
     return _fp32(size).to(shape.device, shape.dtype)
 
 

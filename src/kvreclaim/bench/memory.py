@@ -101,9 +101,9 @@ def _vllm(plan: MemoryPlan, python: Path) -> Row:
     with closing(VllmProcess(python, plan.threads, 2 * 2**30)) as process:
         process.load(
             plan.setup,
-            max_len=plan.length + 1,
-            batch=plan.requests,
-            num_blocks=pool_tokens(plan) // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
+            max_model_len=plan.length + 1,
+            max_num_seqs=plan.requests,
+            num_gpu_blocks_override=pool_tokens(plan) // VLLM_BLOCK_SIZE + 1,  # one of them is its null block
             block_size=VLLM_BLOCK_SIZE,
         )
         done = process.serve(plan.requests, plan.prompt, plan.output)

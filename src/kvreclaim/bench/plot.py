@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvreclaim.bench.decode_table import short, speeds
@@ -35,7 +34,6 @@ def decode_chart(files: Sequence[Path], out: Path) -> None:
     reports = [_load(file) for file in files]
     widest = max(len(_batches(report)) for report in reports)
     figure = Figure(figsize=(4.2 * widest, 3.4 * len(reports)), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(reports), widest, squeeze=False)
     for axes, report in zip(grid, reports, strict=True):
         for i, axis in enumerate(axes):

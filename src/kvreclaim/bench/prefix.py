@@ -17,7 +17,7 @@ from kvreclaim.bench.common import Row, table
 from kvreclaim.bench.plans import PrefixPlan
 from kvreclaim.bench.prefix_trace import TOKENS_PER_HASH, TracedRequest, read_trace
 from kvreclaim.checks import require
-from kvreclaim.memory import BlockPool, MemoryManager, MemoryStats, make_order
+from kvreclaim.memory import BlockPool, MemoryManager, make_order
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys
 
@@ -59,7 +59,12 @@ def replay_by_request(requests: Sequence[TracedRequest], order: str, num_blocks:
     memory = MemoryManager(num_blocks, 1, eviction_policy=make_order(order, num_blocks, TOKENS_PER_HASH))
     hits = sum(serve(memory, number, request.block_ids) for number, request in enumerate(requests))
     memory.check()
-    return _counts(requests, hits, memory.stats())
+    stats = memory.stats()
+    misses = dict(stats.misses)
+    misses["sub_block"] -= len(requests)
+    counts = _counts(requests, hits, stats.prefix_evictions)
+    assert hits + sum(misses.values()) == counts["queries"], f"{hits} hits, {misses}, {counts}"
+    return counts | {"misses": {reason: blocks for reason, blocks in misses.items() if blocks}}
 
 
 def serve(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
@@ -87,13 +92,7 @@ def replay_by_block(requests: Sequence[TracedRequest], order: str, num_blocks: i
     pool = BlockPool(num_blocks, order=make_order(order, num_blocks, TOKENS_PER_HASH))
     hits = sum(_walk(pool, request.block_ids) for request in requests)
     pool.check()
-    queries = sum(len(request.block_ids) for request in requests)
-    return {
-        "hits": hits,
-        "queries": queries,
-        "hit_rate": hits / queries,
-        "evictions": pool.num_evictions,
-    }
+    return _counts(requests, hits, pool.num_evictions)
 
 
 def _walk(pool: BlockPool, block_ids: Sequence[int]) -> int:
@@ -117,18 +116,9 @@ def _walk(pool: BlockPool, block_ids: Sequence[int]) -> int:
     return hits
 
 
-def _counts(requests: Sequence[TracedRequest], hits: int, stats: MemoryStats) -> Row:
+def _counts(requests: Sequence[TracedRequest], hits: int, evictions: int) -> Row:
     queries = sum(len(request.block_ids) for request in requests)
-    misses = dict(stats.misses)
-    misses["sub_block"] -= len(requests)
-    assert hits + sum(misses.values()) == queries, f"{hits} hits, {misses}, {queries} blocks"
-    return {
-        "hits": hits,
-        "queries": queries,
-        "hit_rate": hits / queries,
-        "evictions": stats.prefix_evictions,
-        "misses": {reason: blocks for reason, blocks in misses.items() if blocks},
-    }
+    return {"hits": hits, "queries": queries, "hit_rate": hits / queries, "evictions": evictions}
 
 
 def prefix_table(rows: Sequence[Row], trace: Path) -> Table:

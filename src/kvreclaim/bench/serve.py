@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 
 import numpy as np
 from rich.table import Table
 
-from kvreclaim.bench.common import Columns, Row, alternate, sheet, spread
+from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spread
 from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
 from kvreclaim.checks import require
@@ -123,19 +123,15 @@ def _verify(plan: ServePlan, llm: LLM, base_url: str) -> None:
 
 def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
     first_s: list[float] = []
-    turns = {"offline": 0, "http": 0}
-
-    def asks(system: str) -> list[Ask]:
-        turns[system] += 1
-        return _asks(plan, llm, num_streams, seed=plan.seed + turns[system])
+    rounds = [_asks(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
+    given = {"offline": iter(rounds), "http": iter(rounds)}
 
     def offline() -> float:
-        given, begun = asks("offline"), perf_counter()
-        _offline(llm, given)
-        return perf_counter() - begun
+        asks = next(given["offline"])
+        return seconds(lambda: _offline(llm, asks))
 
     def http() -> float:
-        told, elapsed_s = _http(base_url, asks("http"))
+        told, elapsed_s = _http(base_url, next(given["http"]))
         first_s.extend(answer.first_s for answer in told)
         return elapsed_s
 

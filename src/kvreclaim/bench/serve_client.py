@@ -29,11 +29,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came: the whole text, and seconds after the request was sent."""
+    """What came: the whole text, and seconds from the request to its first part."""
 
     text: str
     first_s: float
-    last_s: float
 
 
 class _Stream(asyncio.Protocol):
@@ -68,7 +67,7 @@ class _Stream(asyncio.Protocol):
         body = _unchunked(b"".join(self.parts))
         events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
         text = "".join(choice["text"] for event in events for choice in event["choices"])
-        return Told(text, self.first - self.sent, self.last - self.sent)
+        return Told(text, self.first - self.sent)
 
 
 async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[Told], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from statistics import median
 from time import perf_counter
 from unittest.mock import patch
@@ -32,11 +33,8 @@ def run(plan: DecodePlan) -> list[Row]:
 
 def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
     system = Ours(name, plan.setup, [point], config=plan.compression(name), kernels=plan.kernels)
-    session = system.open(point)
     clock, engine = Clock(), system.llm.engine
     steps = -(-plan.steps // system.multiple) * system.multiple
-    session.run(8)
-    plain = session.run(steps)
     runner = engine.runner
     parts = [
         (engine.scheduler, "schedule", "schedule"),
@@ -48,14 +46,14 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
         (engine.compression, "run", "compress"),
     ]
     times = []
-    try:
+    with closing(system.open(point)) as session:
+        session.run(8)
+        plain = session.run(steps)
         with timers(clock, parts), patch.object(runner, "ops", TimedOps(runner.ops, clock)):
             for _ in range(steps):
                 started = perf_counter()
                 session.run(1)
                 times.append(perf_counter() - started)
-    finally:
-        session.close()
     clocked = {part: 1e3 * value / steps for part, value in clock.take().items()}
     return {
         "system": name,

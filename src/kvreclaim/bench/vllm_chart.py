@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvreclaim.bench.common import Row
@@ -19,7 +18,6 @@ def pool_chart(rows: Sequence[Row], out: Path) -> None:
     """A column for each case: blocks in use above, running requests below, over seconds."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     figure = Figure(figsize=(5.2 * len(cases), 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(cases), squeeze=False, sharex="col")
     for i, case in enumerate(cases):
         own = [row for row in rows if row["case"] == case]

@@ -76,11 +76,11 @@ class VllmSide:
         try:
             self.facts = self.process.load(
                 plan.setup,
-                max_len=case.length,
-                batch=case.requests,
-                num_blocks=case.num_blocks,
+                max_model_len=case.length,
+                max_num_seqs=case.requests,
+                num_gpu_blocks_override=case.num_blocks,
                 block_size=BLOCK_SIZE,
-                additional_config=option,
+                additional_config=option or {},
             )
             ours = self.facts["scheduler"] != "Scheduler"
             require(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -146,7 +145,6 @@ def draw_report(report: DemoReport, path: Path) -> None:
     """Write the PNG: blocks in use over time, per budget and under load."""
     fractions = sorted({run.fraction for run in report.runs if run.fraction is not None}, reverse=True)
     figure = Figure(figsize=(5 * (len(fractions) + 1), 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(fractions) + 1, squeeze=False)[0]
     for axis, fraction in zip(axes, fractions, strict=False):
         for policies, series in _alike([run for run in report.runs if run.fraction in (None, fraction)]):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from kvreclaim.eval.best_mix import frontier
@@ -147,7 +146,6 @@ def _figure(panels: int, inches: tuple[float, float] = PANEL_INCHES) -> tuple[Fi
     columns = min(3, panels)
     lines = -(-panels // columns)
     figure = Figure(figsize=(inches[0] * columns, inches[1] * lines + 0.6), layout="constrained")
-    FigureCanvasSVG(figure)
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis in axes[panels:]:
         axis.set_axis_off()

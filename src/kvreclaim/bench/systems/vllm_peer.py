@@ -72,11 +72,11 @@ class VllmProcess:
             raise SkipPoint(f"vLLM failed: {answer['error']}")
         return answer
 
-    def load(self, setup: Setup, *, batch: int, **sizes: Any) -> Row:
-        """Start the engine. sizes: further arguments of vllm_worker.Worker.load. Returns: its facts."""
-        place = {"model": str(setup.model), "dtype": setup.dtype}
-        chunk = max(CHUNK, batch)
-        self.facts = self.ask("load", timeout_s=START_TIMEOUT_S, batch=batch, chunk=chunk, **place, **sizes)
+    def load(self, setup: Setup, *, max_num_seqs: int, **options: Any) -> Row:
+        """Start the engine, eager where not said. options: vLLM's own. Returns: its facts."""
+        usual = {"model": str(setup.model), "dtype": setup.dtype, "enforce_eager": True}
+        usual |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(CHUNK, max_num_seqs)}
+        self.facts = self.ask("load", timeout_s=START_TIMEOUT_S, **usual | options)
         return self.facts
 
     def versions(self) -> dict[str, str]:
@@ -159,15 +159,16 @@ class Vllm(System):
         self.process = VllmProcess(python, setup.threads, num_blocks * self.block_bytes)
         self.process.load(
             setup,
-            max_len=max(point.max_len for point in points),
-            batch=max(point.batch for point in points),
-            num_blocks=num_blocks,
+            max_model_len=max(point.max_len for point in points),
+            max_num_seqs=max(point.batch for point in points),
+            num_gpu_blocks_override=num_blocks,
             block_size=BLOCK_SIZE,
-            eager=eager,
+            enforce_eager=eager,
         )
+        self.eager = eager
 
     def facts(self) -> dict[str, object]:
-        return {name: self.process.facts[name] for name in ("block_size", "eager")}
+        return {"block_size": BLOCK_SIZE, "eager": self.eager}
 
     def new_bytes(self, point: Point) -> int:
         """Pages of the pool are taken when they are first written and then stay."""

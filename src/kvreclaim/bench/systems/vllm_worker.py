@@ -30,41 +30,18 @@ Prompts = list[list[int]]
 class Worker:
     """Holds one vLLM engine and the requests of the point that is open."""
 
-    def load(
-        self,
-        *,
-        model: str,
-        dtype: str,
-        max_len: int,
-        batch: int,
-        num_blocks: int,
-        block_size: int,
-        chunk: int,
-        eager: bool = True,
-        additional_config: Answer | None = None,
-    ) -> Answer:
-        """Start the engine with exactly num_blocks blocks. Answers versions, threads, the pool, whether our
-        plugin was loaded and what schedules."""
+    def load(self, **options: Any) -> Answer:
+        """Start the engine with vLLM's own options. Answers versions, threads, the pool, whether our plugin
+        was loaded and what schedules."""
         from vllm import LLM
 
-        self.llm: Any = LLM(
-            model,
-            dtype=dtype,
-            enforce_eager=eager,
-            max_model_len=max_len,
-            max_num_seqs=batch,
-            max_num_batched_tokens=chunk,
-            num_gpu_blocks_override=num_blocks,
-            block_size=block_size,
-            disable_log_stats=True,
-            additional_config=additional_config or {},
-        )
+        self.llm: Any = LLM(disable_log_stats=True, **options)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.noise: torch.Tensor | None = None
-        return self._describe() | {"block_size": block_size, "eager": eager}
+        return self._describe()
 
     def _describe(self) -> Answer:
         import transformers

@@ -6,7 +6,6 @@ import random
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
@@ -41,7 +40,9 @@ class TextTask(PlainTask):
         }
 
     def item(self, seed: int, index: int) -> Item:
-        write = partial(self._write_again, f"{self.name}:{seed}:{index}", index)
+        def write(num_sentences: int) -> Question:
+            return self.write(random.Random(f"{self.name}:{seed}:{index}"), index, num_sentences)
+
         question, tokens = fit(write, self.encode, self.num_tokens - self.max_new_tokens, self.name)
         return Item(tokens, max_new_tokens=self.max_new_tokens, payload=question)
 
@@ -69,9 +70,6 @@ class TextTask(PlainTask):
     def extra(self, question: Question, text: str) -> Mapping[str, float]:
         """Further figures."""
         return {}
-
-    def _write_again(self, seed: str, index: int, num_sentences: int) -> Question:
-        return self.write(random.Random(seed), index, num_sentences)
 
 
 def final_part(text: str) -> str:
