@@ -156,9 +156,9 @@ def markdown(headings: Collection[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def show(made: Table, console: Console | None = None) -> None:
+def show(made: Table) -> None:
     """Print a table."""
-    (console or wide_console()).print(made)
+    wide_console().print(made)
 
 
 def wide_console(*, stderr: bool = False) -> Console:

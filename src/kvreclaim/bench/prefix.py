@@ -57,7 +57,10 @@ def run(plan: PrefixPlan, note: Callable[[str], None] = lambda _: None) -> list[
 def replay_by_request(requests: Sequence[TracedRequest], order: str, num_blocks: int) -> Row:
     """Through a memory manager, as an engine would call it."""
     memory = MemoryManager(num_blocks, 1, eviction_policy=make_order(order, num_blocks, TOKENS_PER_HASH))
-    hits = sum(serve(memory, number, request.block_ids) for number, request in enumerate(requests))
+    hits = 0
+    for number, request in enumerate(requests):
+        hits += begin(memory, number, request.block_ids)
+        memory.free(number)
     memory.check()
     stats = memory.stats()
     misses = dict(stats.misses)
@@ -67,18 +70,11 @@ def replay_by_request(requests: Sequence[TracedRequest], order: str, num_blocks:
     return counts | {"misses": {reason: blocks for reason, blocks in misses.items() if blocks}}
 
 
-def serve(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
-    """Admit, compute and end a request in a memory of one slot per block. Returns: blocks hit.
+def begin(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
+    """Admit and compute a request in a memory of one slot per block. Returns: blocks hit.
 
     The prompt ends with one slot more, which is never computed, because a hit always leaves one.
     """
-    hit = begin(memory, seq_id, block_ids, salt)
-    memory.free(seq_id)
-    return hit
-
-
-def begin(memory: MemoryManager, seq_id: int, block_ids: Sequence[int], salt: str | None = None) -> int:
-    """What serve does, without the end."""
     match = memory.match_prefix(memory.keys((*block_ids, BEYOND), salt))
     memory.admit(seq_id, match)
     missed = len(block_ids) - match.num_tokens

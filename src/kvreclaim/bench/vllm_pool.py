@@ -48,18 +48,11 @@ class Case:
     def name(self) -> str:
         return f"{self.requests} x ({self.prompt:,} + {self.output:,})"
 
-    @property
-    def length(self) -> int:
-        return self.prompt + self.output
 
-    @property
-    def usable_blocks(self) -> int:
-        return self.num_blocks - 1
-
-
-SMALL = Case(requests=10, prompt=800, output=400, num_blocks=130, budget=256, rounds=3)
-LARGE = Case(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512)
-CASES = {"small": SMALL, "large": LARGE}
+CASES = {
+    "small": Case(requests=10, prompt=800, output=400, num_blocks=130, budget=256, rounds=3),
+    "large": Case(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512),
+}
 
 
 class VllmSide:
@@ -76,7 +69,7 @@ class VllmSide:
         try:
             self.facts = self.process.load(
                 plan.setup,
-                max_model_len=case.length,
+                max_model_len=case.prompt + case.output,
                 max_num_seqs=case.requests,
                 num_gpu_blocks_override=case.num_blocks,
                 block_size=BLOCK_SIZE,
@@ -153,7 +146,7 @@ def _row(plan: VllmPlan, case: Case, system: str, answers: Sequence[Row]) -> Row
         "budget": case.budget if system == WITH else None,
         "interval": plan.interval if system == WITH else None,
         "block_size": BLOCK_SIZE,
-        "num_blocks": case.usable_blocks,
+        "num_blocks": case.num_blocks - 1,
         "requests": case.requests,
         "prompt": case.prompt,
         "output": case.output,

@@ -45,19 +45,15 @@ class Grid:
     @property
     def num_examples(self) -> int:
         """Examples to be done, over all cells."""
-        settings = len(self.plan.settings())
-        return sum(
-            settings * task.num_examples(self.plan.num_examples) * len(self._seeds(task))
-            for task in self.tasks
-        )
+        by_task = (len(self._wanted(task)) * len(self._seeds(task)) for task in self.tasks)
+        return len(self.plan.settings()) * sum(by_task)
 
     def run(self) -> None:
         """Whatever is not in the journal yet. All settings see a batch before the next batch begins, so
         that an unfinished run compares equals with equals."""
         for task in self.tasks:
-            wanted = range(task.num_examples(self.plan.num_examples))
             for seed in self._seeds(task):
-                for numbers, items in self._batches(task, seed, wanted):
+                for numbers, items in self._batches(task, seed, self._wanted(task)):
                     for setting in self.plan.settings():
                         self._run_batch(setting, task, seed, dict(zip(numbers, items, strict=True)))
 
@@ -65,12 +61,11 @@ class Grid:
         """Results of every (setting, task), by seed and example; only those that the plan asks for."""
         found: Cells = {}
         for task in self.tasks:
-            wanted = range(task.num_examples(self.plan.num_examples))
             for setting in self.plan.settings():
                 by_seed: dict[int, list[Result]] = {}
                 for seed in self._seeds(task):
                     done = self.journal.of(cell_key(self._about(self._as_run(setting), task, seed)))
-                    by_seed[seed] = [done[index] for index in wanted if index in done]
+                    by_seed[seed] = [done[index] for index in self._wanted(task) if index in done]
                 found[setting, task.name] = by_seed
         return found
 
@@ -88,6 +83,9 @@ class Grid:
         budget."""
         alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
         return Setting(FULL, 1.0, setting.kv_cache_dtype) if alone else setting
+
+    def _wanted(self, task: Task) -> range:
+        return range(task.num_examples(self.plan.num_examples))
 
     def _seeds(self, task: Task) -> Sequence[int]:
         return self.plan.seeds if task.seeded else self.plan.seeds[:1]

@@ -103,18 +103,22 @@ def fit(
 
     Raises: InvalidArgumentError if the prompt without filler is too long.
     """
-    least = len(encode(write(0).text))
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return encode(write(count).text)
+
+    least = len(tokens(0))
     if least > most:
         raise InvalidArgumentError(
             f"task {what} needs {least} tokens of prompt without any filler, but {most} are left beside the "
             "answer; raise the number of tokens or lower the answer's."
         )
-    per_sentence = (len(encode(write(16).text)) - least) / 16
+    per_sentence = (len(tokens(16)) - least) / 16
     if not per_sentence:
-        return write(0), encode(write(0).text)
+        return write(0), tokens(0)
     count = int((most - least) / per_sentence)
-    while count and len(encode(write(count).text)) > most:
-        count = max(0, count - max(1, int((len(encode(write(count).text)) - most) / per_sentence)))
-    while len(encode(write(count + 1).text)) <= most:
+    while count and (over := len(tokens(count)) - most) > 0:
+        count = max(0, count - max(1, int(over / per_sentence)))
+    while len(tokens(count + 1)) <= most:
         count += 1
-    return write(count), encode(write(count).text)
+    return write(count), tokens(count)
