@@ -146,7 +146,7 @@ def _split_tiers(tiers: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """Slots that are kept whatever their score, and those that compete for the places left: all of
     one tier, the highest that does not fit whole. Lower tiers are out. Both ascending."""
     forced = tiers.new_zeros(0, dtype=torch.int64)
-    for tier in sorted(set(tiers.tolist()), reverse=True):
+    for tier in reversed(tiers.unique().tolist()):
         members = (tiers == tier).nonzero()[:, 0]
         if forced.numel() + members.numel() > places:
             return forced, members

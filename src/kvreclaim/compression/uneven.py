@@ -7,7 +7,7 @@ pass: nothing is lost to rounding but that a head has a few tokens more or less 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -51,15 +51,20 @@ def round_to_blocks(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadLengths:
-    """What a pass over uneven heads starts from.
+class HeadsQuestion:
+    """What is to be kept of one sequence whose heads may be uneven?
 
+    source:       (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
+                  the first pass
+    signals:      layer -> what the policy's needs name besides statistics, of all heads
     tokens:       [L, K] int64, live tokens of each head
     prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
     logical_len:  position of the next query
     first:        nothing has been evicted yet: all heads hold the same tokens
     """
 
+    source: HeadSource
+    signals: SignalSource
     tokens: np.ndarray
     prompt_slots: np.ndarray
     logical_len: int
@@ -77,93 +82,98 @@ class UnevenChoice:
 
 @torch.no_grad()
 def choose_uneven(
-    compressor: Compressor,
-    source: HeadSource,
-    lengths: HeadLengths,
-    block_size: int,
-    signals: SignalSource,
-) -> UnevenChoice:
-    """The slots that each head keeps, budget tokens on average; budget must be a multiple of block_size.
-
-    Args:
-        source:  (layer, head) -> one head's keys and values, or (layer, None) -> all heads', asked only at
-                 the first pass
-        signals: layer -> what the policy's needs name besides statistics, of all heads
+    compressor: Compressor, questions: Sequence[HeadsQuestion], block_size: int
+) -> list[UnevenChoice]:
+    """The slots that each head of several sequences keeps, budget tokens on average over those of a sequence;
+    budget must be a multiple of block_size. As if each were asked about alone.
 
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
     """
-    starts, protected = _protection(compressor, lengths)
-    ends = np.maximum(starts, lengths.tokens - compressor.config.recent)
-    scores = _scores(compressor, source, lengths, (starts, ends), signals)
-    free = [
-        [row[starts[layer, head] : ends[layer, head]] for head, row in enumerate(rows)]
-        for layer, rows in enumerate(scores)
-    ]
-    counts = _checked(compressor, compressor.policy.counts(free, protected, compressor.budget), lengths)
-    total = lengths.tokens.size * compressor.budget // block_size
-    least = blocks_for(protected, block_size)
-    blocks = round_to_blocks(counts, block_size, least, lengths.tokens // block_size, total)
+    firsts = [_first_free(compressor, question) for question in questions]
+    scores = _scores(compressor, questions, firsts)
+    return [_choice(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)]
+
+
+def _choice(
+    compressor: Compressor, question: HeadsQuestion, first: int, scores: Heads, block_size: int
+) -> UnevenChoice:
+    recent, tokens = compressor.config.recent, question.tokens
+    free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
+    counts = _checked(compressor, compressor.policy.counts(free, first + recent, compressor.budget), tokens)
+    total = tokens.size * compressor.budget // block_size
+    least = blocks_for(first + recent, block_size)
+    blocks = round_to_blocks(counts, block_size, least, tokens // block_size, total)
     kept = [list(rows) for rows in scores]
     for layer, head in np.ndindex(blocks.shape):
-        prompt_slots, num_kept = int(lengths.prompt_slots[layer, head]), int(blocks[layer, head]) * block_size
+        prompt_slots, num_kept = (
+            int(question.prompt_slots[layer, head]),
+            int(blocks[layer, head]) * block_size,
+        )
         kept[layer][head] = _keep(compressor, scores[layer][head], prompt_slots, num_kept)
     return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
 
 
-def _protection(compressor: Compressor, lengths: HeadLengths) -> tuple[np.ndarray, int]:
-    """[L, K] the first slot that may go, and how many of a head's tokens may not. A protected prompt may not
-    go where it fits, with all heads alike; else its tokens outrank others but may go."""
-    config = compressor.config
-    first = config.sinks
-    if config.protect_prompt and (lengths.prompt_slots == lengths.prompt_slots.flat[0]).all():
-        prompt = max(first, int(lengths.prompt_slots.flat[0]))
-        first = prompt if prompt + config.recent <= compressor.budget else first
-    return np.full_like(lengths.tokens, first), first + config.recent
+def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
+    """The first slot of each head that may go. A protected prompt may not go where it fits, with all heads
+    alike; else its tokens outrank others but may go."""
+    config, prompts = compressor.config, question.prompt_slots
+    if config.protect_prompt and (prompts == prompts.flat[0]).all():
+        prompt = max(config.sinks, int(prompts.flat[0]))
+        return prompt if prompt + config.recent <= compressor.budget else config.sinks
+    return config.sinks
 
 
-def _scores(
-    compressor: Compressor,
-    source: HeadSource,
-    lengths: HeadLengths,
-    free: tuple[np.ndarray, np.ndarray],
-    signals: SignalSource,
-) -> Heads:
-    """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head.
-
-    free: [L, K] first and end of the slots that may go
-    """
-    scores: Heads = []
-    for layer, facts in enumerate(compressor.facts.layers):
-        spans = [slice(int(first), int(end)) for first, end in zip(*(x[layer] for x in free), strict=True)]
-        whole = LayerView(
-            layer,
-            source(layer, None if lengths.first else 0),
-            lengths.logical_len,
-            facts,
-            compressor.stats_of(layer),
-            spans[0],
-            signals=signals(layer),
-            first=lengths.first,
-            budget=compressor.budget,
-        )
-        if lengths.first:
-            scores.append(list(compressor.score([whole])[0]))
-            continue
-        alone = [head_view(whole, head, source(layer, head), span) for head, span in enumerate(spans)]
-        scores.append([compressor.score([view])[0][0] for view in alone])
-    return scores
+def _free(first: int, num_tokens: int, recent: int) -> slice:
+    return slice(first, max(first, num_tokens - recent))
 
 
-def _checked(compressor: Compressor, counts: Tensor, lengths: HeadLengths) -> np.ndarray:
+def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> list[Heads]:
+    """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head; each for all
+    sequences at once. firsts: the first slot that may go."""
+    found: list[Heads] = [[] for _ in questions]
+    even = [i for i, question in enumerate(questions) if question.first]
+    uneven = [i for i, question in enumerate(questions) if not question.first]
+    for layer in range(compressor.facts.num_layers):
+        views = [_view(compressor, layer, *each) for each in zip(questions, firsts, strict=True)]
+        for i, scores in zip(even, compressor.score([views[i] for i in even]) if even else (), strict=True):
+            found[i].append(list(scores))
+        for i in uneven:
+            found[i].append([])
+        for head in range(compressor.facts.layers[layer].num_kv_heads if uneven else 0):
+            alone = []
+            for i in uneven:
+                source = questions[i].source(layer, head)
+                span = _free(firsts[i], source.shape[1], compressor.config.recent)
+                alone.append(head_view(views[i], head, source, span))
+            for i, scores in zip(uneven, compressor.score(alone), strict=True):
+                found[i][layer].append(scores[0])
+    return found
+
+
+def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
+    return LayerView(
+        layer,
+        question.source(layer, None if question.first else 0),
+        question.logical_len,
+        compressor.facts.layers[layer],
+        compressor.stats_of(layer),
+        _free(first, int(question.tokens[layer, 0]), compressor.config.recent),
+        signals=question.signals(layer),
+        first=question.first,
+        budget=compressor.budget,
+    )
+
+
+def _checked(compressor: Compressor, counts: Tensor, tokens: np.ndarray) -> np.ndarray:
     """The policy's counts, [L, K] float64. Raises: InvalidArgumentError."""
-    name, shape = compressor.policy.name, lengths.tokens.shape
+    name, shape = compressor.policy.name, tokens.shape
     if tuple(counts.shape) != shape or not bool(counts.isfinite().all()):
         raise InvalidArgumentError(
             f"policy {name} counted {list(counts.shape)} tokens; it must give {list(shape)} finite numbers."
         )
     found = counts.double().cpu().numpy()
-    if abs(found.mean() - compressor.budget) > 1 or (found < 0).any() or (found > lengths.tokens + 0.5).any():
+    if abs(found.mean() - compressor.budget) > 1 or (found < 0).any() or (found > tokens + 0.5).any():
         raise InvalidArgumentError(
             f"policy {name} counted {found.mean():.2f} tokens per head, from {found.min():.2f} to "
             f"{found.max():.2f}; they must be {compressor.budget} on average and no more than a head has."

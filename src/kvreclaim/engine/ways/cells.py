@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.uneven import HeadLengths, Heads, UnevenChoice, choose_uneven
+from kvreclaim.compression.uneven import Heads, HeadsQuestion, UnevenChoice, choose_uneven
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
@@ -38,12 +38,12 @@ class UnevenPass:
 
     def choose(self, jobs: list[Job]) -> list[UnevenChoice]:
         """The kept slots of every head, `budget` tokens on average."""
-        return [self._choose(job) for job in jobs]
+        questions = [self._question(job) for job in jobs]
+        return choose_uneven(jobs[0].compressor, questions, self.pages.cache.block_size)
 
-    def _choose(self, job: Job) -> UnevenChoice:
+    def _question(self, job: Job) -> HeadsQuestion:
         pages, cells = self.pages, job.seq.state.cells
         tokens = head_lengths(cells, job.num_slots, pages.cache)
-        lengths = HeadLengths(tokens, _prompt_slots(job, tokens.shape), job.next_position, cells is None)
         blocks, present = pages.index(job), grown_cells(cells, np.array(job.plan.source_ids), pages.cache)
 
         def source(layer: int, head: int | None) -> KeySource:
@@ -55,8 +55,8 @@ class UnevenPass:
             ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
             return PagedSource(pages.backend, PagedTokens(cell_layers(pages.cache)[layer], ids, num_tokens))
 
-        signals = pages.question(job).signals
-        return choose_uneven(job.compressor, source, lengths, pages.cache.block_size, signals)
+        prompt_slots, signals = _prompt_slots(job, tokens.shape), pages.question(job).signals
+        return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, cells is None)
 
     def apply(self, job: Job, choice: UnevenChoice) -> Done:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
