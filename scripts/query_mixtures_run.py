@@ -164,7 +164,9 @@ class Bench:
             "calibration": asdict(row.calibration),
             "fraction": fraction,
             "sequences": self.num_sequences,
-            "centres": self._stats[row.calibration].num_centers if row.calibration in self._stats else None,
+            "centres": self._stats[row.calibration].metadata.num_centers
+            if row.calibration in self._stats
+            else None,
             "compactions": sum(out.metrics.compactions for out in outputs),
             "lookups": _shares(self.examples, predicted, judged - FAR_TRACE),
             "carries": _shares(self.examples, predicted, judged & FAR_TRACE),

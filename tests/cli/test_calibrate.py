@@ -45,7 +45,7 @@ def test_rare_and_near_centres_go(text):
     many, _ = calibrated(text, "--centers", "8")
     rare, _ = calibrated(text, "--centers", "8", "--min-weight", "1")
     near, said = calibrated(text, "--centers", "8", "--min-distance", "1000")
-    assert (many.num_centers, rare.num_centers, near.num_centers) == (8, 1, 1)
+    assert [stats.metadata.num_centers for stats in (many, rare, near)] == [8, 1, 1]
     assert "1 centres per head" in said
 
 

@@ -97,7 +97,7 @@ def test_calibrate_writes_statistics(tmp_path, example):
     assert result.exit_code == 0, result.output
     stats = QueryStats.load(output)
     assert result.stdout.count("concentration R") == stats.metadata.num_layers
-    assert stats.num_centers == 4
+    assert stats.metadata.num_centers == 4
     assert stats.metadata.num_tokens > 900
     prompt = ("generate", "--prompt", "GO L8 START c3 ash .", "--kv-compression", "triattention")
     assert run(*prompt, "--kv-budget", 200, "--kv-compression-stats", output).exit_code == 0

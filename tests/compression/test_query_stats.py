@@ -188,7 +188,7 @@ class TestPublicFile:
         stats = QueryStats.load(tmp_path / "stats.pt")
         meta = stats.metadata
         assert (meta.num_layers, meta.num_heads, meta.head_dim, meta.rope_style) == (2, 3, 8, style)
-        assert (meta.fingerprint, meta.num_kv_heads, stats.num_centers, meta.model_name) == (
+        assert (meta.fingerprint, meta.num_kv_heads, stats.metadata.num_centers, meta.model_name) == (
             None,
             None,
             0,

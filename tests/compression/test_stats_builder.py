@@ -145,11 +145,11 @@ def test_merged_centres_leave_no_empty_places_in_every_head():
     builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
     builder.add_layer(0, queries)
     stats = builder.build()
-    assert stats.num_centers == 8  # the third head is one blob: its spread is small, nothing is near
+    assert stats.metadata.num_centers == 8  # the third head is one blob: its spread is small, nothing is near
     builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
     builder.add_layer(0, queries[[0, 1, 3, 3]])
     stats = builder.build()
-    assert stats.num_centers == 3
+    assert stats.metadata.num_centers == 3
     torch.testing.assert_close(stats.center_weight, torch.full((1, 4, 3), 1 / 3))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -127,8 +127,7 @@ class QueryStats:
 
     def to(self, device: torch.device) -> QueryStats:
         """The same on another device."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return replace(self, **{n: t.to(device) for n, t in tensors.items() if t is not None})
+        return QueryStats(self.metadata, **{name: t.to(device) for name, t in self._present().items()})
 
     def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
         """Of some query heads and the KV heads that they read, for whoever holds only these; views.
@@ -140,21 +139,17 @@ class QueryStats:
         num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
         of_centers = kv_heads if meta.shared_centers else heads
         own = {name: of_centers if name in _CENTER_TENSORS else heads for name in _TENSORS}
-        tensors = {name: getattr(self, name) for name in _TENSORS}
         return QueryStats(
             meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
-            **{name: t[:, own[name]] for name, t in tensors.items() if t is not None},
+            **{name: tensor[:, own[name]] for name, tensor in self._present().items()},
         )
-
-    @property
-    def num_centers(self) -> int:
-        """Centres per query head, or per KV head where they are shared; 0 for statistics without."""
-        return self.metadata.num_centers
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""
-        tensors = (getattr(self, name) for name in _TENSORS)
-        return LayerStats(*(None if t is None else t[layer] for t in tensors))  # type: ignore[arg-type]
+        return LayerStats(**{name: tensor[layer] for name, tensor in self._present().items()})
+
+    def _present(self) -> dict[str, Tensor]:
+        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def concentration(self, layouts: Sequence[RopeLayout | None]) -> Tensor:
         """R = |E q_f| / E|q_f| in [0, 1]: [L, H, F] fp32; 0 for bands a layer lacks or never uses."""
@@ -198,11 +193,10 @@ class QueryStats:
         """Write a .safetensors file, whole or not at all."""
         target = Path(path)
         self.check_target(target)
-        tensors = {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
         temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             header = {_HEADER: self.metadata.model_dump_json()}
-            save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata=header)
+            save_file({n: t.contiguous() for n, t in self._present().items()}, temporary, metadata=header)
             temporary.chmod(0o644)  # safetensors creates it for its owner alone
             os.replace(temporary, target)
         finally:

@@ -219,10 +219,6 @@ class MemoryManager:
         if table.chain is not None:
             self.prefix.enter_full_blocks(table, start // self.block_size)
 
-    def can_shrink(self, plan: ShrinkPlan) -> bool:
-        """Whether the fresh blocks that the plan needs are free now."""
-        return plan.targets.count(None) <= self.pool.num_free
-
     def shrink(self, plan: ShrinkPlan) -> Shrunk:
         """Give a sequence its planned table and release the other blocks, tail first: all or nothing.
 

@@ -66,20 +66,11 @@ class Backend(Protocol):
     def prepare_blocks(self, cache: KVCache, block_ids: list[int]) -> None: ...
 
     def trig_norm_scores(
-        self,
-        tokens: PagedTokens,
-        queries: Tensor,
-        weights: Tensor | None,
-        layout: RopeLayout,
+        self, tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
     ) -> Tensor: ...
 
     def mixture_scores(
-        self,
-        tokens: PagedTokens,
-        centers: Tensor,
-        variances: Tensor,
-        scale: float,
-        over: slice,
+        self, tokens: PagedTokens, centers: Tensor, variances: Tensor, scale: float, over: slice
     ) -> Tensor: ...
 
     def key_norms(self, tokens: PagedTokens) -> Tensor: ...

@@ -13,10 +13,7 @@ from kvreclaim.ops.rope import RopeLayout
 
 
 def trig_norm_scores(
-    tokens: PagedTokens,
-    queries: Tensor,
-    weights: Tensor | None,
-    layout: RopeLayout,
+    tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
 ) -> Tensor:
     """reference.trig_norm_scores, both terms in one pass over the keys: [H, T] fp32."""
     scores = torch.empty((queries.shape[0], tokens.num_tokens), dtype=torch.float32)
@@ -33,11 +30,7 @@ def trig_norm_scores(
 
 
 def mixture_scores(
-    tokens: PagedTokens,
-    centers: Tensor,
-    variances: Tensor,
-    scale: float,
-    over: slice,
+    tokens: PagedTokens, centers: Tensor, variances: Tensor, scale: float, over: slice
 ) -> Tensor:
     """reference.mixture_scores as one blocked product with all centres and offsets: [K, T] fp32.
 

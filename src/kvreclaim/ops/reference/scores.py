@@ -12,10 +12,7 @@ from kvreclaim.ops.rope import RopeLayout
 
 
 def trig_norm_scores(
-    tokens: PagedTokens,
-    queries: Tensor,
-    weights: Tensor | None,
-    layout: RopeLayout,
+    tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
 ) -> Tensor:
     """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32."""
     keys = gather_tokens(tokens)[0]
@@ -23,11 +20,7 @@ def trig_norm_scores(
 
 
 def mixture_scores(
-    tokens: PagedTokens,
-    centers: Tensor,
-    variances: Tensor,
-    scale: float,
-    over: slice,
+    tokens: PagedTokens, centers: Tensor, variances: Tensor, scale: float, over: slice
 ) -> Tensor:
     """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32."""
     keys = gather_tokens(tokens)[0]

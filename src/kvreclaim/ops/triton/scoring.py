@@ -20,10 +20,7 @@ CHUNK = 128
 
 
 def trig_norm_scores(
-    tokens: PagedTokens,
-    queries: Tensor,
-    weights: Tensor | None,
-    layout: RopeLayout,
+    tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
 ) -> Tensor:
     """scoring.trig_norm_scores of a paged sequence's keys: [H, T] fp32, in one pass over K."""
     tokens = _scored(tokens)
@@ -74,11 +71,7 @@ def trig_norm_scores(
 
 
 def mixture_scores(
-    tokens: PagedTokens,
-    centers: Tensor,
-    variances: Tensor,
-    scale: float,
-    over: slice,
+    tokens: PagedTokens, centers: Tensor, variances: Tensor, scale: float, over: slice
 ) -> Tensor:
     """scoring.mixture_scores of a paged sequence's keys: [K, T] fp32, in two passes over K.
 

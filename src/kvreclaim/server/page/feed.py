@@ -74,10 +74,6 @@ class Feed:
         self._recorder = Recorder()
         self._frame: bytes | None = None
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     def check_room(self) -> None:
         """Raises: ApiError 429 with too many viewers, 503 while the server shuts down."""
         if self._service.draining.is_set():
