@@ -79,7 +79,7 @@ class EngineConfig:
         "lru", "Which cached block is used again first: lru, slru, lfu, priority or gdsf."
     )
     spread_compression: bool = option(
-        False, "Requests that arrive together are compressed at different steps, each by its prompt's hash."
+        True, "Requests that arrive together are compressed at different steps, each by its prompt's hash."
     )
     max_pinned_fraction: float = option(0.5, "Of all blocks, at most so many pinned.", low=0.0, high=1.0)
     kv_cache_metrics_sample: float = option(

@@ -38,8 +38,9 @@ class DifferentAnswersError(KVReclaimError):
 def run(plan: ServePlan) -> list[Row]:
     """Both at every number of streams, in turns; prefix caching is off on both sides.
 
-    Returns: rows with `offline` and `http` tokens/s (medians), their `ratio`, `spread` over the rounds, and
-    `ttft_p50_ms`, `ttft_p99_ms` over all streams of all rounds. Raises: DifferentAnswersError.
+    Returns: rows with `offline` and `http` tokens/s (medians), their `ratio`, `spread` over the rounds,
+    `ttft_p50_ms` and `ttft_p99_ms` over all streams of all rounds, and `itl_p50_ms`, `itl_p99_ms` between two
+    pieces of a stream, over all of them. Raises: DifferentAnswersError.
     """
     llm = LLM(
         plan.model,
@@ -47,6 +48,8 @@ def run(plan: ServePlan) -> list[Row]:
         num_blocks=plan.num_blocks,
         max_num_seqs=max(plan.streams),
         enable_prefix_caching=False,
+        compression=plan.compression,
+        spread_compression=plan.spread_compression,
     )
     with serving(plan) as base_url:
         _verify(plan, llm, base_url)
@@ -69,7 +72,15 @@ def serving(plan: ServePlan) -> Iterator[str]:
         "max-num-seqs": max(plan.streams),
         "log-format": "text",
     }
+    if (compression := plan.compression) is not None:
+        options |= {
+            "kv-compression": compression.policy,
+            "kv-budget": compression.budget,
+            "kv-compression-interval": compression.interval,
+            "kv-recent": compression.recent,
+        }
     command = [sys.executable, "-c", program, "serve", "--no-enable-prefix-caching"]
+    command += [] if plan.spread_compression else ["--no-spread-compression"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     with tempfile.NamedTemporaryFile() as log:
         environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
@@ -122,7 +133,7 @@ def _verify(plan: ServePlan, llm: LLM, base_url: str) -> None:
 
 
 def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
-    first_s: list[float] = []
+    answers: list[Told] = []
     rounds = [_asks(plan, llm, num_streams, seed=plan.seed + turn + 1) for turn in range(plan.rounds)]
     given = {"offline": iter(rounds), "http": iter(rounds)}
 
@@ -132,7 +143,7 @@ def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
 
     def http() -> float:
         told, elapsed_s = _http(base_url, next(given["http"]))
-        first_s.extend(answer.first_s for answer in told)
+        answers.extend(told)
         return elapsed_s
 
     elapsed = alternate({"offline": offline, "http": http}, plan.rounds)
@@ -140,12 +151,20 @@ def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
     row: Row = {"streams": num_streams, "num_prompt": plan.num_prompt, "num_output": plan.num_output}
     for name, values in elapsed.items():
         row |= {name: num_tokens / median(values), f"{name}_spread": spread(values)}
-    return row | {"ratio": row["http"] / row["offline"], "threads": plan.threads} | _first(first_s)
+    return row | {"ratio": row["http"] / row["offline"], "threads": plan.threads} | _latency(answers)
 
 
-def _first(first_s: list[float]) -> Row:
-    p50, p99 = np.percentile(np.array(first_s) * 1e3, [50, 99])
-    return {"ttft_p50_ms": float(p50), "ttft_p99_ms": float(p99), "num_ttft": len(first_s)}
+def _latency(answers: list[Told]) -> Row:
+    """Of the first piece, and between two."""
+    waits_s = {
+        "ttft": [answer.first_s for answer in answers],
+        "itl": [gap for answer in answers for gap in answer.gaps_s],
+    }
+    row: Row = {"num_ttft": len(answers)}
+    for name, values in waits_s.items():
+        p50, p99 = np.percentile(np.array(values) * 1e3, [50, 99])
+        row |= {f"{name}_p50_ms": float(p50), f"{name}_p99_ms": float(p99)}
+    return row
 
 
 def _under_load(plan: ServePlan, llm: LLM, base_url: str, tokens_per_s: float) -> Row:
@@ -162,7 +181,7 @@ def _under_load(plan: ServePlan, llm: LLM, base_url: str, tokens_per_s: float) -
     told, elapsed_s = _http(base_url, asks)
     total = sum(output for _, output in lengths)
     facts = {"arrivals": len(asks), "requests_per_s": rate, "load": plan.load, "http": total / elapsed_s}
-    return facts | {"trace": plan.trace.name if plan.trace else None} | _first([t.first_s for t in told])
+    return facts | {"trace": plan.trace.name if plan.trace else None} | _latency(told)
 
 
 def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
@@ -195,6 +214,8 @@ def serve_table(rows: list[Row]) -> Table:
         "HTTP tok/s": "{http:,.0f}",
         "ratio": "{ratio:.3f}",
         "first token p50 ms": "{ttft_p50_ms:,.1f}",
-        "p99 ms": "{ttft_p99_ms:,.1f}",
+        "first token p99 ms": "{ttft_p99_ms:,.1f}",
+        "between tokens p50 ms": "{itl_p50_ms:,.1f}",
+        "between tokens p99 ms": "{itl_p99_ms:,.1f}",
     }
     return sheet("HTTP against the engine alone", columns, rows)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 from urllib.parse import urlsplit
 
@@ -29,10 +30,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came: the whole text, and seconds from the request to its first part."""
+    """What came: the whole text, seconds from the request to its first piece, and those between two pieces, of
+    which each has one or more tokens."""
 
     text: str
     first_s: float
+    gaps_s: list[float]
 
 
 class _Stream(asyncio.Protocol):
@@ -42,7 +45,8 @@ class _Stream(asyncio.Protocol):
         self.head = head
         self.ended = ended
         self.parts: list[bytes] = []
-        self.sent = self.first = self.last = 0.0
+        self.times: list[float] = []
+        self.sent = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.sent = perf_counter()
@@ -50,12 +54,10 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.parts.append(data)
-        if not self.first and b"data: " in data:
-            self.first = perf_counter()
-        if END in data or END in b"".join(self.parts[-2:]):
-            self.last = perf_counter()
-            if not self.ended.done():
-                self.ended.set_result(None)
+        if b"data: " in data:
+            self.times.append(perf_counter())
+        if (END in data or END in b"".join(self.parts[-2:])) and not self.ended.done():
+            self.ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
@@ -67,7 +69,8 @@ class _Stream(asyncio.Protocol):
         body = _unchunked(b"".join(self.parts))
         events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
         text = "".join(choice["text"] for event in events for choice in event["choices"])
-        return Told(text, self.first - self.sent)
+        gaps = [after - before for before, after in pairwise(self.times)]
+        return Told(text, self.times[0] - self.sent, gaps)
 
 
 async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[Told], float]:
@@ -91,7 +94,7 @@ async def ask_all(base_url: str, model: str, asks: Sequence[Ask]) -> tuple[list[
 
     begun = perf_counter()
     streams = await asyncio.gather(*(one(ask, begun) for ask in asks))
-    elapsed_s = max(stream.last for stream in streams) - min(stream.sent for stream in streams)
+    elapsed_s = max(stream.times[-1] for stream in streams) - min(stream.sent for stream in streams)
     return [stream.told() for stream in streams], elapsed_s
 
 
