@@ -130,10 +130,12 @@ class MemoryManager:
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed: a queued hit is no longer free."""
-        refs = self.pool.refs
-        queued = sum(1 for entry in match.entries if refs[entry.block] == 0)
-        needed = blocks_for(num_tokens, self.block_size)
-        return needed <= self.pool.num_free - queued
+        queued = len(match.entries) - self.num_shared(match)
+        return blocks_for(num_tokens, self.block_size) <= self.pool.num_free - queued
+
+    def num_shared(self, match: PrefixMatch) -> int:
+        """Blocks of a match that other sequences hold now."""
+        return sum(1 for entry in match.entries if self.pool.refs[entry.block])
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step.

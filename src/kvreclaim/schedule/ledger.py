@@ -52,11 +52,10 @@ def compress(
     if footprint.way is Way.COMPACT:
         held = len(table.block_ids)
         assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
-    moves = footprint.way in (Way.COMPACT, Way.CELLS)
     some = next((block for block in reversed(table.block_ids) if block is not None), 0)
     source_ids = tuple(some if block is None else block for block in table.block_ids)
     applied = Applied(source_ids, 0)
-    if moves:
+    if footprint.way.moves:
         plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
         if plan is None:
             account.postponed += 1

@@ -187,9 +187,9 @@ class Scheduler(Generic[Seq]):
         if seq in self.waiting:
             self.waiting.remove(seq)
 
-    def _turn(self, seq: Seq) -> tuple[bool, tuple[int, ...]]:
+    def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
-        return _is_prefill(seq), seq.rank if self._by_priority else ()
+        return _is_prefill(seq), _is_postponed(seq), seq.rank if self._by_priority else ()
 
     def _continue(self, seq: Seq, step: _Step) -> None:
         """Let a running sequence compute its next tokens, at the expense of others if it must be.
@@ -197,7 +197,7 @@ class Scheduler(Generic[Seq]):
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
         """
-        if step.rows and _is_prefill(seq) and seq.is_due:
+        if step.rows and _is_postponed(seq):
             return
         num_tokens = min(seq.next_chunk, step.budget)
         while not self.memory.can_grow(seq.seq_id, num_tokens):
@@ -218,8 +218,13 @@ class Scheduler(Generic[Seq]):
             return False
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
-        held = seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids))
+        known = len(seq.token_ids)
+        held = seq.footprint.slots_needed(seq.num_prompt, known)
         needed = max(1, held - match.num_tokens) + self._known_growth()
+        first_pass = seq.footprint.first_pass(seq.num_prompt)
+        if seq.footprint.way.moves and first_pass is not None and first_pass < known:
+            # Its blocks are its own from then on, while others go on holding those that it shared.
+            needed += self.memory.num_shared(match) * self.memory.block_size
         if not self.memory.can_admit(match, needed):
             return False
         self.memory.admit(seq.seq_id, match, priority=seq.priority)
@@ -298,3 +303,8 @@ def _rank(seq: Sequence) -> tuple[int, int, int]:
 
 def _is_prefill(seq: Sequence) -> bool:
     return seq.num_uncomputed > 1
+
+
+def _is_postponed(seq: Sequence) -> bool:
+    """Whether a pass inside its prompt has lacked blocks."""
+    return _is_prefill(seq) and seq.is_due

@@ -30,3 +30,8 @@ class Way(Enum):
     def reclaims(self) -> bool:
         """Whether what is evicted gives its blocks back."""
         return self in (Way.COMPACT, Way.BLOCKS, Way.CELLS)
+
+    @property
+    def moves(self) -> bool:
+        """Whether survivors slide together, into blocks that nobody else reads."""
+        return self in (Way.COMPACT, Way.CELLS)
