@@ -116,3 +116,28 @@ def test_what_fails_together_is_done_alone(bad_one, make_llm, monkeypatch):
     for out, tokens in zip(outputs, expected, strict=True):
         assert out.error or out.outputs[0].token_ids == tokens
     assert_idle(llm)
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_requests_that_arrive_together_fall_due_apart(spread, make_llm, monkeypatch):
+    """Each at points of its own, by its prompt; passes stay an interval apart, and each frees a block."""
+    llm = make_llm(block_size=8, max_num_batched_tokens=512, spread_compression=spread)
+    run, together, lengths = llm.engine.compression.run, [], {}
+
+    def watched(jobs):
+        together.append(len(jobs))
+        for job in jobs:
+            lengths.setdefault(job.seq.request_id, []).append(job.seq.num_computed)
+        return run(jobs)
+
+    monkeypatch.setattr(llm.engine.compression, "run", watched)
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+    config = CompressionConfig("knorm", budget=48, interval=64, sinks=2, recent=8)
+    outputs = llm.generate(tiny.prompts((40,) * 8, seed=6), params, config)
+    for points in lengths.values():
+        assert all(later - earlier == 64 for earlier, later in zip(points, points[1:], strict=False))
+        assert 48 + 8 <= points[0] <= 48 + 64
+    assert all(out.metrics.blocks_freed >= out.metrics.compactions for out in outputs)
+    first = {points[0] for points in lengths.values()}
+    assert len(lengths) == 8
+    assert (max(together), len(first)) == ((8, 1), (1, 8))[spread]
