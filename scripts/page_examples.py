@@ -20,7 +20,7 @@ from kvreclaim.eval.text.prose import framed, spread
 TARGET = Path(__file__).parents[1] / "src/kvreclaim/server/page/examples.json"
 DEMO = (
     ("multi_query", 2048, 2, "questions about facts that stand far back"),
-    ("variable_tracking", 2048, 3, "variables followed through chains of assignments"),
+    ("variable_tracking", 2048, 2, "variables followed through chains of assignments"),
     ("multi_query", 2048, 3, "other facts, other questions"),
 )
 """(task, tokens, seed, title); the demo model answers them with a tenth of its cache."""

@@ -110,9 +110,9 @@ def test_a_policy_that_was_never_asked_is_an_error(llm):
 def test_examples_too_short_for_a_compression_are_counted(llm):
     class Uneven(Guess):
         def item(self, seed: int, index: int) -> Item:
-            return Guess(160 if index % 2 else 40).item(seed, index)
+            return Guess(160 if index % 2 else 27).item(seed, index)
 
-    (row,) = evaluate(llm, ["knorm"], [0.5], [Uneven()], **{**SMALL, "interval": 40}).rows
+    (row,) = evaluate(llm, ["knorm"], [0.6], [Uneven()], **{**SMALL, "interval": 40}).rows
     assert (row.status, row.examples_compressed) == ("ok", 2)
     assert "compression fired in 2 of 5 examples" in row.reason
 
