@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -135,7 +136,7 @@ def test_requests_that_arrive_together_fall_due_apart(spread, make_llm, monkeypa
     config = CompressionConfig("knorm", budget=48, interval=64, sinks=2, recent=8)
     outputs = llm.generate(tiny.prompts((40,) * 8, seed=6), params, config)
     for points in lengths.values():
-        assert all(later - earlier == 64 for earlier, later in zip(points, points[1:], strict=False))
+        assert all(later - earlier == 64 for earlier, later in pairwise(points))
         assert 48 + 8 <= points[0] <= 48 + 64
     assert all(out.metrics.blocks_freed >= out.metrics.compactions for out in outputs)
     first = {points[0] for points in lengths.values()}

@@ -52,12 +52,10 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyPlan(ModelPlan):
-    """One that compares policies, all at one budget."""
+    """One with policies, all at one budget."""
 
-    kernels: str = option("auto", KERNELS)
     budget: int = option(2048, "Of the policies, tokens.", low=1, unit=" tokens")
     interval: int = option(128, "Of the policies, tokens.", low=1, unit=" token")
-    vllm_python: Path | None = option(None, VLLM_PYTHON)
 
     def policy(self, name: str) -> CompressionConfig | None:
         """None: "full", the full cache."""
@@ -69,7 +67,15 @@ class PolicyPlan(ModelPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan(PolicyPlan):
+class PeersPlan(PolicyPlan):
+    """One that compares with vLLM."""
+
+    kernels: str = option("auto", KERNELS)
+    vllm_python: Path | None = option(None, VLLM_PYTHON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(PeersPlan):
     """What is measured. steps: of a timed slice, fewer where slice_s would be exceeded; limit_s: for one
     system at one point, all rounds together.
 
@@ -176,7 +182,7 @@ class CompressPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan(PolicyPlan):
+class MemoryPlan(PeersPlan):
     """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
 
     policies: tuple[str, ...] = option(("full", "triattention", "query_mixture"), "Comma-separated.")
@@ -191,11 +197,11 @@ class MemoryPlan(PolicyPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServePlan(ModelPlan):
+class ServePlan(PolicyPlan):
     """What is run.
 
     num_prompt, num_output: tokens of each request
-    policy:   compresses every request on both sides; None: the cache stays whole
+    compress: the policy of every request, on both sides
     arrivals: requests of the run under load, which come at load x what the engine did offline at the most
               streams; 0: no such run
     trace:    whose lengths, times scale, the requests of that run have; None: num_prompt and num_output
@@ -208,10 +214,8 @@ class ServePlan(ModelPlan):
     threads: int = option(1, THREADS, low=1)
     num_blocks: int = option(4096, "Of the pool, on both sides.", low=1)
     dtype: str = option("auto", "auto, bfloat16 or float32.")
-    policy: str | None = option(None, "Compresses every request; the cache stays whole without.")
-    budget: int = option(512, "Of the policy, tokens.", low=1, unit=" tokens")
-    interval: int = option(128, "Of the policy, tokens.", low=1, unit=" token")
-    spread_compression: bool = option(True, "Requests that arrive together are compressed at different steps.")
+    compress: str = option("full", "The policy of every request.", flags=("--policy",))
+    spread_compression: bool = option(True, "Requests are compressed at different steps.")
     arrivals: int = option(0, "Requests of a run under load; 0: none.", low=0)
     load: float = option(0.7, "Of that run: share of what the engine can do offline.", low=0.01, high=100.0)
     trace: Path | None = option(None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens: their lengths.")
@@ -227,10 +231,6 @@ class ServePlan(ModelPlan):
         if self.trace is not None:
             require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
             require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
-
-    @property
-    def compression(self) -> CompressionConfig | None:
-        return None if self.policy is None else _compression(self.policy, self.budget, self.interval)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def run(plan: ServePlan) -> list[Row]:
         num_blocks=plan.num_blocks,
         max_num_seqs=max(plan.streams),
         enable_prefix_caching=False,
-        compression=plan.compression,
+        compression=plan.policy(plan.compress),
         spread_compression=plan.spread_compression,
     )
     with serving(plan) as base_url:
@@ -72,7 +72,7 @@ def serving(plan: ServePlan) -> Iterator[str]:
         "max-num-seqs": max(plan.streams),
         "log-format": "text",
     }
-    if (compression := plan.compression) is not None:
+    if (compression := plan.policy(plan.compress)) is not None:
         options |= {
             "kv-compression": compression.policy,
             "kv-budget": compression.budget,

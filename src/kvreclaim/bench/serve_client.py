@@ -30,8 +30,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came: the whole text, seconds from the request to its first piece, and those between two pieces, of
-    which each has one or more tokens."""
+    """What came: the whole text, seconds from the request to its first piece, and those between two pieces.
+    A piece has one or more tokens."""
 
     text: str
     first_s: float
