@@ -40,5 +40,6 @@ class QueryStore(RowStore):
         """[H, n, D]: the queries of positions end - n .. end - 1, oldest first; n <= window, fewer where
         they have not been seen."""
         start = max(end - self.window, self._first[seq_id])
-        places = torch.arange(start, end, device=self.tensor.device) % self.window
-        return self.row(seq_id)[layer, places].transpose(0, 1)
+        row, first = self.row(seq_id)[layer], start % self.window
+        parts = [row[first : first + end - start], row[: max(0, first + end - start - self.window)]]
+        return torch.cat(parts).transpose(0, 1)
