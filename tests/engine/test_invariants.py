@@ -193,7 +193,7 @@ def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm
     def checked_apply(job, choice):
         due.remove(job)
         others = {block for later in due for block in later.plan.source_ids}
-        others |= {b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1}
+        others |= {b for b in range(memory.pool.num_blocks) if memory.pool.refs[b] > 1}
         held = sorted(others)
         before = cache.k[:, held].clone(), cache.v[:, held].clone()
         done = apply(job, choice)

@@ -49,7 +49,7 @@ def check(engine):
         assert shown.logical_len == sum(seq.num_computed for seq in seqs)
         assert shown.physical_len == sum(table.physical_len for table in tables)
         assert shown.num_blocks == sum(len([b for b in t.block_ids if b is not None]) for t in tables)
-        assert shown.num_evicted == sum(seq.num_computed - seq.num_live for seq in seqs)
+        assert shown.num_evicted == sum(seq.account.num_evicted for seq in seqs)
         assert shown.blocks_freed == sum(seq.account.blocks_freed for seq in seqs)
     return view
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.answer.sampler import SampleRow, sample
+from kvreclaim.engine.answer.sampler import SampleRow, _sample
+from kvreclaim.engine.core.outputs import Logprob
 
 VOCAB = 12
 DRAWS = 4000
@@ -31,6 +32,12 @@ def row(
 ) -> SampleRow:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return SampleRow(params or SamplingParams(), list(prompt), list(generated), forbidden, generator)
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
+    """A token for each row of logits [N, V] fp32 (changed in place), and the log-probabilities asked for."""
+    found = _sample(logits, rows, [row.noise(logits.shape[-1]) for row in rows])
+    return [one.token for one in found], [one.logprobs for one in found]
 
 
 def draw(logits: torch.Tensor, one: SampleRow, count: int = DRAWS) -> Counter:

@@ -206,7 +206,7 @@ def test_no_block_that_another_may_read_is_written(make_llm, monkeypatch):
     def checked_apply(job, choice):
         due.remove(job)
         others = {block for later in due for block in later.plan.source_ids}
-        shared = sorted(others | {b for b in range(memory.pool.num_blocks) if memory.pool.ref_count(b) > 1})
+        shared = sorted(others | {b for b in range(memory.pool.num_blocks) if memory.pool.refs[b] > 1})
         before = cache.k[:, shared].clone(), cache.v[:, shared].clone()
         done = apply(job, choice)
         assert torch.equal(cache.k[:, shared], before[0])

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.schedule.ledger import Applied
-from kvreclaim.schedule.plan import CompactionPlan, TableState
+from kvreclaim.memory import CompactionPlan, Shrunk, TableState
 
 
 @dataclass
@@ -58,7 +57,7 @@ class ListPool:
     def held(self, request_id: str) -> list[int]:
         return [block for block in self.tables.get(request_id, ()) if block is not None]
 
-    def table(self, request_id: str) -> TableState:
+    def table_state(self, request_id: str) -> TableState:
         held = self.held(request_id)
         return TableState(held, [self.refs[block] for block in held], [self.indexed[block] for block in held])
 
@@ -67,7 +66,8 @@ class ListPool:
         self.refs[block], self.indexed[block] = 1, False
         return block
 
-    def apply(self, request_id: str, plan: CompactionPlan[str]) -> Applied:
+    def shrink(self, plan: CompactionPlan[str]) -> Shrunk:
+        request_id = plan.seq_id
         old, free = self.held(request_id), self.num_free
         for block in plan.strip:
             self.indexed[block] = False
@@ -77,7 +77,7 @@ class ListPool:
         self.tables[request_id] = [*targets, *[None] * holes]
         for block in old:
             self.refs[block] -= block not in targets
-        return Applied(tuple(targets), self.num_free - free)
+        return Shrunk(tuple(targets), self.num_free - free)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Places for the tokens, as vLLM counts them; False if the pool is full."""

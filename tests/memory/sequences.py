@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvreclaim.memory import BlockKeys, MemoryManager, PrefixMatch
-
-
-@dataclass(frozen=True)
-class Plan:
-    seq_id: int
-    num_tokens: int
-    targets: tuple[int | None, ...]
-    strip: tuple[int, ...] = ()
+from kvreclaim.memory import BlockKeys, BlockPool, MemoryManager, PrefixMatch
+from kvreclaim.memory.marks import PINNED
 
 
 def find(
@@ -56,3 +48,10 @@ def fork(memory: MemoryManager, parent_id: int, child_id: int) -> None:
     """A sibling that goes on by itself."""
     keys = memory.table(parent_id).keys
     memory.fork(parent_id, child_id, keys.fork(token_list(keys).copy()))
+
+
+def reuse_order(pool: BlockPool) -> list[int]:
+    """All queued blocks as they would be reused if nothing else happened."""
+    queued, pins = list(pool.free_queue), pool.pins
+    free = [block for block in queued if not pool.marks[block] & PINNED]
+    return [*pins._due, *free, *pins._kept, *(b for b in queued if pool.marks[b] & PINNED)]

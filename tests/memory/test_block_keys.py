@@ -7,10 +7,10 @@ import struct
 
 import pytest
 
-from kvreclaim.memory import BlockKeys, MemoryManager
+from kvreclaim.memory import BlockKeys, CompactionPlan, MemoryManager
 from kvreclaim.memory.prefix.keys import BlockHash
 
-from .sequences import Plan, fork, write
+from .sequences import fork, write
 
 
 class Counted:
@@ -143,6 +143,6 @@ def test_what_never_enters_the_index_is_not_hashed():
         memory.admit(0, memory.match_prefix(memory.keys(list(range(8)))))
         write(memory, 0, list(range(8)))
         assert hashed.since() == (3 if caching else 0)
-        memory.shrink(Plan(0, 3, (None,)))
+        memory.shrink(CompactionPlan(0, 3, (None,)))
         write(memory, 0, list(range(20)))
         assert hashed.since() == 0

@@ -10,9 +10,9 @@ import pytest
 
 from kvreclaim.bench import blocks
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory import MemoryManager, Retention, eviction_orders
+from kvreclaim.memory import CompactionPlan, MemoryManager, Retention, eviction_orders
 
-from .sequences import Plan, find
+from .sequences import find
 
 
 def lines(work: Callable[[], object]) -> int:
@@ -52,7 +52,7 @@ def costs(num_blocks: int, order: str) -> list[int]:
             lambda: (memory.grow(1, 1), memory.commit(1, 1)),
             lambda: memory.fork(1, 2, memory.table(1).keys.fork(prompt)),
             lambda: memory.grow(2, 5),
-            lambda: memory.shrink(Plan(2, 9, (None, None, None))),
+            lambda: memory.shrink(CompactionPlan(2, 9, (None, None, None))),
             lambda: memory.punch(1, [0, 3]),
             lambda: memory.free(1),
             lambda: memory.free(2),

@@ -17,7 +17,7 @@ from kvreclaim.memory import EvictionOrder, MemoryManager, Retention, eviction_o
 from kvreclaim.memory.eviction.lru import LRU
 
 from .naive_orders import NAIVE
-from .sequences import find, run
+from .sequences import find, reuse_order, run
 
 
 def test_the_known_orders_begin_with_the_default():
@@ -230,7 +230,7 @@ def test_no_block_is_reused_before_those_behind_it_in_its_chain(name, prompts, n
 def check_children_first(memory: MemoryManager) -> None:
     memory.check()
     cached = {entry.block: entry for entry in memory.pool.index}
-    entries = [cached[block] for block in memory.pool.reuse_order() if block in cached]
+    entries = [cached[block] for block in reuse_order(memory.pool) if block in cached]
     place = {entry.serial: i for i, entry in enumerate(entries)}
     for i, entry in enumerate(entries):
         assert place.get(entry.parent, i + 1) > i, f"block {entry.block} is reused after its parent"
@@ -269,5 +269,5 @@ def test_the_age_of_gdsf_is_what_was_reused_not_what_a_pin_passed_over():
     assert find(memory, most).num_tokens == 4096, "passed over"
     for seq_id in held:
         memory.free(seq_id)
-    order = memory.pool.reuse_order()
+    order = reuse_order(memory.pool)
     assert order.index(alone) < order.index(first)

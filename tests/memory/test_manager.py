@@ -60,7 +60,7 @@ def test_salts_and_switch_decide_who_hits():
     off = MemoryManager(16, 4, enable_prefix_caching=False)
     run(off, 0, range(9))
     assert find(off, range(9)).num_tokens == 0
-    assert off.indexed(0) == (False, False, False)
+    assert off.table_state(0).indexed == (False, False, False)
     assert (off.stats().prefix_query_tokens, off.stats().prefix_hit_tokens) == (9, 0)
 
 
@@ -135,7 +135,7 @@ def test_a_forked_tail_is_copied_before_it_is_written():
     run(memory, 0, range(6))
     fork(memory, 0, 1)
     assert memory.table(1).block_ids == [0, 1]
-    assert memory.ref_counts(1) == (2, 2)
+    assert memory.table_state(1).ref_counts == (2, 2)
     token_list(memory.table(0).keys).append(6)
     with pytest.raises(AssertionError, match="wrote a shared block"):
         memory.commit(0, 1)
@@ -231,9 +231,9 @@ def test_of_two_equal_blocks_the_first_is_hit_and_the_chain_goes_on():
         memory.admit(seq_id, find(memory, range(6)))
     for seq_id in (0, 1):
         write(memory, seq_id, range(6))
-    assert (memory.indexed(0), memory.indexed(1)) == ((True, False), (False, False))
+    assert (memory.table_state(0).indexed, memory.table_state(1).indexed) == ((True, False), (False, False))
     write(memory, 1, [6, 7])
-    assert memory.indexed(1) == (False, True)
+    assert memory.table_state(1).indexed == (False, True)
     assert find(memory, range(9)).block_ids == (0, 3)
 
 
@@ -242,11 +242,11 @@ def test_nothing_is_indexed_after_a_loss():
     run(memory, 0, range(6))
     memory.mark_inexact(0)
     write(memory, 0, range(6, 16))
-    assert memory.indexed(0) == (True, False, False, False)
+    assert memory.table_state(0).indexed == (True, False, False, False)
     assert memory.table(0).exact_len == 6
     fork(memory, 0, 1)
     write(memory, 1, range(16, 20))
-    assert memory.indexed(1) == (True, False, False, False, False)
+    assert memory.table_state(1).indexed == (True, False, False, False, False)
 
 
 def test_reset_ends_the_chains_of_running_sequences():
@@ -272,7 +272,7 @@ def test_a_finished_prompt_is_cached_until_its_blocks_are_needed():
     assert memory.stats().prefix_evictions == 1
     assert find(memory, range(10)).num_tokens == 4
     memory.free(1)
-    memory.reset_peak()
+    memory.pool.reset_peak()
     assert memory.stats().peak_in_use == 0
 
 
@@ -295,9 +295,7 @@ def test_hits_are_counted_in_prompt_tokens():
         lambda memory: memory.free(9),
         lambda memory: memory.punch(9, [0]),
         lambda memory: memory.mark_inexact(9),
-        lambda memory: memory.writable(9),
-        lambda memory: memory.indexed(9),
-        lambda memory: memory.ref_counts(9),
+        lambda memory: memory.table_state(9),
     ],
 )
 def test_an_unknown_sequence_is_named(call):

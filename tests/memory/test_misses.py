@@ -6,11 +6,11 @@ import hashlib
 
 import pytest
 
-from kvreclaim.memory import MISS_REASONS, BlockKeys, MemoryManager
+from kvreclaim.memory import MISS_REASONS, BlockKeys, CompactionPlan, MemoryManager
 from kvreclaim.memory.prefix.index import PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash
 
-from .sequences import Plan, find, run
+from .sequences import find, run
 
 
 def missed(memory: MemoryManager) -> dict[str, int]:
@@ -100,7 +100,7 @@ def test_a_child_whose_parent_was_evicted_is_evicted():
     """Compression gave the first block back; it was computed anew, but the second hangs on the old one."""
     memory = MemoryManager(8, 4)
     run(memory, 0, range(9))
-    memory.shrink(Plan(0, 3, (memory.table(0).block_ids[0],), (memory.table(0).block_ids[0],)))
+    memory.shrink(CompactionPlan(0, 3, (memory.table(0).block_ids[0],), (memory.table(0).block_ids[0],)))
     memory.free(0)
     run(memory, 1, range(5))
     assert ask(memory, range(9)) == {"evicted": 4, "sub_block": 1}

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory import MemoryManager, Retention, eviction_orders
+from kvreclaim.memory import CompactionPlan, MemoryManager, Retention, eviction_orders
 from kvreclaim.memory.marks import INDEXED, PINNED
 from kvreclaim.memory.pins import ttls
 
-from .sequences import Plan, find, fork, run, write
+from .sequences import find, fork, run, write
 
 
 class Clock:
@@ -158,7 +158,7 @@ def test_the_twin_that_can_be_hit_is_pinned():
     pinned = [block for block, mark in enumerate(memory.pool.marks) if mark == INDEXED | PINNED]
     assert pinned == memory.table(0).block_ids[:2]
     assert (memory.indexed_len(0), memory.indexed_len(1)) == (8, 8)
-    assert (memory.repeated_len(0), memory.repeated_len(1)) == (0, 8)
+    assert (memory.table(0).repeated_len, memory.table(1).repeated_len) == (0, 8)
 
 
 def test_only_what_is_indexed_is_pinned():
@@ -182,7 +182,7 @@ def test_a_compaction_unpins_what_it_overwrites_and_indexed_len_stays():
     memory.pin(0, [Retention(16, 60)])
     first, second = memory.table(0).block_ids[:2]
     assert memory.stats().pinned == 4
-    memory.shrink(Plan(0, 6, (first, second), (first, second)))
+    memory.shrink(CompactionPlan(0, 6, (first, second), (first, second)))
     memory.check()
     assert memory.stats().pinned == 2, "the two that were dropped are still cached and pinned"
     assert memory.indexed_len(0) == 16

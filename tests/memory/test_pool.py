@@ -25,10 +25,10 @@ def test_a_shared_block_is_freed_by_its_last_holder():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.touch(block)
-    assert pool.ref_count(block) == 2
+    assert pool.refs[block] == 2
     assert pool.release([block]) == 0
     assert pool.release([block]) == 1
-    assert pool.ref_count(block) == 0
+    assert pool.refs[block] == 0
 
 
 def test_a_cached_block_is_free_and_can_be_taken_back():
@@ -53,20 +53,6 @@ def test_reuse_forgets_what_was_cached():
     pool.release([block])
     assert pool.allocate(2) == [1, 0]
     assert (len(pool.index), pool.num_cached, pool.num_evictions) == (0, 0, 1)
-
-
-def test_writable_means_one_holder_and_no_hit():
-    pool = BlockPool(2)
-    a, b = pool.allocate(2)
-    assert pool.is_writable(a)
-    pool.enter(a, pool.index.root(None), key([7, 8]))
-    assert not pool.is_writable(a)
-    pool.strip(a)
-    assert pool.is_writable(a)
-    pool.touch(b)
-    assert not pool.is_writable(b)
-    pool.release([b, b])
-    assert not pool.is_writable(b)
 
 
 def test_the_first_of_two_equal_blocks_stays_indexed():

@@ -5,10 +5,10 @@ from itertools import count
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory import BlockResidency, MemoryManager
+from kvreclaim.memory import BlockResidency, CompactionPlan, MemoryManager
 from kvreclaim.memory.marks import SAMPLED
 
-from .sequences import Plan, find, run
+from .sequences import find, run
 
 
 class Clock:
@@ -45,7 +45,7 @@ def test_what_is_not_evicted_is_not_told():
     memory = MemoryManager(8, 4, residency_sample=1, clock=Clock())
     run(memory, 0, range(8))
     block = memory.table(0).block_ids[0]
-    memory.shrink(Plan(0, 3, (block,), (block,)))
+    memory.shrink(CompactionPlan(0, 3, (block,), (block,)))
     memory.free(0)
     serve(memory, 1, range(50, 58))
     memory.reset_prefix_cache()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvreclaim.memory import MISS_REASONS, MemoryStats, PrefixMatch
+from kvreclaim.memory import MISS_REASONS, MemoryStats, PrefixMatch, TableState
 from kvreclaim.memory.marks import INDEXED, PINNED
+
+from .sequences import reuse_order
 
 if TYPE_CHECKING:
     from .world import World
@@ -16,7 +18,7 @@ def check_world(world: World) -> None:
     shadow, pool = world.shadow, world.memory.pool
     world.memory.check()
     assert world.memory.stats() == _expected_stats(world)
-    assert pool.reuse_order() == shadow.order
+    assert reuse_order(pool) == shadow.order
     assert {b: n for b, n in enumerate(pool.refs) if n} == shadow.refs
     assert {entry.block for entry in pool.index} == set(shadow.path_of_block)
     assert {b for b, mark in enumerate(pool.marks) if mark & INDEXED} == set(shadow.path_of_block)
@@ -36,9 +38,7 @@ def _check_sequence(world: World, seq_id: int) -> None:
         assert memory.indexed_len(seq_id) == len(sequence.entries) * shadow.block_size
     refs = tuple(0 if block is None else shadow.refs[block] for block in sequence.blocks)
     indexed = tuple(block in shadow.path_of_block for block in sequence.blocks)
-    assert memory.ref_counts(seq_id) == refs
-    assert memory.indexed(seq_id) == indexed
-    assert memory.writable(seq_id) == tuple(n == 1 and not hit for n, hit in zip(refs, indexed, strict=True))
+    assert memory.table_state(seq_id) == TableState(sequence.blocks, refs, indexed)
     for slot, content in enumerate(sequence.contents):
         assert shadow.stored(sequence, slot) == content, f"sequence {seq_id}: slot {slot} was overwritten"
 

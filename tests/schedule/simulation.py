@@ -82,7 +82,7 @@ class ListWorker:
             assert block is not None
             holders = sum(block in self.memory.table(seq_id).block_ids for seq_id in self.rows)
             assert holders == 1, f"block {block}, of {holders}, is written"
-            assert not self.memory.indexed(seq.seq_id)[slot // self.size], f"block {block} can be hit"
+            assert block not in self.memory.pool.index, f"block {block} can be hit"
             self.slots[block * self.size + slot % self.size] = states[-1]
         return states
 
@@ -95,7 +95,7 @@ class ListWorker:
         """Carry out a pass. Returns: the table's entries that go, and prompt slots left, if nothing moves."""
         row = self.rows[done.seq_id]
         assert done.num_tokens == len(row.live)
-        assert done.keep == seq.num_live
+        assert done.keep == seq.num_computed - seq.account.num_evicted
         if done.way is Way.BLOCKS:
             full_blocks = range(len(row.states) // self.size)
             count = (done.num_tokens - done.keep) // self.size

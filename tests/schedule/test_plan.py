@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.schedule.plan import CompactionPlan, TableState, plan_compaction
+from kvreclaim.memory import CompactionPlan, TableState
+from kvreclaim.schedule.plan import plan_compaction
 
 SIZE = 4
 

@@ -27,7 +27,7 @@ def serve_ten(model: Path, compression: dict[str, Any] | None) -> tuple[Watch, l
 
         def counted(request_id: str, plan: Any) -> Any:
             done = apply(request_id, plan)
-            after_passes.append(len(pool.table(request_id).block_ids))
+            after_passes.append(len(pool.table_state(request_id).block_ids))
             return done
 
         pool.apply = counted

@@ -140,7 +140,7 @@ def _generate(
     cached prefixes. Returns: outputs, what each step did, and the fields of PoolRun that the batch tells."""
     memory = llm.engine.memory
     memory.reset_prefix_cache()
-    memory.reset_peak()
+    memory.pool.reset_peak()
     steps: list[StepStats] = []
     params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Who owns which block: ids, reference counts, prefix index, block tables, lengths. Integers only."""
 
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.changes import Growth, ShrinkPlan, Shrunk
+from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState
 from kvreclaim.memory.eviction import EvictionOrder, eviction_orders, make_order
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
@@ -18,14 +18,15 @@ __all__ = [
     "BlockPool",
     "BlockResidency",
     "BlockTable",
+    "CompactionPlan",
     "EvictionOrder",
     "Growth",
     "MemoryManager",
     "MemoryStats",
     "PrefixMatch",
     "Retention",
-    "ShrinkPlan",
     "Shrunk",
+    "TableState",
     "eviction_orders",
     "make_order",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
+
+Id = TypeVar("Id", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +24,45 @@ class Growth:
 NO_GROWTH = Growth((), ())
 
 
-class ShrinkPlan(Protocol):
-    """The new table of one sequence. Plain integers; whoever moves the bytes knows the rest."""
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """A sequence's block table as whoever plans a compaction sees it, in table order.
 
-    @property
-    def seq_id(self) -> int: ...
+    block_ids:  ids; None is a hole
+    ref_counts: references to each block, this sequence's included; a hole has 0
+    indexed:    whether each block stands in the prefix index; a hole doesn't
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """Slots in use afterwards (physical length)."""
+    block_ids: Sequence[int | None]
+    ref_counts: Sequence[int]
+    indexed: Sequence[bool]
 
-    @property
-    def targets(self) -> tuple[int | None, ...]:
-        """The new table: a writable block of the sequence, or None for a fresh one."""
 
-    @property
-    def strip(self) -> tuple[int, ...]:
-        """Targets whose index entry must go first, so that nobody hits what is being overwritten."""
+@dataclass(frozen=True, slots=True)
+class CompactionPlan(Generic[Id]):
+    """What the memory manager has to do so that a sequence's survivors lie in whole private blocks.
+
+    seq_id:     whose table
+    num_tokens: tokens kept: the new physical length
+    targets:    the new table; an id is one of the sequence's own blocks, None a fresh block. They are
+                not in general the first blocks of the old table: a mover reads before it writes
+    strip:      targets that must leave the prefix index before they are written
+    """
+
+    seq_id: Id
+    num_tokens: int
+    targets: tuple[int | None, ...]
+    strip: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A shrink that happened.
+    """A plan carried out.
 
     block_ids:    the new table
-    fresh:        the blocks that replaced the plan's None, in order
     blocks_freed: blocks that went back to the pool, less the fresh ones; not positive when other
                   sequences still hold what was dropped
     """
 
     block_ids: tuple[int, ...]
-    fresh: tuple[int, ...]
     blocks_freed: int

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.changes import ShrinkPlan
+from kvreclaim.memory.changes import CompactionPlan
 from kvreclaim.memory.pool import BlockPool
 
 
@@ -22,7 +22,7 @@ def check_memory(
         _check_table(seq_id, table, pool, block_size)
 
 
-def check_plan(plan: ShrinkPlan, table: BlockTable, pool: BlockPool, block_size: int) -> None:
+def check_plan(plan: CompactionPlan[int], table: BlockTable, pool: BlockPool, block_size: int) -> None:
     """Raise AssertionError unless the plan can be carried out as a whole. Changes nothing."""
     seq_id, targets = plan.seq_id, plan.targets
     assert 0 <= plan.num_tokens <= table.physical_len, (
@@ -38,7 +38,7 @@ def check_plan(plan: ShrinkPlan, table: BlockTable, pool: BlockPool, block_size:
     held = set(table.block_ids)
     for block in own:
         assert block in held, f"sequence {seq_id}: target {block} is not its block"
-        refs = pool.ref_count(block)
+        refs = pool.refs[block]
         assert refs == 1, f"sequence {seq_id}: target {block} has {refs} references, 1 allowed"
         assert block in plan.strip or block not in pool.index, (
             f"sequence {seq_id}: target {block} is indexed and not in strip {plan.strip}"

@@ -10,7 +10,7 @@ from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.changes import NO_GROWTH, Growth, ShrinkPlan, Shrunk
+from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
 from kvreclaim.memory.check import check_memory, check_plan
 from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.marks import INDEXED
@@ -86,29 +86,24 @@ class MemoryManager:
                 f"sequence {seq_id} holds no blocks; {len(self._tables)} sequences do; admit it first"
             ) from None
 
-    def ref_counts(self, seq_id: int) -> tuple[int, ...]:
-        """References per table entry; a hole has 0."""
-        refs = self.pool.refs
-        return tuple(0 if block is None else refs[block] for block in self.table(seq_id).block_ids)
+    @property
+    def num_free(self) -> int:
+        """Blocks held by nobody."""
+        return self.pool.num_free
 
-    def indexed(self, seq_id: int) -> tuple[bool, ...]:
-        """Per table entry, whether a prefix hit can find the block; a hole can't be found."""
-        marks = self.pool.marks
-        return tuple(b is not None and marks[b] & INDEXED > 0 for b in self.table(seq_id).block_ids)
+    def table_state(self, seq_id: int) -> TableState:
+        """Its table as a compaction is planned from it."""
+        ids, refs, marks = self.table(seq_id).block_ids, self.pool.refs, self.pool.marks
+        return TableState(
+            ids,
+            tuple(0 if block is None else refs[block] for block in ids),
+            tuple(block is not None and marks[block] & INDEXED > 0 for block in ids),
+        )
 
     def indexed_len(self, seq_id: int) -> int:
         """Leading tokens of the sequence that were served from the prefix index or entered into it, even
         if they have been evicted, compressed or forgotten since."""
         return len(self.table(seq_id).entries) * self.block_size
-
-    def repeated_len(self, seq_id: int) -> int:
-        """Tokens of the sequence that were computed although the prefix index held them already."""
-        return self.table(seq_id).repeated_len
-
-    def writable(self, seq_id: int) -> tuple[bool, ...]:
-        """Per table entry, whether the sequence may change the block's bytes; a hole has none."""
-        pool = self.pool
-        return tuple(b is not None and pool.is_writable(b) for b in self.table(seq_id).block_ids)
 
     def unfilled(self) -> list[int]:
         """The blocks that the next tokens of all sequences go to, one that holds some already included."""
@@ -221,7 +216,7 @@ class MemoryManager:
         if table.chain is not None:
             self.prefix.enter_full_blocks(table, start // self.block_size)
 
-    def shrink(self, plan: ShrinkPlan) -> Shrunk:
+    def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Give a sequence its planned table and release the other blocks, tail first: all or nothing.
 
         Fresh blocks are taken before any is released, so no source is a target by accident. The
@@ -239,7 +234,7 @@ class MemoryManager:
         table.shrink(block_ids, plan.num_tokens)
         freed = self.pool.release(dropped) - len(fresh)
         self._freed_by_compression += freed
-        return Shrunk(block_ids, tuple(fresh), freed)
+        return Shrunk(block_ids, freed)
 
     def punch(self, seq_id: int, indices: Sequence[int]) -> int:
         """Give back the full blocks at these table entries, last first, and leave holes; the lengths stay.
@@ -272,10 +267,6 @@ class MemoryManager:
     def reset_prefix_cache(self) -> None:
         """Forget every indexed prefix; running sequences keep their blocks and are not indexed again."""
         self.pool.clear_index()
-
-    def reset_peak(self) -> None:
-        """Measure peak_in_use anew from here."""
-        self.pool.reset_peak()
 
     def stats(self) -> MemoryStats:
         """What is where now, and counts since the start; a pin whose time is over is not counted."""

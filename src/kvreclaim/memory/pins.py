@@ -141,12 +141,6 @@ class Pins:
         del self.aside[block]
         return block
 
-    def sequence(self, order: EvictionOrder) -> list[int]:
-        """All queued blocks as they would be reused if nothing else happened. O(pool log pool)."""
-        queued = list(order)
-        free = [block for block in queued if not self._marks[block] & PINNED]
-        return [*self._due, *free, *self._kept, *(b for b in queued if self._marks[b] & PINNED)]
-
     def check(self) -> None:
         """Marks, times and what was put aside agree. Raises AssertionError."""
         for heap in (self._ends, self._kept, self._due):

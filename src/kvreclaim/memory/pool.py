@@ -61,13 +61,6 @@ class BlockPool:
     def num_in_use(self) -> int:
         return self.num_blocks - self.num_free
 
-    def ref_count(self, block: int) -> int:
-        return self.refs[block]
-
-    def is_writable(self, block: int) -> bool:
-        """Whether its one holder may change its bytes: nobody shares it, nobody can hit it."""
-        return self.refs[block] == 1 and not self.marks[block] & INDEXED
-
     def allocate(self, n: int) -> list[int]:
         """Take the n blocks whose turn it is, one reference each; what they cached is forgotten.
 
@@ -183,10 +176,6 @@ class BlockPool:
 
     def reset_peak(self) -> None:
         self.peak_in_use = self.num_in_use
-
-    def reuse_order(self) -> list[int]:
-        """All queued blocks as they would be reused if nothing else happened. O(pool); for checks."""
-        return self.pins.sequence(self.free_queue)
 
     def _pop_sparing(self) -> int:
         return self.pins.take(self.free_queue)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.plan import CompactionPlan, Id, TableState, plan_compaction
+from kvreclaim.schedule.plan import plan_compaction
 from kvreclaim.schedule.step import Pass
 from kvreclaim.schedule.way import Way
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """A plan carried out: the blocks that hold the survivors, and how many more are free than before (fewer
-    where others hold the sources)."""
-
-    target_ids: tuple[int, ...]
-    blocks_freed: int
 
 
 class Pool(Protocol[Id]):
@@ -28,11 +19,11 @@ class Pool(Protocol[Id]):
     @property
     def num_free(self) -> int: ...
 
-    def table(self, seq_id: Id) -> TableState:
+    def table_state(self, seq_id: Id) -> TableState:
         """The sequence's blocks in the order of their tokens."""
 
-    def apply(self, seq_id: Id, plan: CompactionPlan[Id]) -> Applied:
-        """Make the plan's targets the sequence's table, keep it out of the prefix index from now on, and give
+    def shrink(self, plan: CompactionPlan[Id]) -> Shrunk:
+        """Make the plan's targets its sequence's table, keep it out of the prefix index from now on, and give
         back every other block of it."""
 
 
@@ -47,32 +38,32 @@ def compress(
     """
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
-    table = pool.table(seq_id)
+    table = pool.table_state(seq_id)
     assert keep < live, f"sequence {seq_id} is due with {live} tokens, of which {keep} stay"
     if footprint.way is Way.COMPACT:
         held = len(table.block_ids)
         assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
     some = next((block for block in reversed(table.block_ids) if block is not None), 0)
     source_ids = tuple(some if block is None else block for block in table.block_ids)
-    applied = Applied(source_ids, 0)
+    shrunk = Shrunk(source_ids, 0)
     if footprint.way.moves:
         plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
         if plan is None:
             account.postponed += 1
             return None
-        applied = pool.apply(seq_id, plan)
+        shrunk = pool.shrink(plan)
     prompt = account.prompt_now(num_computed, num_prompt)
     done = Pass(
         seq_id,
         footprint.way,
         source_ids,
-        applied.target_ids,
+        shrunk.block_ids,
         num_tokens=live,
         keep=keep,
         logical_len=num_computed,
         prompt_slots=prompt,
         first=account.num_evicted == 0,
-        blocks_freed=applied.blocks_freed,
+        blocks_freed=shrunk.blocks_freed,
     )
     _note(account, done, footprint)
     return done

@@ -2,44 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
 from kvreclaim.memory.blocks import blocks_for
-
-Id = TypeVar("Id", int, str)
-
-
-@dataclass(frozen=True, slots=True)
-class TableState:
-    """A sequence's block table as the plan sees it, in table order.
-
-    block_ids:  ids, without holes
-    ref_counts: references to each block, this sequence's included (>= 1)
-    indexed:    whether each block stands in the prefix index
-    """
-
-    block_ids: Sequence[int | None]
-    ref_counts: Sequence[int]
-    indexed: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class CompactionPlan(Generic[Id]):
-    """What the memory manager has to do so that a sequence's survivors lie in whole private blocks.
-
-    seq_id:     whose table
-    num_tokens: tokens kept: the new physical length
-    targets:    the new table; an id is one of the sequence's own blocks, None a fresh block. They are
-                not in general the first blocks of the old table: a mover reads before it writes
-    strip:      targets that must leave the prefix index before they are written
-    """
-
-    seq_id: Id
-    num_tokens: int
-    targets: tuple[int | None, ...]
-    strip: tuple[int, ...]
+from kvreclaim.memory.changes import CompactionPlan, Id, TableState
 
 
 def plan_compaction(

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.schedule.ledger import Applied, compress
-from kvreclaim.schedule.plan import CompactionPlan, TableState
+from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.sequence import Sequence, Status
 from kvreclaim.schedule.step import Admitted, Pass, Preempted, PreemptionReason, Row, StepDone, StepPlan
 from kvreclaim.schedule.way import Way
@@ -80,7 +79,6 @@ class Scheduler(Generic[Seq]):
         self.running: list[Seq] = []
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
-        self._blocks = _Blocks(memory)
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""
@@ -162,7 +160,7 @@ class Scheduler(Generic[Seq]):
         for seq in sequences:
             if seq.status is Status.RUNNING and seq.is_due:
                 done = compress(
-                    seq.seq_id, seq.num_computed, seq.num_prompt, seq.footprint, seq.account, self._blocks
+                    seq.seq_id, seq.num_computed, seq.num_prompt, seq.footprint, seq.account, self.memory
                 )
                 if done is not None:
                     found.append(done)
@@ -268,33 +266,13 @@ class Scheduler(Generic[Seq]):
         )
         self.running.remove(victim)
         self.memory.free(victim.seq_id)
-        lost = Preempted(victim.seq_id, reason, victim.num_computed)
         victim.reset()
         victim.status = Status.WAITING
         if self._by_priority:
             insort(self.waiting, victim, key=_rank)
         else:
             self.waiting.insert(0, victim)
-        return lost
-
-
-class _Blocks:
-    """The memory manager as the ledger's pool."""
-
-    def __init__(self, memory: MemoryManager) -> None:
-        self.memory = memory
-
-    @property
-    def num_free(self) -> int:
-        return self.memory.pool.num_free
-
-    def table(self, seq_id: int) -> TableState:
-        memory = self.memory
-        return TableState(memory.table(seq_id).block_ids, memory.ref_counts(seq_id), memory.indexed(seq_id))
-
-    def apply(self, _: int, plan: CompactionPlan[int]) -> Applied:
-        shrunk = self.memory.shrink(plan)
-        return Applied(shrunk.block_ids, shrunk.blocks_freed)
+        return Preempted(victim.seq_id, reason)
 
 
 def _rank(seq: Sequence) -> tuple[int, int, int]:

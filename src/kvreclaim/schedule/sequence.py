@@ -64,11 +64,6 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def num_live(self) -> int:
-        """Tokens that a head attends to."""
-        return self.num_computed - self.account.num_evicted
-
-    @property
     def is_due(self) -> bool:
         """Whether it is compressed at its present length."""
         return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)

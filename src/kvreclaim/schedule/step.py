@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal
 
-from kvreclaim.schedule.plan import Id
+from kvreclaim.memory.changes import Id
 from kvreclaim.schedule.way import Way
 
 PreemptionReason = Literal["decode", "prefill", "itself"]
@@ -37,11 +37,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence has lost its blocks and waits; so many tokens are to be computed again."""
+    """A sequence has lost its blocks and waits."""
 
     seq_id: int
     reason: PreemptionReason
-    num_lost: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,18 +87,10 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
     return found
 
 
-def sample(logits: Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
-    """Draw a token for each row of logits [N, V] fp32 (changed in place by biases and penalties).
-
-    Returns: token ids, and per row the log-probabilities asked for.
-    """
-    found = _sample(logits, rows, [row.noise(logits.shape[-1]) for row in rows])
-    return [one.token for one in found], [one.logprobs for one in found]
-
-
 @torch.inference_mode()
 def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn]:
-    """The same with noise that has been drawn: nothing but logits changes."""
+    """A token for each row of logits [N, V] fp32, from noise that has been drawn: nothing but logits changes,
+    by biases and penalties."""
     logprobs = _raw_logprobs(logits, rows)
     for i, row in enumerate(rows):
         _adjust(logits[i], row)

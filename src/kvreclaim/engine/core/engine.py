@@ -244,13 +244,14 @@ class Engine:
         seq, request = item.seq, item.seq.request
         if seq.finish_reason is not None:
             return
-        seq.note_blocks(self.memory.table(seq.seq_id).num_blocks)
+        table = self.memory.table(seq.seq_id)
+        seq.note_blocks(table.num_blocks)
         self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
         if not request.prompt_done and seq.num_computed >= seq.num_prompt:
             request.prompt_done = True
             self.totals.prompts_done += 1
             request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
-            request.metrics.num_repeated_tokens = self.memory.repeated_len(seq.seq_id)
+            request.metrics.num_repeated_tokens = table.repeated_len
             if request.retention:
                 self.memory.pin(seq.seq_id, request.retention)
 

@@ -19,8 +19,7 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
 from kvreclaim.integrations.vllm.v0_32 import signatures
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.schedule.ledger import Applied
-from kvreclaim.schedule.plan import CompactionPlan, TableState
+from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
 FIGURES = "kvreclaim"
 RUNNING = RequestStatus.RUNNING
@@ -48,7 +47,7 @@ class Pool:
     def places(self, request_id: str) -> int:
         return len(self.tables.req_to_blocks.get(request_id, ()))
 
-    def table(self, request_id: str) -> TableState:
+    def table_state(self, request_id: str) -> TableState:
         blocks = [block for block in self.tables.req_to_blocks[request_id] if not block.is_null]
         return TableState(
             [block.block_id for block in blocks],
@@ -56,7 +55,8 @@ class Pool:
             [block.block_hash is not None for block in blocks],
         )
 
-    def apply(self, request_id: str, plan: CompactionPlan[str]) -> Applied:
+    def shrink(self, plan: CompactionPlan[str]) -> Shrunk:
+        request_id = plan.seq_id
         old = self.tables.req_to_blocks[request_id]
         own = {block.block_id: block for block in old if not block.is_null}
         free_before = self.num_free
@@ -70,7 +70,7 @@ class Pool:
         self.tables.num_cached_block[request_id] = sys.maxsize  # all is in the prefix index that ever will be
         kept = set(target_ids)
         self.pool.free_blocks([block for key, block in reversed(own.items()) if key not in kept])
-        return Applied(target_ids, self.num_free - free_before)
+        return Shrunk(target_ids, self.num_free - free_before)
 
 
 class ReclaimKVCacheManager(KVCacheManager):
