@@ -165,8 +165,7 @@ def test_impossible_sizes_are_refused_by_name(dials, named):
 
 def test_gold_scores_one():
     example = ChainTask().sample(3)
-    assert chain.lookup_accuracy(example, example.trace) == 1.0
-    assert chain.carry_accuracy(example, example.trace) == 1.0
+    assert scores.accuracy(example, example.trace, (Kind.LOOKUP, Kind.RESTORE)) == 1.0
     assert scores.progress(example, example.trace) == 1.0
     assert scores.progress(example, [*example.trace, vocabulary.PAD]) == 1.0
     assert scores.exact_match(example, [*example.trace, vocabulary.PAD])
@@ -181,8 +180,6 @@ def test_one_error_costs_its_own_kind_only(kind):
     num = example.kinds.count(kind)
     assert scores.accuracy(example, predicted, (kind,)) == pytest.approx(1 - 1 / num)
     assert scores.accuracy(example, predicted, set(Kind) - {kind}) == 1.0
-    assert (chain.lookup_accuracy(example, predicted) < 1) == (kind is Kind.LOOKUP)
-    assert (chain.carry_accuracy(example, predicted) < 1) == (kind is Kind.RESTORE)
     assert scores.progress(example, predicted) == place / len(example.trace)
     assert not scores.exact_match(example, predicted)
 
@@ -196,10 +193,10 @@ def test_a_short_generation_is_unfinished_and_not_wrong():
 def test_scores_of_nothing_are_refused():
     example = ChainTask().sample(3)
     with pytest.raises(InvalidArgumentError, match="give one for each"):
-        chain.lookup_accuracy(example, example.trace[:-1])
+        scores.accuracy(example, example.trace[:-1], (Kind.LOOKUP,))
     empty = dataclasses.replace(example, trace=(vocabulary.EOS,), kinds=(Kind.MARK,), evidence=(-1,))
     with pytest.raises(InvalidArgumentError, match="lookup"):
-        chain.lookup_accuracy(empty, (vocabulary.EOS,))
+        scores.accuracy(empty, (vocabulary.EOS,), (Kind.LOOKUP,))
 
 
 def test_shipped_tokenizer_round_trips():

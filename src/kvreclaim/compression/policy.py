@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -190,6 +190,11 @@ class CompressionPolicy(ABC):
         raise NotImplementedError(f"{self.name} reads every block")
 
 
+def _of_inner(name: str) -> Any:
+    """A property of a wrapper that is the inner policy's."""
+    return property(lambda wrapper: getattr(wrapper.inner, name))
+
+
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
     """A policy around another one, `inner`; what it does not override is the inner one's. It ranks tokens:
@@ -201,29 +206,12 @@ class Wrapper(CompressionPolicy):
     inner: CompressionPolicy
     default_inner: ClassVar[str] = "query_mixture"
 
-    @property
-    def way(self) -> Way:
-        return self.inner.way
-
-    @property
-    def query_window(self) -> int:
-        return self.inner.query_window
-
-    @property
-    def prompt_only(self) -> bool:
-        return self.inner.prompt_only
-
-    @property
-    def cache_relative(self) -> bool:
-        return self.inner.cache_relative
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        return self.inner.needs
-
-    @property
-    def default_mode(self) -> Mode:
-        return self.inner.default_mode
+    way = _of_inner("way")
+    query_window = _of_inner("query_window")
+    prompt_only = _of_inner("prompt_only")
+    cache_relative = _of_inner("cache_relative")
+    needs = _of_inner("needs")
+    default_mode = _of_inner("default_mode")
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         return self.inner.counts(scores, protected, budget)

@@ -22,8 +22,12 @@ class PoolRun(BaseModel):
     blocks_over_time: list[int]
 
     @property
+    def keeps(self) -> str:
+        return "all" if self.fraction is None else f"{self.fraction:.0%}"
+
+    @property
     def label(self) -> str:
-        return self.policy if self.fraction is None else f"{self.policy} {self.fraction:.0%}"
+        return self.policy if self.fraction is None else f"{self.policy} {self.keeps}"
 
 
 class PolicyRun(PoolRun):

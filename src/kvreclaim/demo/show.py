@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +11,34 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvreclaim.bench.common import Columns, cells
 from kvreclaim.demo.report import DemoReport, PolicyRun, PoolRun
 
+POLICY = {"policy": "{policy}", "keeps": "{keeps}"}
+COST = POLICY | {
+    "accuracy": "{accuracy:.3f}",
+    "look-ups": "{lookup_accuracy:.3f}",
+    "carries": "{carry_accuracy:.3f}",
+    "progress": "{progress:.3f}",
+    "exact": "{exact_match:.3f}",
+}
+GAIN = POLICY | {
+    "tokens\nevicted": "{tokens_evicted:,}",
+    "blocks\nfreed": "{blocks_freed:,}",
+    "effi-\nciency": "{reclaim_efficiency:.2f}",
+    "peak\nblocks": "{peak_blocks}",
+    "pre-\nempted": "{preemptions}",
+    "tok/s": "{tokens_per_s:,.0f}",
+}
+LOAD = POLICY | {
+    "most\nrun": "{most_running}",
+    "mean\nrun": "{mean_running:.1f}",
+    "pre-\nempted": "{preemptions}",
+    "peak\nblocks": "{peak_blocks}",
+    "tok/s": "{tokens_per_s:,.0f}",
+    "secs": "{elapsed_s:.1f}",
+    "faster": "{faster:.2f}x",
+}
 BARS = " ▁▂▃▄▅▆▇█"
 CHART_WIDTH = 56
 
@@ -24,13 +50,13 @@ def show_report(console: Console, report: DemoReport) -> None:
         f"pool of {report.num_blocks} blocks of {report.block_size} tokens",
         style="bold",
     )
-    console.print(_cost_table(report))
+    console.print(_table("What it costs", COST, report.runs))
     console.print(
         "accuracy: teacher-forced, look-ups (evidence in the prompt) and carries (in the far trace). "
         "progress, exact: free-running, share of the trace before the first error, share fully right.",
         style="dim",
     )
-    console.print(_gain_table(report))
+    console.print(_table("What it gives", GAIN, report.runs))
     console.print(
         "efficiency: blocks freed over what perfect packing would have freed. Evicting at random without "
         f"moving anything would reach {_chances(report)}.",
@@ -39,7 +65,8 @@ def show_report(console: Console, report: DemoReport) -> None:
     smallest = min((run.fraction for run in report.runs if run.fraction is not None), default=None)
     shown = [run for run in report.runs if run.fraction in (None, smallest)]
     _print_charts(console, "blocks in use over time", shown, report.num_blocks)
-    console.print(_load_table(report))
+    crowd = f"{report.load[0].num_requests} requests at once in the same {report.num_blocks} blocks"
+    console.print(_table(crowd, LOAD, report.load, ruled=False))
     _print_charts(console, "blocks in use over time, under load", report.load, report.num_blocks)
 
 
@@ -50,71 +77,15 @@ def _chances(report: DemoReport) -> str:
     return ", ".join(f"{chance:.2f} at {fraction:.0%}" for fraction, chance in chances.items())
 
 
-def _cost_table(report: DemoReport) -> Table:
-    table = _table(
-        "What it costs", ["policy", "keeps", "accuracy", "look-ups", "carries", "progress", "exact"]
-    )
-    for run in _by_budget(report, table):
-        teacher_forced = (run.accuracy, run.lookup_accuracy, run.carry_accuracy)
-        table.add_row(
-            run.policy, _keeps(run), *(f"{x:.3f}" for x in (*teacher_forced, run.progress, run.exact_match))
-        )
-    return table
-
-
-def _gain_table(report: DemoReport) -> Table:
-    headers = ["tokens\nevicted", "blocks\nfreed", "effi-\nciency", "peak\nblocks", "pre-\nempted"]
-    table = _table("What it gives", ["policy", "keeps", *headers, "tok/s"])
-    for run in _by_budget(report, table):
-        table.add_row(
-            run.policy,
-            _keeps(run),
-            f"{run.tokens_evicted:,}",
-            f"{run.blocks_freed:,}",
-            "-" if run.reclaim_efficiency is None else f"{run.reclaim_efficiency:.2f}",
-            str(run.peak_blocks),
-            str(run.preemptions),
-            f"{run.tokens_per_s:,.0f}",
-        )
-    return table
-
-
-def _load_table(report: DemoReport) -> Table:
-    first = report.load[0]
-    headers = ["most\nrun", "mean\nrun", "pre-\nempted", "peak\nblocks", "tok/s", "secs"]
-    title = f"{first.num_requests} requests at once in the same {report.num_blocks} blocks"
-    table = _table(title, ["policy", "keeps", *headers, "faster"])
-    for run in report.load:
-        table.add_row(
-            run.policy,
-            _keeps(run),
-            str(run.most_running),
-            f"{run.mean_running:.1f}",
-            str(run.preemptions),
-            str(run.peak_blocks),
-            f"{run.tokens_per_s:,.0f}",
-            f"{run.elapsed_s:.1f}",
-            f"{first.elapsed_s / run.elapsed_s:.2f}x",
-        )
-    return table
-
-
-def _by_budget(report: DemoReport, table: Table) -> Iterator[PolicyRun]:
-    """The runs, with a rule in the table between budgets."""
-    for before, run in zip([None, *report.runs], report.runs, strict=False):
-        if before is not None and before.fraction != run.fraction:
-            table.add_section()
-        yield run
-
-
-def _keeps(run: PoolRun) -> str:
-    return "all" if run.fraction is None else f"{run.fraction:.0%}"
-
-
-def _table(title: str, headers: Sequence[str]) -> Table:
+def _table(title: str, columns: Columns, runs: Sequence[PoolRun], *, ruled: bool = True) -> Table:
+    """A line for each run; ruled: with a rule between budgets."""
     table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i == 0 else "right", no_wrap=True)
+    for i, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    first_s = runs[0].elapsed_s
+    rows = [run.model_dump() | {"keeps": run.keeps, "faster": first_s / run.elapsed_s} for run in runs]
+    for line, run, after in zip(cells(columns, rows), runs, [*runs[1:], runs[-1]], strict=True):
+        table.add_row(*line, end_section=ruled and after.fraction != run.fraction)
     return table
 
 

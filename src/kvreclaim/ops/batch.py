@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.memory.blocks import blocks_for
-
-T = TypeVar("T")
+from kvreclaim.ops.kv_cache import Memo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +52,7 @@ class BatchArrays:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionBatch:
+class AttentionBatch(Memo):
     """The sequences of one step in the order of their rows in the flat token dim.
 
     slot_mapping: [T] int64, block * block_size + offset, where each new token's K/V goes.
@@ -63,7 +61,6 @@ class AttentionBatch:
     sequences: Sequence[SequenceSlots]
     slot_mapping: Tensor
     block_size: int
-    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -78,12 +75,6 @@ class AttentionBatch:
             slots = np.arange(seq.seq_len - seq.query_len, seq.seq_len)
             parts.append(seq.block_ids[slots // block_size] * np.int64(block_size) + slots % block_size)
         return cls(sequences, torch.from_numpy(np.concatenate(parts)).to(device), block_size)
-
-    def cached(self, key: str, make: Callable[[AttentionBatch], T]) -> T:
-        """What a back-end derives once per step for all layers."""
-        if key not in self._memo:
-            self._memo[key] = make(self)
-        return self._memo[key]
 
     @cached_property
     def query_lens(self) -> np.ndarray:

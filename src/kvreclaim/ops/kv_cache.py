@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KVCache:
+class Memo:
+    """Keeps what back-ends derive of an object once for its life."""
+
+    _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
+
+    def cached(self, key: str, make: Callable[[Self], T]) -> T:
+        """What `make` derives of it, made at the first call."""
+        if key not in self._memo:
+            self._memo[key] = make(self)
+        return self._memo[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCache(Memo):
     """Keys and values of every layer in blocks whose ids all layers share.
 
     planes: each [L, B, K, ...], in the layout of the back-end that allocated it; a plain format has two, the
@@ -34,7 +47,6 @@ class KVCache:
     open: OpenBlocks | None = None
     origin: CacheShape | None = None
     layers: tuple[LayerCache, ...] = field(init=False, repr=False)
-    _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         layers = tuple(
@@ -49,12 +61,6 @@ class KVCache:
         layers, blocks, heads, size, v_dim = v.shape
         shape = CacheShape(layers, blocks, heads, size, k.shape[-1], v_dim, latent)
         return cls(shape, plain_format(v.dtype), (k, v), softmaxes)
-
-    def cached(self, key: str, make: Callable[[KVCache], T]) -> T:
-        """What a back-end derives once for the life of the cache."""
-        if key not in self._memo:
-            self._memo[key] = make(self)
-        return self._memo[key]
 
     @property
     def k(self) -> Tensor:
@@ -111,7 +117,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
+class LayerCache(Memo):
     """One layer of a cache: what every op takes that reads or writes tokens.
 
     index:  its place in the cache's planes
@@ -122,13 +128,6 @@ class LayerCache:
     index: int
     planes: tuple[Tensor, ...]
     softmax: Softmax
-    _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
-
-    def cached(self, key: str, make: Callable[[LayerCache], T]) -> T:
-        """What a back-end derives once for the life of the cache."""
-        if key not in self._memo:
-            self._memo[key] = make(self)
-        return self._memo[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

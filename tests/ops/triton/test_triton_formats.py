@@ -44,8 +44,7 @@ BOTH = pytest.mark.parametrize("shape", [SMALL, LATENT], ids=["small", "latent"]
 
 
 def rig_of(name: str, dtype: torch.dtype = torch.float32) -> Rig:
-    ops = {op: getattr(kernels, op) for op in kernels.__all__}
-    filled = SimpleNamespace(**{**ops, "write_kv": reference.write_kv})
+    filled = SimpleNamespace(**{**vars(kernels), "write_kv": reference.write_kv})
     return Rig(filled, FORMATS[name], dtype, DEVICE)  # type: ignore[arg-type]
 
 

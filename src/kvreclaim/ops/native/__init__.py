@@ -1,41 +1,23 @@
 """The ops as C++ kernels for CPUs (csrc/). Importing never fails: see unavailable_reason()."""
 
-from kvreclaim.ops.native.attention import column_sums, paged_attention
-from kvreclaim.ops.native.extension import describe, force_isa, supported_isas, unavailable_reason
-from kvreclaim.ops.native.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
-from kvreclaim.ops.native.selection import select_top
-from kvreclaim.ops.native.storage import (
-    allocate,
-    compact,
-    copy_blocks,
-    gather_tokens,
-    keep_open,
-    prepare_blocks,
-    unsupported_reason,
-    write_kv,
-)
+from kvreclaim.ops.native.attention import column_sums as column_sums
+from kvreclaim.ops.native.attention import paged_attention as paged_attention
+from kvreclaim.ops.native.extension import describe as describe
+from kvreclaim.ops.native.extension import force_isa as force_isa
+from kvreclaim.ops.native.extension import supported_isas as supported_isas
+from kvreclaim.ops.native.extension import unavailable_reason as unavailable_reason
+from kvreclaim.ops.native.scoring import key_norms as key_norms
+from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
+from kvreclaim.ops.native.scoring import trig_norm_scores as trig_norm_scores
+from kvreclaim.ops.native.scoring import value_norms as value_norms
+from kvreclaim.ops.native.selection import select_top as select_top
+from kvreclaim.ops.native.storage import allocate as allocate
+from kvreclaim.ops.native.storage import compact as compact
+from kvreclaim.ops.native.storage import copy_blocks as copy_blocks
+from kvreclaim.ops.native.storage import gather_tokens as gather_tokens
+from kvreclaim.ops.native.storage import keep_open as keep_open
+from kvreclaim.ops.native.storage import prepare_blocks as prepare_blocks
+from kvreclaim.ops.native.storage import unsupported_reason as unsupported_reason
+from kvreclaim.ops.native.storage import write_kv as write_kv
 
 NAME = "native"
-
-__all__ = [
-    "NAME",
-    "allocate",
-    "column_sums",
-    "compact",
-    "copy_blocks",
-    "describe",
-    "force_isa",
-    "gather_tokens",
-    "keep_open",
-    "key_norms",
-    "mixture_scores",
-    "paged_attention",
-    "prepare_blocks",
-    "select_top",
-    "supported_isas",
-    "trig_norm_scores",
-    "unavailable_reason",
-    "unsupported_reason",
-    "value_norms",
-    "write_kv",
-]

@@ -1,42 +1,21 @@
 """The ops in plain PyTorch, vectorised over sequences and heads: oracle and fallback of every kernel."""
 
-from kvreclaim.ops.reference.attention import causal_attention, column_sums, paged_attention
-from kvreclaim.ops.reference.moves import (
-    compact,
-    compact_layer,
-    copy_blocks,
-    keep_open,
-    prepare_blocks,
-    write_kv,
-)
-from kvreclaim.ops.reference.rows import allocate, gather_slots, gather_tokens
-from kvreclaim.ops.reference.scores import (
-    key_norms,
-    mixture_scores,
-    select_top,
-    trig_norm_scores,
-    value_norms,
-)
+from kvreclaim.ops.reference.attention import causal_attention as causal_attention
+from kvreclaim.ops.reference.attention import column_sums as column_sums
+from kvreclaim.ops.reference.attention import paged_attention as paged_attention
+from kvreclaim.ops.reference.moves import compact as compact
+from kvreclaim.ops.reference.moves import compact_layer as compact_layer
+from kvreclaim.ops.reference.moves import copy_blocks as copy_blocks
+from kvreclaim.ops.reference.moves import keep_open as keep_open
+from kvreclaim.ops.reference.moves import prepare_blocks as prepare_blocks
+from kvreclaim.ops.reference.moves import write_kv as write_kv
+from kvreclaim.ops.reference.rows import allocate as allocate
+from kvreclaim.ops.reference.rows import gather_slots as gather_slots
+from kvreclaim.ops.reference.rows import gather_tokens as gather_tokens
+from kvreclaim.ops.reference.scores import key_norms as key_norms
+from kvreclaim.ops.reference.scores import mixture_scores as mixture_scores
+from kvreclaim.ops.reference.scores import select_top as select_top
+from kvreclaim.ops.reference.scores import trig_norm_scores as trig_norm_scores
+from kvreclaim.ops.reference.scores import value_norms as value_norms
 
 NAME = "reference"
-
-__all__ = [
-    "NAME",
-    "allocate",
-    "causal_attention",
-    "column_sums",
-    "compact",
-    "compact_layer",
-    "copy_blocks",
-    "gather_slots",
-    "gather_tokens",
-    "keep_open",
-    "key_norms",
-    "mixture_scores",
-    "paged_attention",
-    "prepare_blocks",
-    "select_top",
-    "trig_norm_scores",
-    "value_norms",
-    "write_kv",
-]

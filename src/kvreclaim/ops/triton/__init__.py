@@ -7,37 +7,26 @@ and column_sums its PyTorch, a second pass over the keys for policies that ask f
 
 import importlib.util
 
-from kvreclaim.ops.reference import allocate, column_sums, keep_open, select_top
-from kvreclaim.ops.triton.support import describe, unavailable_reason, unsupported_reason
+from kvreclaim.ops.reference import allocate as allocate
+from kvreclaim.ops.reference import column_sums as column_sums
+from kvreclaim.ops.reference import keep_open as keep_open
+from kvreclaim.ops.reference import select_top as select_top
+from kvreclaim.ops.triton.support import describe as describe
+from kvreclaim.ops.triton.support import unavailable_reason as unavailable_reason
+from kvreclaim.ops.triton.support import unsupported_reason as unsupported_reason
 
 if importlib.util.find_spec("triton") is not None:
-    from kvreclaim.ops.triton.attention import decode_attention, paged_attention
-    from kvreclaim.ops.triton.compaction import compact
-    from kvreclaim.ops.triton.plan import static_tables
-    from kvreclaim.ops.triton.scoring import key_norms, mixture_scores, trig_norm_scores, value_norms
-    from kvreclaim.ops.triton.writes import copy_blocks, gather_tokens, prepare_blocks, write_kv
+    from kvreclaim.ops.triton.attention import decode_attention as decode_attention
+    from kvreclaim.ops.triton.attention import paged_attention as paged_attention
+    from kvreclaim.ops.triton.compaction import compact as compact
+    from kvreclaim.ops.triton.plan import static_tables as static_tables
+    from kvreclaim.ops.triton.scoring import key_norms as key_norms
+    from kvreclaim.ops.triton.scoring import mixture_scores as mixture_scores
+    from kvreclaim.ops.triton.scoring import trig_norm_scores as trig_norm_scores
+    from kvreclaim.ops.triton.scoring import value_norms as value_norms
+    from kvreclaim.ops.triton.writes import copy_blocks as copy_blocks
+    from kvreclaim.ops.triton.writes import gather_tokens as gather_tokens
+    from kvreclaim.ops.triton.writes import prepare_blocks as prepare_blocks
+    from kvreclaim.ops.triton.writes import write_kv as write_kv
 
 NAME = "triton"
-
-__all__ = [
-    "NAME",
-    "allocate",
-    "column_sums",
-    "compact",
-    "copy_blocks",
-    "decode_attention",
-    "describe",
-    "gather_tokens",
-    "keep_open",
-    "key_norms",
-    "mixture_scores",
-    "paged_attention",
-    "prepare_blocks",
-    "select_top",
-    "static_tables",
-    "trig_norm_scores",
-    "unavailable_reason",
-    "unsupported_reason",
-    "value_norms",
-    "write_kv",
-]
