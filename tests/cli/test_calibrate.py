@@ -19,7 +19,9 @@ def text(tmp_path):
 
 def calibrated(text, *options):
     output = text.with_name("stats.safetensors")
-    result = CliRunner().invoke(app, ["calibrate", "--text", str(text), "-o", str(output), *options])
+    result = CliRunner().invoke(
+        app, ["calibrate", "--model", "demo", "--text", str(text), "-o", str(output), *options]
+    )
     assert result.exit_code == 0, result.output
     return QueryStats.load(output), result.output
 
@@ -51,6 +53,8 @@ def test_rare_and_near_centres_go(text):
 
 def test_wrong_thresholds_are_one_sentence(text):
     output = str(text.with_name("stats.safetensors"))
-    result = CliRunner().invoke(app, ["calibrate", "--text", str(text), "-o", output, "--min-weight", "2"])
+    result = CliRunner().invoke(
+        app, ["calibrate", "--model", "demo", "--text", str(text), "-o", output, "--min-weight", "2"]
+    )
     assert result.exit_code == 2
     assert "min_weight is 2.0; it must be a number from 0 to 1" in result.output

@@ -13,6 +13,7 @@ from kvreclaim.compression import QueryStats
 from kvreclaim.eval.chain import ChainTask
 
 runner = CliRunner()
+DEMO = ("--model", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_version():
 
 def test_generate_streams_the_right_trace(example):
     prompt, trace = example
-    result = run("generate", "--prompt", prompt, "--max-tokens", 150)
+    result = run("generate", *DEMO, "--prompt", prompt, "--max-tokens", 150)
     assert result.exit_code == 0, result.output
     assert result.stdout.split("\n")[0].split() == trace.split()
     assert "finish_reason" in result.stderr
@@ -43,7 +44,7 @@ def test_generate_streams_the_right_trace(example):
 
 def test_generate_with_compression_reports_blocks_freed(example):
     arguments = ("--kv-compression", "query_mixture", "--kv-budget", 200, "--kv-compression-interval", 32)
-    result = run("generate", "--prompt", example[0], "--max-tokens", 60, *arguments, "--kv-recent", 64)
+    result = run("generate", *DEMO, "--prompt", example[0], "--max-tokens", 60, *arguments, "--kv-recent", 64)
     assert result.exit_code == 0, result.output
     rows = dict(line.strip("│ ").split("│") for line in result.stderr.splitlines() if line.count("│") == 3)
     metrics = {key.strip(): value.strip() for key, value in rows.items()}
@@ -54,7 +55,7 @@ def test_generate_with_compression_reports_blocks_freed(example):
 @pytest.mark.parametrize("form", ["int8", "bfloat16"])
 def test_generate_from_another_format(example, form):
     prompt, trace = example
-    result = run("generate", "--prompt", prompt, "--max-tokens", 150, "--kv-cache-dtype", form)
+    result = run("generate", *DEMO, "--prompt", prompt, "--max-tokens", 150, "--kv-cache-dtype", form)
     assert result.exit_code == 0, result.output
     assert result.stdout.split("\n")[0].split() == trace.split()
     assert f"KV {'bf16' if form == 'bfloat16' else form}" in result.stderr
@@ -82,7 +83,7 @@ def test_generate_from_another_format(example, form):
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, message):
-    result = run("generate", "--prompt", "GO " * 30, *arguments)
+    result = run("generate", *DEMO, "--prompt", "GO " * 30, *arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -93,24 +94,24 @@ def test_a_mistake_is_one_sentence(arguments, message):
 def test_calibrate_writes_statistics(tmp_path, example):
     text, output = tmp_path / "text.txt", tmp_path / "stats.safetensors"
     text.write_text("\n---\n".join(f"{example[0]} {example[1]}" for _ in range(2)))
-    result = run("calibrate", "--text", text, "-o", output, "--centers", 4)
+    result = run("calibrate", *DEMO, "--text", text, "-o", output, "--centers", 4)
     assert result.exit_code == 0, result.output
     stats = QueryStats.load(output)
     assert result.stdout.count("concentration R") == stats.metadata.num_layers
     assert stats.metadata.num_centers == 4
     assert stats.metadata.num_tokens > 900
-    prompt = ("generate", "--prompt", "GO L8 START c3 ash .", "--kv-compression", "triattention")
+    prompt = ("generate", *DEMO, "--prompt", "GO L8 START c3 ash .", "--kv-compression", "triattention")
     assert run(*prompt, "--kv-budget", 200, "--kv-compression-stats", output).exit_code == 0
 
 
 def test_calibrate_refuses_bad_input(tmp_path):
     output = tmp_path / "stats.safetensors"
-    missing = run("calibrate", "--text", tmp_path / "none.txt", "-o", output)
+    missing = run("calibrate", *DEMO, "--text", tmp_path / "none.txt", "-o", output)
     assert missing.exit_code == 2
     assert "none.txt" in missing.stderr
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    assert "is empty" in run("calibrate", "--text", empty, "-o", output).stderr
+    assert "is empty" in run("calibrate", *DEMO, "--text", empty, "-o", output).stderr
     assert not output.exists()
 
 

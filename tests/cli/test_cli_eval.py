@@ -52,7 +52,9 @@ def test_a_grid_writes_its_files_and_prints_a_table(model, tmp_path):
 def test_the_demo_model_speaks_its_own_tasks(tmp_path):
     arguments = ("--policies", "full,query_mixture", "--budgets", "0.4", "--tasks", "chain", "--recent", "16")
     sizes = ("--num-tokens", "512", "--interval", "32", "--num-examples", "2", "--free-running")
-    result = runner.invoke(app, ["eval", *arguments, *sizes, "--json", str(tmp_path / "x.json")])
+    result = runner.invoke(
+        app, ["eval", "--model", "demo", *arguments, *sizes, "--json", str(tmp_path / "x.json")]
+    )
     assert result.exit_code == 0, result.output
     full, ours = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert full["speed_of"] == ours["speed_of"] == "generation"

@@ -27,10 +27,10 @@ def started(monkeypatch) -> list:
 
 
 def run(*arguments: object):
-    return runner.invoke(app, ["serve", "--port", "0", *map(str, arguments)])
+    return runner.invoke(app, ["serve", "--model", "demo", "--port", "0", *map(str, arguments)])
 
 
-def test_without_options_it_is_the_demo_model_on_loopback(started: list) -> None:
+def test_without_further_options_it_is_on_loopback(started: list) -> None:
     result = run()
     assert result.exit_code == 0, result.output
     [(llm, config)] = started

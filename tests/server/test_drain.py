@@ -54,7 +54,7 @@ def served(tmp_path: Path, *options: str) -> Iterator[Served]:
     log, go, halted = (tmp_path / name for name in ("log", "go", "halted"))
     with log.open("w") as file:
         halting = [sys.executable, HALTING, go, halted, str(FIRST_TOKENS)]
-        command = [*halting, "serve", "--port", "0", "--log-format", "text", *options]
+        command = [*halting, "serve", "--model", "demo", "--port", "0", "--log-format", "text", *options]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: re.search(r"at http://\S+", log.read_text()) or process.poll() is not None)

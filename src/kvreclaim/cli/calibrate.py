@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvreclaim.cli.options import Device, DType, ModelOption
+from kvreclaim.cli.options import Device, DType, ModelOption, model_of
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
@@ -54,7 +54,6 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure a model's pre-RoPE queries for triattention, query_mixture and expected_attention."""
-    from kvreclaim import demo_model
     from kvreclaim.compression import QueryStats
     from kvreclaim.engine.face.calibration import calibrate as measure
     from kvreclaim.engine.face.calibration import read_documents
@@ -62,7 +61,7 @@ def calibrate(
 
     hide_progress_bars()
     QueryStats.check_target(output)
-    loaded = load_model(model or demo_model(), dtype=dtype, device=device)
+    loaded = load_model(model_of(model), dtype=dtype, device=device)
     documents = read_documents(loaded, text, **asdict(reading))
     stats = measure(loaded, documents, show_progress=True, covariance=covariance, **measuring)
     stats.save(output)

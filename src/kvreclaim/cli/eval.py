@@ -93,7 +93,7 @@ def evaluate(
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
     import torch
 
-    from kvreclaim import LLM, demo_model
+    from kvreclaim import LLM
     from kvreclaim.eval.tasks import make_tasks
     from kvreclaim.model.loader import hide_progress_bars
 
@@ -106,7 +106,7 @@ def evaluate(
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
     }
-    llm = LLM(model or demo_model(), dtype=dtype, device=device, **asdict(engine) | whole_batch)
+    llm = LLM(opt.model_of(model), dtype=dtype, device=device, **asdict(engine) | whole_batch)
     _report(llm, plan, make_tasks(names_in(tasks), llm, sizes), files)
 
 

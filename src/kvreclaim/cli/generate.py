@@ -30,27 +30,36 @@ OF_MANY = (
 
 @takes
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue, or a message with --chat.")],
     engine: Annotated[EngineConfig, Takes(config=EngineConfig, panel=opt.ENGINE, without=OF_MANY)],
     params: Annotated[
         SamplingParams,
         Takes(config=SamplingParams, panel=opt.SAMPLING, defaults={"max_tokens": 256, "temperature": 0.0}),
     ],
     compression: Annotated[Any, opt.Compression],
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer the prompt as a user's message, by the model's chat template."),
+    ] = False,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:
     """Generate from one prompt; text goes to standard output, metrics to standard error."""
-    from kvreclaim import LLM, demo_model
+    from kvreclaim import LLM
+    from kvreclaim.engine.face.chat import render_chat
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()
     options = asdict(engine) | {"max_num_seqs": 1}
-    _stream(LLM(model or demo_model(), dtype=dtype, device=device, **options), prompt, params, compression)
+    llm = LLM(opt.model_of(model), dtype=dtype, device=device, **options)
+    asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
+    _stream(llm, asked, params, compression)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, compression: CompressionConfig | None) -> None:
+def _stream(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, compression: CompressionConfig | None
+) -> None:
     from rich.console import Console
 
     printed = 0

