@@ -13,7 +13,7 @@ from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule import Footprint, Way
 
 FACTS = model_facts()
 
@@ -114,9 +114,9 @@ class TestStatistics:
 
 class TestChoose:
     def test_properties(self):
-        compressor = knorm(budget=300, interval=7)
+        compressor = knorm(budget=300)
         assert compressor.way is Way.COMPACT
-        assert (compressor.budget, compressor.interval) == (300, 7)
+        assert compressor.budget == 300
         assert compressor.mode is Mode.PER_LAYER_HEAD
         assert knorm(mode="union").mode is Mode.UNION
 
@@ -142,7 +142,6 @@ class TestChoose:
         compressor = Compressor(CompressionConfig("full", budget=6, sinks=1, recent=2), FACTS)
         assert rows(compressor.choose(kv(12, calls), 12, 0, 12)) == [list(range(12))]
         assert calls == []
-        assert compressor.kept_prompt_slots(12, 10) == 10
 
     def test_repeats_exactly(self):
         compressor = Compressor(CompressionConfig(budget=6, sinks=1, recent=2), FACTS, query_stats(FACTS))
@@ -216,15 +215,15 @@ class TestProtection:
     def test_prompt_slots_left_are_those_selected_in_every_head(self, sinks, recent, over, sizes):
         num_tokens, prompt = sizes[0], min(sizes)
         compressor = knorm(budget=sinks + recent + over, sinks=sinks, recent=recent, protect_prompt=True)
-        left = compressor.kept_prompt_slots(num_tokens, prompt)
+        left = compressor.config.footprint(Footprint()).kept_prompt(num_tokens, prompt, compressor.budget)
         for row in rows(compressor.choose(kv(num_tokens), num_tokens, prompt, num_tokens)):
             assert sum(slot < prompt for slot in row) == left
             assert sorted(row)[:left] == row[:left]
 
     def test_an_unprotected_prompt_has_no_common_count(self):
-        compressor = knorm(budget=6, sinks=1, recent=2)
-        assert compressor.kept_prompt_slots(6, 4) == 4
-        assert compressor.kept_prompt_slots(7, 4) == 0
+        footprint = knorm(budget=6, sinks=1, recent=2).config.footprint(Footprint())
+        assert footprint.kept_prompt(6, 4, 6) == 4
+        assert footprint.kept_prompt(7, 4, 6) == 0
 
 
 class TestSlidingLayers:

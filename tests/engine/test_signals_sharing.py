@@ -9,9 +9,7 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.signals.mass import MassStore
-from kvreclaim.engine.signals.queries import QueryStore
-from kvreclaim.engine.signals.store import Room
+from kvreclaim.engine.signals.store import MassStore, QueryStore, Room
 from kvreclaim.model.loader import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

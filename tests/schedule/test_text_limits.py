@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
-from kvreclaim.compression import CompressionConfig, Signal, make_policy, policy_names
+from kvreclaim.compression import Signal, make_policy, policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.limits import BUDGET_DEFAULTS, footprint, traits
+from kvreclaim.schedule.limits import footprint, traits
 from kvreclaim.schedule.way import Way
 
 SPECS = (
@@ -35,11 +34,6 @@ def test_the_table_says_what_the_classes_say(spec):
     if Signal.ATTENTION_MASS in policy.needs:
         window = None
     assert (found.way, found.prompt_only, found.window) == (policy.way, policy.prompt_only, window)
-
-
-def test_the_defaults_are_those_of_the_settings():
-    given = {field.name: field.default for field in fields(CompressionConfig)}
-    assert {name: given[name] for name in BUDGET_DEFAULTS} == BUDGET_DEFAULTS
 
 
 def test_a_spec_with_settings():

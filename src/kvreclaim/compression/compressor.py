@@ -24,7 +24,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource
-from kvreclaim.schedule.protection import Rules, candidates, kept_prompt_slots
+from kvreclaim.schedule.protection import Rules, candidates
 from kvreclaim.schedule.way import Way
 
 LayerSource = Callable[[int], KeySource]
@@ -115,11 +115,6 @@ class Compressor:
         """Tokens kept per layer and KV head."""
         return self.config.budget
 
-    @property
-    def interval(self) -> int:
-        """Tokens over the budget at which a sequence is compressed."""
-        return self.config.interval
-
     def tiers(self, num_tokens: int, num_prompt_slots: int) -> Tensor:
         """Protection of each slot, [T] int64 on the CPU: 2 sinks and recent tokens, 1 prompt, 0 free.
 
@@ -131,13 +126,6 @@ class Compressor:
         tiers[: self.config.sinks] = ALWAYS
         tiers[max(0, num_tokens - self.config.recent) :] = ALWAYS
         return tiers
-
-    def kept_prompt_slots(self, num_tokens: int, num_prompt_slots: int, keep: int | None = None) -> int:
-        """Prompt slots left after a compression of num_tokens slots: protection.kept_prompt_slots."""
-        if not self.way.evicts:
-            return num_prompt_slots
-        prompt, keep = num_prompt_slots, self.budget if keep is None else keep
-        return kept_prompt_slots(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules)
 
     def choose(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -84,19 +85,8 @@ class BlockTable:
 
     def fork(self, num_blocks: int, keys: BlockKeys) -> BlockTable:
         """A copy with the first num_blocks entries."""
-        return BlockTable(
-            keys,
-            self.chain,
-            block_ids=self.block_ids[:num_blocks],
-            logical_len=self.logical_len,
-            physical_len=self.physical_len,
-            exact=self.exact,
-            entries=self.entries.copy(),
-            repeated_len=self.repeated_len,
-            priority=self.priority,
-            _exact_len=self._exact_len,
-            _num_holes=self._num_holes,
-        )
+        blocks, entries = self.block_ids[:num_blocks], self.entries.copy()
+        return dataclasses.replace(self, keys=keys, block_ids=blocks, entries=entries, version=0)
 
     def mark_inexact(self) -> None:
         """From here on the content is not what full attention would give."""

@@ -53,9 +53,6 @@ class Residency:
     def __len__(self) -> int:
         return len(self._lives)
 
-    def __bool__(self) -> bool:
-        return bool(self._lives)
-
     def begin(self, block: int) -> None:
         """Measure this block, and draw the next."""
         now = self._clock()

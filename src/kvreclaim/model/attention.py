@@ -62,18 +62,9 @@ class LatentCall:
     call: AttentionCall
     weights: UpProjection
 
-    @property
-    def value_dim(self) -> int:
-        """dv"""
-        return self.weights.w_uv.shape[1]
-
     def absorbed(self, rows: Tensor | slice = slice(None)) -> AttentionCall:
         """The same over latents, with the queries of these rows: attention of one KV head."""
         return replace(self.call, q=self.weights.absorb(self.call.q[rows]), latent=True)
-
-    def finish(self, out: Tensor) -> Tensor:
-        """What attention of absorbed queries gives, [T, H, R], as the model wants it: [T, H, dv]."""
-        return self.weights.finish(out)
 
 
 class KVBatch(Protocol):
@@ -118,14 +109,12 @@ def paged_attention_forward(
             sinks=kwargs.get("s_aux"),
         ),
     )
-    if hands_out_latents(module):
-        return _attend_latent(kv_batch, LatentCall(call, up_projection(module)))[None], None
-    return kv_batch.attend(call)[None], None
-
-
-def _attend_latent(kv_batch: KVBatch, call: LatentCall) -> Tensor:
+    if not hands_out_latents(module):
+        return kv_batch.attend(call)[None], None
+    latent = LatentCall(call, up_projection(module))
     attend = getattr(kv_batch, "attend_latent", None)
-    return call.finish(kv_batch.attend(call.absorbed())) if attend is None else attend(call)
+    out = latent.weights.finish(kv_batch.attend(latent.absorbed())) if attend is None else attend(latent)
+    return out[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -130,8 +130,8 @@ def _refuse_unsupported(config: Any, name: str) -> None:
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")
-    model_class = mapping[type(config)]
-    if not _uses_attention_interface(model_class):
+    model_class: Any = mapping[type(config)]
+    if not model_class._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) has its own attention code instead of transformers' "
             "AttentionInterface, so the paged cache cannot reach it."
@@ -141,11 +141,6 @@ def _refuse_unsupported(config: Any, name: str) -> None:
             f"{name} ({config.model_type}) keeps recurrent (SSM) state, which has no blocks to page; "
             "kvreclaim serves models with softmax attention in every layer."
         )
-
-
-def _uses_attention_interface(model_class: Any) -> bool:
-    """Whether transformers can exchange the class's attention function."""
-    return bool(model_class._can_set_attn_implementation())
 
 
 def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:

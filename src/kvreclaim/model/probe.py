@@ -105,16 +105,11 @@ def _check_uniform(layers: list[LayerFacts], name: str) -> None:
         )
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """rope_parameters is one dict, or one dict for each layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-
-
 def _max_position(config: Any) -> int:
     """Longest sequence whose rotation does not depend on what else is in the batch."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
-    for parameters in _rope_parameters(config):
+    given = getattr(config, "rope_parameters", None) or {}  # one dict, or one for each layer type
+    for parameters in [each for each in given.values() if isinstance(each, dict)] or [given]:
         if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)

@@ -76,6 +76,17 @@ class AttentionBatch(Memo):
             parts.append(seq.block_ids[slots // block_size] * np.int64(block_size) + slots % block_size)
         return cls(sequences, torch.from_numpy(np.concatenate(parts)).to(device), block_size)
 
+    def part(self, members: list[int]) -> AttentionBatch:
+        """A batch of these sequences alone."""
+        slots = tuple(self.sequences[i] for i in members)
+        return AttentionBatch.build(slots, self.block_size, self.slot_mapping.device)
+
+    def rows_of(self, members: list[int]) -> Tensor:
+        """[t] int64: the rows of these sequences."""
+        starts = np.cumsum([0, *self.query_lens])
+        rows = [np.arange(starts[i], starts[i + 1]) for i in members]
+        return torch.from_numpy(np.concatenate(rows)).to(self.slot_mapping.device)
+
     @cached_property
     def query_lens(self) -> np.ndarray:
         """[N] int64, on the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +27,8 @@ class Account:
 
     def fork(self) -> Account:
         """The child's: same tokens gone, its own counts from zero."""
-        return replace(
-            self,
-            blocks_freed=0,
-            blocks_perfect=0,
-            compactions=0,
-            postponed=0,
-            inherited_evicted=self.num_evicted,
-        )
+        gone = self.num_evicted
+        return Account(gone, self.prompt_slots, self.last_computed, inherited_evicted=gone)
 
     def prompt_now(self, num_computed: int, num_prompt: int) -> int:
         """Leading live slots that hold prompt tokens, those computed since the last pass included."""

@@ -10,27 +10,19 @@ What this table says of the built-in policies is held against their classes by a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
-from kvreclaim.checks import check_int, require
+from kvreclaim.checks import require
+from kvreclaim.config import CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.spec import Spec, Value, parse_spec
 from kvreclaim.schedule.way import Way
 
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What the arithmetic asks of a policy; fields as in Footprint."""
-
-    way: Way = Way.COMPACT
-    prompt_only: bool = False
-    window: int | None = 1
-
-
-_PLAIN = Traits()
-_TRAITS: Mapping[str, Traits] = MappingProxyType(
+_PLAIN = Footprint(Way.COMPACT)
+_TRAITS: Mapping[str, Footprint] = MappingProxyType(
     {
         **dict.fromkeys(
             (
@@ -47,12 +39,12 @@ _TRAITS: Mapping[str, Traits] = MappingProxyType(
             ),
             _PLAIN,
         ),
-        "snapkv": Traits(window=32),
-        "r_kv": Traits(window=8),
-        "h2o": Traits(window=None),
-        "paged_eviction": Traits(Way.BLOCKS),
-        "quest": Traits(Way.READS),
-        "full": Traits(Way.KEEP),
+        "snapkv": Footprint(Way.COMPACT, window=32),
+        "r_kv": Footprint(Way.COMPACT, window=8),
+        "h2o": Footprint(Way.COMPACT, window=None),
+        "paged_eviction": Footprint(Way.BLOCKS),
+        "quest": Footprint(Way.READS),
+        "full": Footprint(Way.KEEP),
     }
 )
 _WRAPPERS: Mapping[str, tuple[str, Way | None]] = MappingProxyType(
@@ -67,59 +59,42 @@ _WRAPPERS: Mapping[str, tuple[str, Way | None]] = MappingProxyType(
 )
 """The policy that each wraps where none is named, and its way, if that is not the inner one's."""
 
-BUDGET_DEFAULTS: Mapping[str, int] = MappingProxyType(
-    {"budget": 2048, "interval": 128, "sinks": 4, "recent": 128}
-)
-"""Those of CompressionConfig."""
+SETTINGS = ("budget", "interval", "sinks", "recent")
+"""Of CompressionSettings, those that a text may name."""
 
 
-def traits(policy: str) -> Traits:
-    """Of a policy as it is written. Raises: InvalidArgumentError if it is not to be read or not built in."""
+def traits(policy: str) -> Footprint:
+    """Way, prompt_only and window of a policy as it is written, whatever the budget. Raises:
+    InvalidArgumentError if it is not to be read or not built in."""
     return _traits(parse_spec(policy))
 
 
 def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
     """What `policy[:setting=value,…]` lets a sequence hold. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
-    found = traits(policy)
-    require(
-        settings["budget"] > settings["sinks"] + settings["recent"],
-        f"{text!r}: budget is {settings['budget']} tokens, but sinks + recent = "
-        f"{settings['sinks'] + settings['recent']} are always kept; raise the budget or lower one of them.",
-    )
-    return Footprint(
-        way=found.way,
-        prompt_only=found.prompt_only,
-        window=found.window,
-        block_size=block_size,
-        max_chunk=max_chunk,
-        budget=settings["budget"],
-        interval=settings["interval"],
-        sinks=settings["sinks"],
-        recent=settings["recent"],
-    )
+    lengths = {name: getattr(settings, name) for name in SETTINGS}
+    return replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
 
 
-def _split(text: str) -> tuple[str, dict[str, int]]:
+def _split(text: str) -> tuple[str, CompressionSettings]:
     """The policy, and the settings behind the colon that follows it."""
     policy, colon, rest = text.rpartition(":")
     if not colon or ")" in rest:
         policy, rest = text, ""
-    settings = dict(BUDGET_DEFAULTS)
+    settings: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in rest.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or name not in settings:
+        if not equals or name not in SETTINGS:
             raise InvalidArgumentError(
-                f"{text!r} has the setting {part!r}; after the colon write {', '.join(settings)}, each with "
+                f"{text!r} has the setting {part!r}; after the colon write {', '.join(SETTINGS)}, each with "
                 "=tokens, as in 'triattention:budget=512,interval=128'."
             )
         require(value.isdecimal(), f"{text!r}: {name} is {value!r}; it must be a number of tokens.")
         settings[name] = int(value)
-        check_int(name, settings[name], 1 if name in ("budget", "interval") else 0, " tokens")
-    return policy, settings
+    return policy, CompressionSettings(**settings)
 
 
-def _traits(spec: Spec) -> Traits:
+def _traits(spec: Spec) -> Footprint:
     if spec.name in _WRAPPERS:
         default, way = _WRAPPERS[spec.name]
         inner = _inner(spec, default)
@@ -135,7 +110,7 @@ def _traits(spec: Spec) -> Traits:
     return replace(found, prompt_only=True) if options.get("when") == "prefill" else found
 
 
-def _inner(spec: Spec, default: str) -> Traits:
+def _inner(spec: Spec, default: str) -> Footprint:
     """Of the policy that a wrapper wraps: its first argument, or the one named inner."""
     given: list[Value] = [value for name, value in spec.args if name == "inner"]
     if not given and spec.args and spec.args[0][0] is None:

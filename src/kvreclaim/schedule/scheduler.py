@@ -7,6 +7,7 @@ from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvreclaim.memory.blocks import blocks_for
@@ -86,7 +87,7 @@ class Scheduler(Generic[Seq]):
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
         seq.status = Status.WAITING
         if self._by_priority:
-            insort(self.waiting, seq, key=_rank)
+            insort(self.waiting, seq, key=attrgetter("rank"))
         else:
             self.waiting.append(seq)
 
@@ -166,15 +167,16 @@ class Scheduler(Generic[Seq]):
                     found.append(done)
         return found
 
-    def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int) -> Pass[int]:
+    def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
         """A choice has been made that nothing moves for: these full entries of the sequence's table go, and
-        so many leading slots hold prompt tokens now. Returns: the pass as it came out."""
+        so many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
         seq = self._known[done.seq_id]
         give_back = self.memory.punch if done.way is Way.MASK else self.memory.drop_blocks
         self.memory.mark_inexact(seq.seq_id)
         freed = give_back(seq.seq_id, gone) if gone else 0
         seq.account.blocks_freed += freed
-        seq.account.prompt_slots = prompt_slots
+        if prompt_slots is not None:
+            seq.account.prompt_slots = prompt_slots
         left = (block for index, block in enumerate(done.source_ids) if index not in set(gone))
         return replace(done, target_ids=tuple(left), blocks_freed=freed)
 
@@ -199,7 +201,7 @@ class Scheduler(Generic[Seq]):
             return
         num_tokens = min(seq.next_chunk, step.budget)
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            victim = max(self.running, key=_rank) if self._by_priority else self.running[-1]
+            victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
             step.lose(victim.seq_id)
             step.preempted.append(self._preempt(victim, seq))
             if victim is seq:
@@ -269,14 +271,10 @@ class Scheduler(Generic[Seq]):
         victim.reset()
         victim.status = Status.WAITING
         if self._by_priority:
-            insort(self.waiting, victim, key=_rank)
+            insort(self.waiting, victim, key=attrgetter("rank"))
         else:
             self.waiting.insert(0, victim)
         return Preempted(victim.seq_id, reason)
-
-
-def _rank(seq: Sequence) -> tuple[int, int, int]:
-    return seq.rank
 
 
 def _is_prefill(seq: Sequence) -> bool:

@@ -34,19 +34,12 @@ def check_prompt(
             f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}.",
             field="prompt",
         )
-    beyond = [t for t in params.stop_token_ids or () if t >= loaded.vocab_size]
-    if beyond:
-        raise InvalidArgumentError(
-            f"stop_token_ids holds {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it.",
-            field="stop_token_ids",
-        )
-    foreign = [t for t in params.logit_bias or () if t >= loaded.vocab_size]
-    if foreign:
-        raise InvalidArgumentError(
-            f"logit_bias holds token {foreign[0]}; the model's ids end at {loaded.vocab_size - 1}; "
-            "remove it.",
-            field="logit_bias",
-        )
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        if beyond := [t for t in ids or () if t >= loaded.vocab_size]:
+            raise InvalidArgumentError(
+                f"{name} holds token {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it.",
+                field=name,
+            )
     if params.n > config.max_num_seqs:
         raise InvalidArgumentError(
             f"n is {params.n}, but max_num_seqs allows {config.max_num_seqs} sequences at once; "

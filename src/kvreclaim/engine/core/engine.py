@@ -92,17 +92,13 @@ class Engine:
         self.signals = Signals(loaded, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
+        self.requests = self.lifecycle.requests
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self._num_added = 0
-
-    @property
-    def requests(self) -> dict[str, Request]:
-        """By id, those that have not ended: read it, don't change it."""
-        return self.lifecycle.requests
 
     def add_request(
         self,

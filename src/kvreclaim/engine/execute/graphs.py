@@ -27,6 +27,10 @@ FEW_ROWS = 16
 TOKEN, POSITION, SLOT, LENGTH, SHIFT = range(5)
 NO_SLOT = -1
 
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Turns a function of fixed buffers into one that computes the same from what they hold later. May call it;
+raises RuntimeError if it cannot be captured."""
+
 
 class GraphBackend(Protocol):
     """What a back-end has, beyond ops.backend.Backend, if its decode can be replayed: nothing about the
@@ -41,21 +45,13 @@ class GraphBackend(Protocol):
     def decode_attention(self, q: Tensor, layer: LayerCache, tables: Any) -> Tensor: ...
 
 
-class Capture(Protocol):
-    """Turns a function of fixed buffers into one that computes the same from what they hold later."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """May call run; raises RuntimeError if it cannot be captured."""
-        ...
-
-
 class CudaCapture:
     """torch.cuda.CUDAGraph; all graphs share one memory pool, since one runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         warm_up = torch.cuda.Stream()
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
@@ -192,15 +188,6 @@ class DecodeGraphs:
         self._buffers.fill(size, tokens, positions, sequences, self.cache.block_size)
         return self._replays[size]()[: len(sequences)]
 
-    @torch.inference_mode()
-    def capture_all(self) -> None:
-        """Capture every size now rather than at its first use; the largest first, whose memory serves all."""
-        for size in reversed(self.sizes):
-            reason = self._problem or self._prepare(size)
-            if reason is not None:
-                self.refuse(reason)
-                return
-
     def _obstacle(self, sequences: tuple[SequenceSlots, ...]) -> str | None:
         width = self._buffers.table.shape[1]
         problems = {
@@ -219,7 +206,7 @@ class DecodeGraphs:
             return None
         self._buffers.fill(size, [], np.zeros(0, dtype=np.int64), (), self.cache.block_size)
         try:
-            self._replays[size] = self._capture.capture(lambda: self._run(size))
+            self._replays[size] = self._capture(lambda: self._run(size))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]
             self._problem = f"capturing {size} rows failed: {type(error).__name__}: {''.join(first_line)}"

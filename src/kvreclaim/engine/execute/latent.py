@@ -39,7 +39,7 @@ class AbsorbedPart:
     def attend(self, call: LatentCall, ops: Backend, layer: LayerCache, out: Tensor) -> None:
         """Write their rows of out [T, H, dv]; their latents are in the cache."""
         found = ops.paged_attention(call.absorbed(self.rows).q, layer, self.batch)
-        out[self.rows] = call.finish(found)
+        out[self.rows] = call.weights.finish(found)
 
 
 LatentParts = tuple[ExpandedPart | AbsorbedPart, ...]
@@ -77,7 +77,5 @@ def _parts(batch: AttentionBatch, expands: list[bool]) -> LatentParts:
         else:
             others.append(i)
     if others:
-        rows = torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in others]))
-        rest = AttentionBatch.build(tuple(batch.sequences[i] for i in others), batch.block_size, device)
-        parts.append(AbsorbedPart(rows.to(device), rest))
+        parts.append(AbsorbedPart(batch.rows_of(others), batch.part(others)))
     return tuple(parts)

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part
@@ -54,13 +55,13 @@ class PagedKVBatch:
         """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
         parts = () if self.parts else latent_parts(call, self.batch)
         if not parts:
-            return call.finish(self.attend(call.absorbed()))
+            return call.weights.finish(self.attend(call.absorbed()))
         new = call.call
         layer = new.layer_of(self.cache)
         self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call.absorbed())
-        out = new.q.new_empty((*new.q.shape[:2], call.value_dim))
+        out = new.q.new_empty((*new.q.shape[:2], call.weights.w_uv.shape[1]))
         for part in parts:
             part.attend(call, self.ops, layer, out)
         return out
@@ -127,7 +128,7 @@ class ModelRunner:
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
-        inputs, watched = self._inputs(step), self.signals.watches(step)
+        inputs, watched = self._inputs(step), any(is_watched(item.seq) for item in step)
         logits = self._replay(step, inputs, watched)
         if logits is not None:
             return logits, inputs.wanted

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -130,20 +131,18 @@ class AsyncEngine:
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function in the engine's thread between two steps. Raises what it raises, EngineDeadError."""
         self._check_alive()
-        assert self._loop is not None, "start() comes first"
-        future: asyncio.Future[T] = self._loop.create_future()
+        answer: Future[T] = Future()
 
         def run() -> None:
-            try:
-                self._check_alive()
-                result = function(self.llm.engine)
-            except Exception as error:
-                self._post(_settle, future, None, error)
-            else:
-                self._post(_settle, future, result, None)
+            if answer.set_running_or_notify_cancel():  # the caller may have gone
+                try:
+                    self._check_alive()
+                    answer.set_result(function(self.llm.engine))
+                except Exception as error:
+                    answer.set_exception(error)
 
         self._inbox.put(run)
-        return await future
+        return await asyncio.wrap_future(answer)
 
     async def drained(self) -> None:
         """Return once no request is left."""
@@ -290,13 +289,3 @@ class AsyncEngine:
     def _note_empty(self) -> None:
         if not self.num_requests:
             self._emptied.set()
-
-
-def _settle(future: asyncio.Future[T], result: T, error: Exception | None) -> None:
-    """Answer a caller that may have gone."""
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

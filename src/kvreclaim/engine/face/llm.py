@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,7 +127,7 @@ class LLM:
         params = _one_each(given, len(batch), "sampling_params")
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
-        requests = self._add_all(batch, params, configs, priorities=ranks)
+        requests = self._add_all(list(zip(batch, params, configs, ranks, strict=True)))
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -192,7 +192,8 @@ class LLM:
         configs = _one_each(compression, len(prompts), "compression")
         params = [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts)
         watching: list[Observer | None] = _one_each(observers, len(prompts), "observers")
-        requests = self._add_all(list(prompts), params, configs, list(continuations))
+        ranks = [0] * len(prompts)
+        requests = self._add_all(list(zip(prompts, params, configs, ranks, continuations, strict=True)))
         for request, observer in zip(requests, watching, strict=True):
             if request.scores is not None:
                 request.scores.observer = observer
@@ -203,25 +204,16 @@ class LLM:
         """End a request and return its blocks. Raises: UnknownRequestError."""
         self.engine.abort(request_id)
 
-    def _add_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: list[SamplingParams],
-        configs: list[CompressionConfig | None],
-        continuations: list[list[int]] | None = None,
-        priorities: list[int] | None = None,
-    ) -> list[Request]:
-        """Queue all or none."""
+    def _add_all(self, items: Collection[tuple[Any, ...]]) -> list[Request]:
+        """Queue all or none; items: the arguments of _add."""
         requests: list[Request] = []
-        given: Sequence[list[int] | None] = continuations or [None] * len(prompts)
-        ranks = priorities or [0] * len(prompts)
         try:
-            for item in zip(prompts, params, configs, given, ranks, strict=True):
+            for item in items:
                 requests.append(self._add(*item))  # noqa: PERF401  (the handler needs what was added)
         except KVReclaimError as error:
             for request in requests:
                 self.engine.abort(request.request_id)
-            if len(prompts) > 1:
+            if len(items) > 1:
                 error.args = (f"prompt {len(requests)}: {error}",)
             raise
         return requests
@@ -231,8 +223,8 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams,
         config: CompressionConfig | None,
-        continuation: list[int] | None = None,
         priority: int = 0,
+        continuation: list[int] | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self.compression

@@ -35,11 +35,6 @@ def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
 
 
-def wants_positions(seq: Sequence) -> bool:
-    """Whether the positions of its slots have to be known for its policy."""
-    return Signal.POSITIONS in needs_of(seq.request.compressor)
-
-
 def is_watched(seq: Sequence) -> bool:
     """Whether every step has to add to the sequence's signals: not if no pass is to come."""
     compressor = seq.request.compressor

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from kvreclaim.compression import Compressor, LayerSignals, Signal
 from kvreclaim.engine.core.request import Scheduled, Sequence
-from kvreclaim.engine.signals.digests import DigestStore
-from kvreclaim.engine.signals.mass import MassStore
 from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
-from kvreclaim.engine.signals.queries import QueryStore
-from kvreclaim.engine.signals.store import Room
+from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries
@@ -98,10 +95,6 @@ class Signals:
             )
         if Signal.OUTPUT_PROJECTION in needs:
             self._output_projection(0)
-
-    def watches(self, step: list[Scheduled]) -> bool:
-        """Whether some sequence of the step has to be observed."""
-        return any(is_watched(item.seq) for item in step)
 
     @torch.inference_mode()
     def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer:
@@ -218,16 +211,13 @@ class Signals:
 
         members: the items' places in the batch
         """
-        store, device = self._mass, self.cache.device
+        store = self._mass
         for item, _ in items:
             store.take(item.seq.seq_id)
         rows = store.index([item.seq.seq_id for item, _ in items])
         source = None
         if len(members) < len(batch.sequences):
-            asked = [np.arange(first, first + item.num_tokens) for item, first in items]
-            source = torch.from_numpy(np.concatenate(asked)).to(device)
-            slots = tuple(batch.sequences[i] for i in members)
-            batch = AttentionBatch.build(slots, batch.block_size, device)
+            source, batch = batch.rows_of(members), batch.part(members)
         store.reserve(max(seq.seq_len for seq in batch.sequences))
         found: list[tuple[int, Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""A tensor with one row per sequence that asks for what is kept there."""
+"""Tensors with one row per sequence that asks for what is kept there: queries, attention, digests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from kvreclaim.ops.facts import ModelFacts
 
 
 class Room:
@@ -94,3 +96,89 @@ class RowStore:
         grown = self.tensor.new_zeros(shape)
         grown.narrow(dim, 0, self.tensor.shape[dim]).copy_(self.tensor)
         self.tensor = grown
+
+
+class QueryStore(RowStore):
+    """The last `window` queries of each layer: [rows, L, window, H, D] in the model's dtype.
+
+    The query at position p lies at p % window, so neither chunks nor compactions move anything.
+    """
+
+    def __init__(self, window: int, facts: ModelFacts, room: Room) -> None:
+        layer = facts.layers[0]
+        shape = (facts.num_layers, window, layer.num_heads, layer.head_dim)
+        super().__init__(shape, facts.dtype, facts.device, room)
+        self.window = window
+        self._first: dict[int, int] = {}
+
+    def begin(self, seq_id: int, position: int) -> None:
+        """A row for a sequence whose queries come from this position on, unless it has one."""
+        self.take(seq_id)
+        self._first.setdefault(seq_id, position)
+
+    def copy(self, parent_id: int, child_id: int) -> None:
+        super().copy(parent_id, child_id)
+        if parent_id in self._first:
+            self._first[child_id] = self._first[parent_id]
+
+    def drop(self, seq_id: int) -> None:
+        super().drop(seq_id)
+        self._first.pop(seq_id, None)
+
+    def last(self, seq_id: int, layer: int, end: int) -> Tensor:
+        """[H, n, D]: the queries of positions end - n .. end - 1, oldest first; n <= window, fewer where
+        they have not been seen."""
+        start = max(end - self.window, self._first[seq_id])
+        row, first = self.row(seq_id)[layer], start % self.window
+        parts = [row[first : first + end - start], row[: max(0, first + end - start - self.window)]]
+        return torch.cat(parts).transpose(0, 1)
+
+
+class MassStore(RowStore):
+    """The attention that each slot has received: [rows, L, K, slots] fp32; slots double when they run out."""
+
+    def __init__(self, facts: ModelFacts, room: Room) -> None:
+        shape = (facts.num_layers, facts.layers[0].num_kv_heads, 0)
+        super().__init__(shape, torch.float32, facts.device, room)
+
+    def reserve(self, num_slots: int) -> None:
+        """Room for so many slots in every row."""
+        if num_slots > self.tensor.shape[-1]:
+            self._grow(-1, num_slots)
+
+    def add(self, rows: Tensor, layer: int, sums: Tensor) -> None:
+        """Add sums [n, K, C] to slots 0 .. C - 1 of n different rows."""
+        self.tensor[:, layer, :, : sums.shape[-1]].index_add_(0, rows, sums)
+
+    def move(self, seq_id: int, kept: Tensor) -> None:
+        """Slot kept[l, k, i] goes to slot i, and the others are forgotten; kept [L | 1, K | 1, M] int64."""
+        row = self.row(seq_id)
+        moved = row.take_along_dim(kept.expand(*row.shape[:2], -1), -1)
+        row.zero_()
+        row[..., : kept.shape[-1]] = moved
+
+
+class DigestStore(RowStore):
+    """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype of
+    gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows
+    from the cache, so a fork begins anew."""
+
+    def __init__(self, facts: ModelFacts, dtype: torch.dtype, room: Room) -> None:
+        layer = facts.layers[0]
+        shape = (facts.num_layers, 2, layer.num_kv_heads, 0, layer.head_dim)
+        super().__init__(shape, dtype, facts.device, room)
+        self._known: dict[int, int] = {}
+
+    def claim(self, seq_id: int, num_blocks: int) -> range:
+        """Make room for the sequence's first num_blocks blocks. Returns: those that have no digest yet; the
+        caller writes them, layer by layer."""
+        self.take(seq_id)
+        if num_blocks > self.tensor.shape[-2]:
+            self._grow(-2, num_blocks)
+        missing = range(self._known.get(seq_id, 0), num_blocks)
+        self._known[seq_id] = num_blocks
+        return missing
+
+    def drop(self, seq_id: int) -> None:
+        super().drop(seq_id)
+        self._known.pop(seq_id, None)

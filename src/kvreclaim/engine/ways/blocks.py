@@ -26,4 +26,4 @@ class Blocks:
             stays[index * size : (index + 1) * size] = False
         kept = stays.nonzero()[None, None, :, 0].to(pages.cache.device)
         pages.moved(job, kept)
-        return Done(kept, kept.shape[-1], int(stays[: job.plan.prompt_slots].sum()), tuple(choice))
+        return Done(kept, tuple(choice), int(stays[: job.plan.prompt_slots].sum()))

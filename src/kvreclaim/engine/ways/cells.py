@@ -80,7 +80,7 @@ class UnevenPass:
             self.pages.signals.drop(job.seq.seq_id)
         state.rounded += choice.moved
         job.seq.cell_cache = None
-        return Done(kept, job.compressor.budget, 0)
+        return Done(kept)
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""

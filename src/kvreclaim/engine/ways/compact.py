@@ -26,8 +26,7 @@ class Compact:
         source = pages.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
         pages.backend.compact(pages.cache, choice, source, target)
-        if job.slots_are_positions:
+        if job.compressor.cache_relative:
             turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
         pages.moved(job, choice)
-        prompt_slots = job.compressor.kept_prompt_slots(job.plan.num_tokens, job.plan.prompt_slots)
-        return Done(choice, choice.shape[-1], prompt_slots)
+        return Done(choice)

@@ -28,14 +28,9 @@ class Job:
         return self.plan.logical_len if self.plan.way is Way.MASK else self.plan.num_tokens
 
     @property
-    def slots_are_positions(self) -> bool:
-        """Whether a token's position is its slot, not its place in the text."""
-        return self.compressor.cache_relative
-
-    @property
     def next_position(self) -> int:
         """Position of the next query."""
-        return self.num_slots if self.slots_are_positions else self.plan.logical_len
+        return self.num_slots if self.compressor.cache_relative else self.plan.logical_len
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,16 +38,14 @@ class Done:
     """A pass whose bytes, signals and tensors of state are done.
 
     kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or [n] of each layer and head
-    num_kept:     tokens that a head keeps (on average)
-    prompt_slots: leading live slots left that hold prompt tokens (0 under Way.CELLS)
     gone:         entries of the table whose blocks nobody needs any more, where nothing moves: the caller
                   gives them back
+    prompt_slots: leading live slots left that hold prompt tokens, where only the choice tells
     """
 
     kept: Tensor | Heads
-    num_kept: int
-    prompt_slots: int
     gone: tuple[int, ...] = ()
+    prompt_slots: int | None = None
 
 
 class WayOfPass(Protocol):

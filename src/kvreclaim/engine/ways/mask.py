@@ -33,8 +33,7 @@ class Mask:
         per_block = mask[..., : full * size].view(layers, heads, full, size)
         empty = per_block.all(-1).flatten(0, 1).all(0).nonzero().flatten().tolist()
         gone = tuple(index for index in empty if held[index] is not None)
-        prompt_slots = job.compressor.kept_prompt_slots(job.plan.num_tokens, job.plan.prompt_slots)
-        return Done(choice, choice.shape[-1], prompt_slots, gone)
+        return Done(choice, gone)
 
     def _live_slots(self, job: Job) -> Tensor | None:
         """[L, K, live] int64 slots still attended; None: all of them, nothing has been evicted."""

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.compression import Signal
 from kvreclaim.compression.compressor import Question
 from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.signals.needs import wants_positions
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.memory.manager import MemoryManager
@@ -65,7 +65,7 @@ class Pages:
 
     def moved(self, job: Job, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
-        if self._needs_positions(job) or wants_positions(job.seq):
+        if self._needs_positions(job) or Signal.POSITIONS in job.compressor.policy.needs:
             positions = self._positions(job)
             every_head = kept.expand(*positions.shape[:2], -1)
             job.seq.state.slot_positions = positions.take_along_dim(every_head, -1)
@@ -74,7 +74,7 @@ class Pages:
     def _needs_positions(self, job: Job) -> bool:
         """Whether a sliding window goes by positions that slots do not tell."""
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)
-        return windows and not job.slots_are_positions
+        return windows and not job.compressor.cache_relative
 
     def _positions(self, job: Job) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""

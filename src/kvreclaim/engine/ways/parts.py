@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
@@ -74,13 +73,6 @@ class HeadPart:
             sorted_found, found = found, torch.empty_like(found)
             found[self.order] = sorted_found
         out[self.rows] = found.view(len(self.rows), -1, found.shape[-1])
-
-
-def rows_of(step: list[Scheduled], members: list[int], device: torch.device) -> Tensor:
-    """[t] int64: the rows of these sequences in the step's flat token dim."""
-    starts = np.cumsum([0, *(item.num_tokens for item in step)])
-    rows = [np.arange(starts[i], starts[i + 1]) for i in members]
-    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 def head_order(query_lens: list[int], num_kv_heads: int, device: torch.device) -> Tensor | None:

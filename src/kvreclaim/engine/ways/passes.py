@@ -62,7 +62,8 @@ class CompressionPass:
             choose = self.ways[compressor.way].choose
             together = _tried(choose, [jobs[i] for i in places])
             if isinstance(together, Exception):
-                together = [_alone(_tried(choose, [jobs[i]])) for i in places]
+                alone = [_tried(choose, [jobs[i]]) for i in places]
+                together = [one if isinstance(one, Exception) else one[0] for one in alone]
             found.update(zip(places, together, strict=True))
         return [found[i] for i in range(len(jobs))]
 
@@ -73,7 +74,3 @@ def _tried(work: Any, *args: Any) -> Any:
         return work(*args)
     except Exception as error:
         return error
-
-
-def _alone(found: Any) -> Any:
-    return found if isinstance(found, Exception) else found[0]

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from kvreclaim.engine.core.request import Scheduled
-from kvreclaim.engine.signals.digests import DigestStore
+from kvreclaim.engine.signals.store import DigestStore
 from kvreclaim.engine.ways.pages import block_row
-from kvreclaim.engine.ways.parts import HeadPart
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
+from kvreclaim.ops.cells import CellBatch, cell_batch
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.moving import move
 
@@ -99,19 +98,8 @@ class SparseReads:
         blocks = self._row_table[:, None].expand(-1, heads, -1).gather(-1, indices)
         head = torch.arange(heads, device=blocks.device)[:, None]
         cells = ((layer * self.cache.num_blocks + blocks) * heads + head).flatten(0, 1).int()
-        return self._cell_batch(cells)
-
-    def _cell_batch(self, cells: Tensor) -> CellBatch:
-        rows, size = len(cells), self.cache.block_size
-        given = BatchArrays(
-            block_table=cells,
-            query_starts=self._starts,
-            seq_lens=self._sent_lengths,
-            shifts=self._shifts,
-            max_query_len=1,
-            max_seq_len=cells.shape[1] * size,
-        )
-        return cell_batch(cells, self._lengths, np.ones(rows, dtype=np.int64), given, size)
+        given = BatchArrays(cells, self._starts, self._sent_lengths, self._shifts, 1, cells.shape[1] * size)
+        return cell_batch(cells, self._lengths, np.ones(len(cells), dtype=np.int64), given, size)
 
     def _digest(self, layer: int) -> None:
         """Write the digests of blocks that have filled up since the last step."""
@@ -136,16 +124,3 @@ class SparseReads:
                 shape = (len(piece), *low.shape)
                 parts.append(self.compressor.block_scores(piece, low.expand(shape), high.expand(shape)))
         return torch.cat(parts)
-
-
-def reads_part(
-    items: list[Scheduled],
-    rows: Tensor,
-    memory: MemoryManager,
-    cache: KVCache,
-    ops: Backend,
-    digests: DigestStore,
-) -> HeadPart:
-    """The part of sequences that share a compressor and read sparsely; rows: [t] int64 of the step."""
-    reads = SparseReads(items, memory, cache, ops, digests)
-    return HeadPart(ops, cell_layers(cache), rows, None, reads.batch)

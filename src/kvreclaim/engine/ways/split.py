@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from kvreclaim.compression import Compressor
 from kvreclaim.engine.core.request import Scheduled, Sequence
-from kvreclaim.engine.signals.digests import DigestStore
+from kvreclaim.engine.signals.store import DigestStore
 from kvreclaim.engine.ways.cells import uneven_part
-from kvreclaim.engine.ways.parts import Part, PlainPart, rows_of
-from kvreclaim.engine.ways.reads import reads_part
+from kvreclaim.engine.ways.parts import HeadPart, Part, PlainPart
+from kvreclaim.engine.ways.reads import SparseReads
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.kv_cache import KVCache
 
 
@@ -36,13 +37,12 @@ def split(
         members.setdefault(sparse or item.seq.state.cells is not None, []).append(i)
     parts: list[Part] = []
     for kind, places in members.items():
-        rows, items = rows_of(step, places, cache.device), [step[i] for i in places]
+        rows, items = batch.rows_of(places), [step[i] for i in places]
         if isinstance(kind, Compressor):
-            parts.append(reads_part(items, rows, memory, cache, ops, digests))
+            reads = SparseReads(items, memory, cache, ops, digests)
+            parts.append(HeadPart(ops, cell_layers(cache), rows, None, reads.batch))
         elif kind:
             parts.append(uneven_part(items, rows, memory, cache, ops))
         else:
-            slots = tuple(batch.sequences[i] for i in places)
-            own = AttentionBatch.build(slots, batch.block_size, cache.device)
-            parts.append(PlainPart(ops, cache, own, rows))
+            parts.append(PlainPart(ops, cache, batch.part(places), rows))
     return tuple(parts)

@@ -32,19 +32,15 @@ def make_order(name: str, num_blocks: int, block_size: int) -> EvictionOrder:
 
     Raises: InvalidArgumentError for a name that is not known, or whose entry point is no eviction order.
     """
-    return _order_class(name)(num_blocks, block_size)
-
-
-def _order_class(name: str) -> type[EvictionOrder]:
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    if found := load(ENTRY_POINT_GROUP, name, "eviction order"):
+    cls = _BUILT_IN.get(name)
+    if cls is None and (found := load(ENTRY_POINT_GROUP, name, "eviction order")):
         cls, place = found
         if not (isinstance(cls, type) and issubclass(cls, EvictionOrder)):
             raise InvalidArgumentError(
                 f"eviction order {name!r} is {place!r}, which does not derive from EvictionOrder."
             )
-        return cls
-    raise InvalidArgumentError(
-        f"eviction_policy is {name!r}, which is unknown; known are {', '.join(eviction_orders())}."
-    )
+    if cls is None:
+        raise InvalidArgumentError(
+            f"eviction_policy is {name!r}, which is unknown; known are {', '.join(eviction_orders())}."
+        )
+    return cls(num_blocks, block_size)
