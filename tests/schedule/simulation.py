@@ -260,7 +260,7 @@ class World:
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert not plan.failed, plan.failed
-        assert plan.num_tokens <= self.max_chunk
+        assert sum(row.num_tokens for row in plan.rows) <= self.max_chunk
         assert plan.rows or not (self.scheduler.running or self.scheduler.waiting), "nothing runs"
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         targets = [target for _, target in plan.copies]

@@ -62,10 +62,6 @@ class StepPlan:
     preempted: tuple[Preempted, ...] = ()
     failed: tuple[tuple[int, Exception], ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class StepDone:

@@ -78,10 +78,9 @@ class Lifecycle:
             self.sequences[lost.seq_id].request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
         for begun in plan.admitted:
-            request = self.sequences[begun.seq_id].request
-            if not request.cached_tokens_known:
-                request.metrics.num_cached_tokens = begun.num_hit
-                request.cached_tokens_known = True
+            metrics = self.sequences[begun.seq_id].request.metrics
+            if metrics.queue_s is None:  # for the first time
+                metrics.num_cached_tokens = begun.num_hit
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")

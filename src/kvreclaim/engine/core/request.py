@@ -151,7 +151,6 @@ class Request:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrival_s: float = field(default_factory=time.perf_counter)
     error: str | None = None
-    cached_tokens_known: bool = False
     prompt_done: bool = False
 
     @property
