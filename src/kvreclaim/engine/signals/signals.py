@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.checks import require
 from kvreclaim.compression import Compressor, LayerSignals, Signal
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import LoadedModel
@@ -67,32 +67,21 @@ class Signals:
         needs = needs_of(compressor)
         if compressor is None:
             return
-        name, limit = compressor.policy.name, self.room.limit
+        policy, limit = compressor.policy, self.room.limit
         least = signal_bytes(compressor, self.loaded.facts, compressor.budget, self.cache.block_size)
-        if limit is not None and least > limit:
-            raise InvalidArgumentError(
-                f"policy {name} keeps {least} bytes of signals for a sequence, but max_signal_bytes is "
-                f"{limit} for all; lower its window or budget, or raise max_signal_bytes.",
-                field="compression",
-            )
-        if Signal.FUTURE_QUERIES in needs and not scored:
-            raise InvalidArgumentError(
-                f"policy {name} needs the whole text, the tokens to come included; use LLM.score, which is "
-                "given it, or another policy.",
-                field="compression",
-            )
-        if Signal.RECENT_QUERIES in needs and compressor.policy.query_window < 1:
-            raise InvalidArgumentError(
-                f"policy {name} needs recent queries, but its query_window is "
-                f"{compressor.policy.query_window}; it must be at least 1.",
-                field="compression",
-            )
-        if needs & QUERIES and compressor.policy.cache_relative:
-            raise InvalidArgumentError(
-                f"policy {name} needs queries at their positions, but turns keys to positions relative to "
-                "the cache, where the two no longer fit; keep the original positions.",
-                field="compression",
-            )
+        problems = {
+            f"keeps {least} bytes of signals for a sequence, but max_signal_bytes is {limit} for all; lower "
+            "its window or budget, or raise max_signal_bytes": limit is not None and least > limit,
+            "needs the whole text, the tokens to come included; use LLM.score, which is given it, or another "
+            "policy": Signal.FUTURE_QUERIES in needs and not scored,
+            f"needs recent queries, but its query_window is {policy.query_window}; it must be at least 1": (
+                Signal.RECENT_QUERIES in needs and policy.query_window < 1
+            ),
+            "needs queries at their positions, but turns keys to positions relative to the cache, where the "
+            "two no longer fit; keep the original positions": needs & QUERIES and policy.cache_relative,
+        }
+        for problem, holds in problems.items():
+            require(not holds, f"policy {policy.name} {problem}.", "compression")
         if Signal.OUTPUT_PROJECTION in needs:
             self._output_projection(0)
 
@@ -111,7 +100,7 @@ class Signals:
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not mass:
             return Observer(tuple(writes))
-        write, commit = self._mass_write([(step[i], starts[i]) for i in mass], mass, batch)
+        write, commit = self._mass_write([step[i].seq.seq_id for i in mass], mass, batch)
         return Observer((*writes, write), commit)
 
     def forget(self, step: list[Scheduled]) -> None:
@@ -205,16 +194,16 @@ class Signals:
         return write
 
     def _mass_write(
-        self, items: list[tuple[Scheduled, int]], members: list[int], batch: AttentionBatch
+        self, seq_ids: list[int], members: list[int], batch: AttentionBatch
     ) -> tuple[Callable[[AttentionCall], None], Callable[[], None]]:
         """What sums up the attention that the chunks' queries give, and what adds the sums to the store.
 
-        members: the items' places in the batch
+        members: the sequences' places in the batch
         """
         store = self._mass
-        for item, _ in items:
-            store.take(item.seq.seq_id)
-        rows = store.index([item.seq.seq_id for item, _ in items])
+        for seq_id in seq_ids:
+            store.take(seq_id)
+        rows = store.index(seq_ids)
         source = None
         if len(members) < len(batch.sequences):
             source, batch = batch.rows_of(members), batch.part(members)
