@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -31,10 +32,21 @@ NAMES = {
 }
 
 
-def write(file: Path, *, pre: str = "smollm", architecture: str = "llama") -> PreTrainedModel:
+def write(
+    file: Path,
+    *,
+    pre: str = "smollm",
+    architecture: str = "llama",
+    without: str = "",
+    beside: Sequence[str] = (),
+    scaling: str = "none",
+) -> PreTrainedModel:
     """The model that transformers should make of the file; its matrices are Q4_1, its vectors F32.
 
-    pre: how the file says that text is cut
+    pre:     how the file says that text is cut
+    without: a tensor that is left out
+    beside:  further tensors, of 8 numbers each
+    scaling: of rotary positions
     """
     model = tiny.build("llama", eos_token_id=EOS)
     writer = gguf.GGUFWriter(file, architecture)
@@ -45,9 +57,13 @@ def write(file: Path, *, pre: str = "smollm", architecture: str = "llama") -> Pr
             form = Form.Q4_1 if parameter.dim() > 1 else Form.F32
             stored = _as_stored(name, parameter.numpy(), model.config)
             blocks = gguf.quantize(stored, form)
-            writer.add_tensor(_stored_name(name), blocks, raw_dtype=form)
+            if _stored_name(name) != without:
+                writer.add_tensor(_stored_name(name), blocks, raw_dtype=form)
             read = torch.from_numpy(_as_computed(name, gguf.dequantize(blocks, form), model.config))
             parameter.copy_(read.bfloat16())
+    for name in beside:
+        writer.add_tensor(name, np.ones(8, np.float32))
+    writer.add_string(f"{architecture}.rope.scaling.type", scaling)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

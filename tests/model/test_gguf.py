@@ -85,6 +85,24 @@ def test_an_architecture_that_transformers_does_not_read(tmp_path: Path) -> None
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"without": "blk.1.ffn_up.weight"}, "lacks 1 tensors (model.layers.1.mlp.up_proj.weight is one)"),
+        ({"beside": ["blk.0.attn_q.bias"]}, "it does not read the rest from GGUF"),
+        ({"beside": ["rope_freqs.weight"]}, "scales its rotary positions (rope_freqs.weight)"),
+        ({"scaling": "linear"}, "scales its rotary positions (linear)"),
+    ],
+    ids=str,
+)
+def test_what_would_become_another_model(how: dict, words: str, tmp_path: Path) -> None:
+    tiny_gguf.write(tmp_path / "tiny.gguf", **how)
+    with pytest.raises(FetchError) as refused:
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+    assert words in str(refused.value)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_without_its_packages(missing: str, monkeypatch, tmp_path: Path) -> None:
     found = {"gguf": object(), "accelerate": object(), missing: None}

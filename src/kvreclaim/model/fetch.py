@@ -138,7 +138,9 @@ class HubModel:
 
         say(f"downloading {self.repo} from the hub")
         try:
-            found = Path(snapshot_download(self.repo, allow_patterns=list(HUB_FILES)))
+            found = Path(
+                snapshot_download(self.repo, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"])
+            )
         except Exception as error:  # of the network, of the hub, of the id: a family without a common class
             reason = str(error).strip().split("\n", 1)[0]
             raise FetchError(
@@ -191,10 +193,10 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
     Raises: FetchError; what was begun is then gone again.
     """
     target = (output or models_home() / source.name).absolute()
-    if _is_there(target, source):
-        return target
-    existing = next(parent for parent in target.parents if parent.exists())
     try:
+        if _is_there(target, source):
+            return target
+        existing = next(parent for parent in target.parents if os.path.exists(parent))
         with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=existing) as made:
             directory, work = Path(made, "model"), Path(made, "work")
             directory.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,35 +37,91 @@ def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> N
 
     say: told where the tokenizer may cut text otherwise than the model has learned
 
-    Raises: FetchError where the file is no GGUF that transformers reads; OSError or SafetensorError where
-        the directory cannot be written.
+    Raises: FetchError where the file is no GGUF that transformers reads, or reads whole; OSError or
+        SafetensorError where the directory cannot be written.
     """
     check_packages()
     try:
-        tokenizer, model = _read(file, say)
+        header, tokenizer, model, missing = _read(file)
     except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
         reason = (str(error).strip() or "no reason given").split("\n", 1)[0]
         raise FetchError(
             f"{file.name} cannot be read as GGUF ({type(error).__name__}: {reason}); it is damaged or of an "
             "architecture that transformers does not read from GGUF: pass another file or a hub id."
         ) from error
+    _check_whole(file.name, header, model, missing)
+    _cut_as_trained(tokenizer, header.rule, say)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-def _read(file: Path, say: Callable[[str], object]) -> tuple[Tokenizer, PreTrainedModel]:
+@dataclass(frozen=True)
+class Header:
+    """What transformers does not tell of a GGUF file.
+
+    rule:        how text is cut into words
+    num_weights: numbers in all tensors but those of the rotation
+    rotation:    what scales rotary positions, by its name; None where they are plain
+    """
+
+    rule: str
+    num_weights: int
+    rotation: str | None
+
+
+def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
+    """The header, what transformers makes of the file, and the weights that it found no tensor for."""
     import torch
-    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    header = _read_header(file)
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    _cut_as_trained(tokenizer, field.contents() if field else "default", say)
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    plain = GgufConfig(dequantize=True)
+    how: Any = {"dtype": torch.bfloat16, "quantization_config": plain, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **how)
+    model, report = loaded
+    return header, tokenizer, model, set(report["missing_keys"])
+
+
+def _read_header(file: Path) -> Header:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+
+    def said(key: str, absent: str) -> str:
+        field = reader.get_field(key)
+        return str(field.contents()) if field else absent
+
+    turning = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    kind = said(f"{said('general.architecture', '')}.rope.scaling.type", "none")
+    return Header(
+        rule=said("tokenizer.ggml.pre", "default"),
+        num_weights=sum(int(t.n_elements) for t in reader.tensors if t.name not in turning),
+        rotation=turning[0] if turning else None if kind == "none" else kind,
     )
-    return tokenizer, model
+
+
+def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: set[str]) -> None:
+    """Refuse what transformers would fill with random numbers or leave out, since the model would be another.
+
+    Raises: FetchError.
+    """
+    remedy = "pass the model's hub id, or another file."
+    if missing:
+        raise FetchError(f"{name} lacks {len(missing)} tensors ({min(missing)} is one); {remedy}")
+    found = sum(parameter.numel() for parameter in model.parameters())
+    if found != header.num_weights:
+        raise FetchError(
+            f"{name} holds {header.num_weights} weights, of which transformers makes {found}: it does not "
+            f"read the rest from GGUF; {remedy}"
+        )
+    rotation: Any = model.config.get_text_config().rope_parameters
+    if header.rotation is not None and (rotation or {}).get("rope_type", "default") == "default":
+        raise FetchError(
+            f"{name} scales its rotary positions ({header.rotation}), which transformers does not read from "
+            f"GGUF; {remedy}"
+        )
 
 
 def _cut_as_trained(tokenizer: Tokenizer, rule: str, say: Callable[[str], object]) -> None:
