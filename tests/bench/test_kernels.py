@@ -68,7 +68,7 @@ def test_a_wrong_kernel_is_refused(case, monkeypatch):
     def half(cache, *args):
         cache.v.mul_(0.5)
 
-    scored = ("paged_attention", "column_sums", "trig_norm_scores", "mixture_scores", "key_norms")
+    scored = ("paged_attention", "column_sums", "trig_norm_scores", "mixture_scores", "token_norms")
     broken = {name: off(name) for name in scored} | {"write_kv": reference.write_kv, "compact": half}
     broken["gather_tokens"] = lambda *args: [x * 1.01 for x in reference.gather_tokens(*args)]
     if case.op == "write K/V":
@@ -83,7 +83,7 @@ def test_a_wrong_kernel_is_refused(case, monkeypatch):
 
 def test_a_result_that_is_not_finite_is_refused():
     nan = SimpleNamespace(**{name: getattr(reference, name) for name in ("allocate", "write_kv")})
-    nan.NAME, nan.key_norms = "nan", lambda *_: torch.full((2, 70), float("nan"))
+    nan.NAME, nan.token_norms = "nan", lambda *_, **__: torch.full((2, 70), float("nan"))
     with pytest.raises(WrongKernelError, match="inf"):
         kernels.check(key_norms(SHAPE), nan)
 

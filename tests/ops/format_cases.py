@@ -101,7 +101,7 @@ def check_column_sums(rig: Rig, w: Filled, **how: Any) -> None:
 
 
 def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> None:
-    """trig_norm_scores, mixture_scores, key_norms and value_norms."""
+    """trig_norm_scores, mixture_scores and token_norms."""
     shape, dim = w.shape, w.shape.dim
     turned = dim - shape.v_dim if shape.latent else dim // 2
     bands = turned // 2
@@ -124,7 +124,8 @@ def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> N
         most = want.abs().amax().item()
         close = {"rtol": 1e-4, "atol": rig.slack * most + 1e-30}
         torch.testing.assert_close(mixture.cpu(), want, **close)
-        for got, x in ((rig.backend.key_norms(tokens), k), (rig.backend.value_norms(tokens), v)):
+        for values, x in ((False, k), (True, v)):
+            got = rig.backend.token_norms(tokens, values=values)
             torch.testing.assert_close(got.cpu().double(), x.norm(dim=-1), rtol=1e-5, atol=1e-6)
 
 

@@ -19,13 +19,12 @@ FUNCTIONS = (
     "compact",
     "copy_blocks",
     "gather_tokens",
-    "key_norms",
     "mixture_scores",
     "paged_attention",
     "prepare_blocks",
     "select_top",
+    "token_norms",
     "trig_norm_scores",
-    "value_norms",
     "write_kv",
 )
 

@@ -106,10 +106,10 @@ class PagedSource(KeySource):
         return self.backend.mixture_scores(self.tokens, centers, variances, scale, over)
 
     def key_norms(self) -> Tensor:
-        return self.backend.key_norms(self.tokens)
+        return self.backend.token_norms(self.tokens, values=False)
 
     def value_norms(self) -> Tensor:
-        return self.backend.value_norms(self.tokens)
+        return self.backend.token_norms(self.tokens, values=True)
 
 
 def column_sums(

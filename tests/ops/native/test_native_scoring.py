@@ -227,7 +227,7 @@ def test_norms(num_tokens: int, dtype: torch.dtype) -> None:
         pair = make_pair(Dims(dim=dim, v_dim=v_dim, dtype=dtype), num_tokens)
         for layer in range(2):
             where = (pair.native.layers[layer], pair.block_ids, num_tokens)
-            keys, values = native.key_norms(PagedTokens(*where)), native.value_norms(PagedTokens(*where))
+            keys, values = (native.token_norms(PagedTokens(*where), values=side) for side in (False, True))
             for got, x in ((keys, pair.keys), (values, pair.values)):
                 torch.testing.assert_close(got.double(), x[layer].double().norm(dim=-1), rtol=5e-7, atol=0)
 
@@ -258,7 +258,7 @@ def test_refuses_what_would_leave_the_cache() -> None:
     with pytest.raises(ValueError, match="too few blocks"):
         native.trig_norm_scores(PagedTokens(pair.native.layers[0], pair.block_ids, 49), *good, layout)
     with pytest.raises(ValueError, match="names a block outside"):
-        native.key_norms(PagedTokens(pair.native.layers[0], pair.block_ids + 100, 40))
+        native.token_norms(PagedTokens(pair.native.layers[0], pair.block_ids + 100, 40), values=False)
     with pytest.raises(ValueError, match="KV heads"):
         native.trig_norm_scores(
             PagedTokens(pair.native.layers[0], pair.block_ids, 40), random(3, 1, 64), None, layout

@@ -103,7 +103,7 @@ def launch_the_rest(w: World) -> None:
     kernels.mixture_scores(
         PagedTokens(cache.layers[0], ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600)
     )
-    kernels.key_norms(PagedTokens(cache.layers[0], ids, 700))
+    kernels.token_norms(PagedTokens(cache.layers[0], ids, 700), values=False)
     kernels.gather_tokens(PagedTokens(cache.layers[0], ids, 700))
     if not cache.format.has_open_blocks:  # whose moves are PyTorch's
         kernels.copy_blocks(cache, [(1, 2)])

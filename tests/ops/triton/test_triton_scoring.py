@@ -152,11 +152,11 @@ def test_mixture_of_one_key_far_ahead() -> None:
 def test_norms(dims: tuple[int, int], num_tokens: int, dtype: torch.dtype) -> None:
     pair = make_pair(Shape(kv_heads=2, dim=dims[0], v_dim=dims[1], layers=2, dtype=dtype), num_tokens)
     for layer in range(2):
-        for op in ("key_norms", "value_norms"):
-            got = getattr(kernels, op)(PagedTokens(pair.kernel.layers[layer], pair.device_ids, num_tokens))
-            want = getattr(reference, op)(
-                PagedTokens(pair.reference.layers[layer], pair.block_ids, num_tokens)
-            )
+        for values in (False, True):
+            device = PagedTokens(pair.kernel.layers[layer], pair.device_ids, num_tokens)
+            host = PagedTokens(pair.reference.layers[layer], pair.block_ids, num_tokens)
+            got = kernels.token_norms(device, values=values)
+            want = reference.token_norms(host, values=values)
             torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0)
 
 
@@ -166,7 +166,7 @@ def test_no_tokens_at_all() -> None:
     args = (pair.kernel.layers[0], pair.device_ids[:0], 0)
     queries, weights = random(4, 1, 32).to(DEVICE), random(4, 16).to(DEVICE)
     assert kernels.trig_norm_scores(PagedTokens(*args), queries, weights, layout).shape == (4, 0)
-    assert kernels.key_norms(PagedTokens(*args)).shape == (2, 0)
+    assert kernels.token_norms(PagedTokens(*args), values=False).shape == (2, 0)
     centers, variances = (x.to(DEVICE) for x in mixture(4, 2, 2, 32))
     assert kernels.mixture_scores(PagedTokens(*args), centers, variances, 0.5, slice(None)).shape == (2, 0)
 

@@ -6,10 +6,9 @@ from kvreclaim.ops.native.extension import describe as describe
 from kvreclaim.ops.native.extension import force_isa as force_isa
 from kvreclaim.ops.native.extension import supported_isas as supported_isas
 from kvreclaim.ops.native.extension import unavailable_reason as unavailable_reason
-from kvreclaim.ops.native.scoring import key_norms as key_norms
 from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
+from kvreclaim.ops.native.scoring import token_norms as token_norms
 from kvreclaim.ops.native.scoring import trig_norm_scores as trig_norm_scores
-from kvreclaim.ops.native.scoring import value_norms as value_norms
 from kvreclaim.ops.native.selection import select_top as select_top
 from kvreclaim.ops.native.storage import allocate as allocate
 from kvreclaim.ops.native.storage import compact as compact

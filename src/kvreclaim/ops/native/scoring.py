@@ -50,17 +50,8 @@ def mixture_scores(
     return scores
 
 
-def key_norms(tokens: PagedTokens) -> Tensor:
-    """reference.key_norms: [K, T] fp32."""
-    return _norms(tokens, values=False)
-
-
-def value_norms(tokens: PagedTokens) -> Tensor:
-    """reference.value_norms: [K, T] fp32."""
-    return _norms(tokens, values=True)
-
-
-def _norms(tokens: PagedTokens, *, values: bool) -> Tensor:
+def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
+    """reference.token_norms: [K, T] fp32."""
     norms = torch.empty((tokens.cache.num_kv_heads, tokens.num_tokens), dtype=torch.float32)
     native().token_norms(*_where(tokens), values, norms)
     return norms

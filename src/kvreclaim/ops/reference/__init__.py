@@ -12,10 +12,9 @@ from kvreclaim.ops.reference.moves import write_kv as write_kv
 from kvreclaim.ops.reference.rows import allocate as allocate
 from kvreclaim.ops.reference.rows import gather_slots as gather_slots
 from kvreclaim.ops.reference.rows import gather_tokens as gather_tokens
-from kvreclaim.ops.reference.scores import key_norms as key_norms
 from kvreclaim.ops.reference.scores import mixture_scores as mixture_scores
 from kvreclaim.ops.reference.scores import select_top as select_top
+from kvreclaim.ops.reference.scores import token_norms as token_norms
 from kvreclaim.ops.reference.scores import trig_norm_scores as trig_norm_scores
-from kvreclaim.ops.reference.scores import value_norms as value_norms
 
 NAME = "reference"

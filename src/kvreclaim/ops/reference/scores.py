@@ -27,16 +27,10 @@ def mixture_scores(
     return scoring.mixture_scores(keys, centers, variances, scale, over)
 
 
-def key_norms(tokens: PagedTokens) -> Tensor:
-    """||k|| of a paged sequence: [K, T] fp32."""
-    keys = gather_tokens(tokens)[0]
-    return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
-
-
-def value_norms(tokens: PagedTokens) -> Tensor:
-    """||v|| of a paged sequence: [K, T] fp32."""
-    values = gather_tokens(tokens)[1]
-    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
+    """||k|| or ||v|| of a paged sequence: [K, T] fp32."""
+    keys_values = gather_tokens(tokens)
+    return torch.linalg.vector_norm(keys_values[values], dim=-1, dtype=torch.float32)
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:

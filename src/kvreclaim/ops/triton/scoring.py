@@ -128,21 +128,12 @@ def mixture_scores(
     return out
 
 
-def key_norms(tokens: PagedTokens) -> Tensor:
-    """||k|| of a paged sequence: [K, T] fp32."""
-    return _norms(tokens, 0)
-
-
-def value_norms(tokens: PagedTokens) -> Tensor:
-    """||v|| of a paged sequence: [K, T] fp32."""
-    return _norms(tokens, 1)
-
-
-def _norms(tokens: PagedTokens, side: int) -> Tensor:
+def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
+    """reference.token_norms: [K, T] fp32."""
     cache, num_tokens = tokens.cache, tokens.num_tokens
     layout = layout_of(cache)
     out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
-    block_n = _tile_tokens(layout.BLOCK_DV if side or layout.LATENT else layout.BLOCK_D)
+    block_n = _tile_tokens(layout.BLOCK_DV if values or layout.LATENT else layout.BLOCK_D)
     if num_tokens:
         norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
             store_of(tokens.layer),
@@ -150,7 +141,7 @@ def _norms(tokens: PagedTokens, side: int) -> Tensor:
             tokens.block_ids,
             num_tokens,
             L=layout,
-            SIDE=side,
+            SIDE=int(values),
             BLOCK_N=block_n,
             num_warps=4,
         )
