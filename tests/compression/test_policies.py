@@ -127,7 +127,7 @@ class TestEvictOnly:
 
     @pytest.mark.parametrize("inner", ["full", "evict-only", "evict-only(knorm)"])
     def test_refuses_what_it_contradicts(self, inner):
-        with pytest.raises(InvalidArgumentError, match="contradiction"):
+        with pytest.raises(InvalidArgumentError, match="is refused"):
             make_policy(f"evict-only({inner})")
 
     def test_bare_wraps_the_default(self):

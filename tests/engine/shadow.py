@@ -301,4 +301,4 @@ def _furthest(out: Tensor, expected: Tensor) -> float:
 
 def _turns_keys(seq: Sequence) -> bool:
     compressor = seq.request.compressor
-    return compressor is not None and compressor.cache_relative
+    return compressor is not None and compressor.policy.cache_relative

@@ -189,14 +189,14 @@ def _time_group(
                 steps[name] = _warm_up(plan, point, system, session, paces[name])
             except SkipPoint as reason:
                 rows[name] = _skipped(name, point, str(reason))
-        runs = {name: partial(_speed, sessions[name], steps[name]) for name in steps}
+        runs = {name: partial(speed_of, sessions[name], steps[name]) for name in steps}
         speeds = alternate(runs, plan.rounds) if runs else {}
         for name, values in speeds.items():
-            rows[name] = _row(name, point, values, steps[name], sessions[name])
+            rows[name] = row_of(name, point, values, steps[name], sessions[name])
     return rows
 
 
-def _speed(session: Session, steps: int) -> float:
+def speed_of(session: Session, steps: int) -> float:
     """Tokens/s of one slice."""
     time.sleep(PAUSE_S)
     return session.run(steps).tokens_per_s
@@ -236,7 +236,8 @@ def _check_limit(plan: DecodePlan, step_s: float, steps: int) -> None:
         )
 
 
-def _row(name: str, point: Point, values: list[float], steps: int, session: Session) -> Row:
+def row_of(name: str, point: Point, values: list[float], steps: int, session: Session) -> Row:
+    """values: tokens/s of each slice."""
     speed = median(values)
     return {
         "system": name,

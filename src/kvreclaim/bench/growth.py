@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from statistics import median
 
 from rich.table import Table
 
-from kvreclaim.bench.common import Row, alternate, sheet, spread
+from kvreclaim.bench.common import Row, alternate, sheet
+from kvreclaim.bench.decode import row_of, speed_of
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
@@ -25,29 +25,15 @@ def run(plan: DecodePlan, contexts: Sequence[int] = (8192, 65_536), batch: int =
     new_tokens = (plan.rounds + 1) * plan.interval + 8
     with ExitStack() as stack:
         sessions = {}
-        for context in contexts:
-            point = Point(context, batch, new_tokens, plan.fill)
+        for point in (Point(context, batch, new_tokens, plan.fill) for context in contexts):
             system = Ours(SYSTEM, plan.setup, [point], config=plan.compression(SYSTEM), kernels=plan.kernels)
-            sessions[context] = stack.enter_context(closing(system.open(point)))
-            sessions[context].run(plan.interval)
-        runs = {context: partial(session.run, plan.interval) for context, session in sessions.items()}
-        slices = alternate(runs, plan.rounds)
-    speeds = {context: [each.tokens_per_s for each in some] for context, some in slices.items()}
-    first = median(speeds[contexts[0]])
-    return [
-        {
-            "system": SYSTEM,
-            **plan.facts(),
-            "context": context,
-            "batch": batch,
-            "tokens_per_s": median(speeds[context]),
-            "spread": spread(speeds[context]),
-            "ratio": median(speeds[context]) / first,
-            "budget": plan.budget,
-            "interval": plan.interval,
-        }
-        for context in contexts
-    ]
+            sessions[point] = stack.enter_context(closing(system.open(point)))
+            sessions[point].run(plan.interval)
+        runs = {point: partial(speed_of, session, plan.interval) for point, session in sessions.items()}
+        speeds = alternate(runs, plan.rounds)
+    rows = [row_of(SYSTEM, point, speeds[point], plan.interval, sessions[point]) for point in sessions]
+    facts = {**plan.facts(), "budget": plan.budget, "interval": plan.interval}
+    return [facts | row | {"ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
 
 
 def growth_table(rows: Sequence[Row]) -> Table:

@@ -101,16 +101,6 @@ class Compressor:
         return self.policy.way
 
     @property
-    def cache_relative(self) -> bool:
-        """Whether a token's position is its slot, so that keys turn when they move."""
-        return self.policy.cache_relative
-
-    @property
-    def prompt_only(self) -> bool:
-        """Whether a sequence is compressed once, when its prompt has been computed."""
-        return self.policy.prompt_only
-
-    @property
     def budget(self) -> int:
         """Tokens kept per layer and KV head."""
         return self.config.budget

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvreclaim.compression.stats import LayerStats
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.options import check_options
@@ -190,6 +191,28 @@ class CompressionPolicy(ABC):
         raise NotImplementedError(f"{self.name} reads every block")
 
 
+class Trait(StrEnum):
+    """What may make a policy unfit to be wrapped."""
+
+    KEEPS_ALL = "keeps everything, so that there is nothing to rank"
+    UNMOVED = "moves nothing"
+    WHOLE_BLOCKS = "evicts whole blocks, not tokens"
+    UNEVEN = "lets heads keep unequal numbers of tokens"
+    CACHE_RELATIVE = "takes a token's slot for its position"
+
+
+def traits(policy: CompressionPolicy) -> frozenset[Trait]:
+    """Those that the policy has."""
+    found = {
+        Trait.KEEPS_ALL: not policy.way.evicts,
+        Trait.WHOLE_BLOCKS: policy.way is Way.BLOCKS,
+        Trait.UNMOVED: policy.way is Way.MASK,
+        Trait.UNEVEN: policy.way is Way.CELLS,
+        Trait.CACHE_RELATIVE: policy.cache_relative,
+    }
+    return frozenset(trait for trait, has in found.items() if has)
+
+
 def _of_inner(name: str) -> Any:
     """A property of a wrapper that is the inner policy's."""
     return property(lambda wrapper: getattr(wrapper.inner, name))
@@ -197,14 +220,23 @@ def _of_inner(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Wrapper(CompressionPolicy):
-    """A policy around another one, `inner`; what it does not override is the inner one's. It ranks tokens:
-    refuse an inner one that keeps everything (wrapping.refuse).
+    """A policy around another one, `inner`; what it does not override is the inner one's.
 
     default_inner: name of the policy that is wrapped where none is named
+    unfit, remedy: what an inner policy must not be, and what to write instead. Raises: InvalidArgumentError
     """
 
     inner: CompressionPolicy
     default_inner: ClassVar[str] = "query_mixture"
+    unfit: ClassVar[tuple[Trait, ...]] = (Trait.KEEPS_ALL,)
+    remedy: ClassVar[str] = "wrap a policy that ranks tokens"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for trait in sorted(traits(self.inner) & set(self.unfit)):
+            raise InvalidArgumentError(
+                f"{self.name}({self.inner.name}) is refused: {self.inner.name} {trait}; {self.remedy}."
+            )
 
     way = _of_inner("way")
     query_window = _of_inner("query_window")

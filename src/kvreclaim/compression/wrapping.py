@@ -1,47 +1,12 @@
-"""What wrappers share: what they refuse to wrap, how they put tokens before others, how they fill counts."""
+"""What wrappers share: how they put tokens before others, how they fill counts."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import CompressionPolicy
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.way import Way
-
 _MARGIN = 2.0**-10
 _STEPS = 100
-
-
-class Trait(StrEnum):
-    """What may make a policy unfit to be wrapped."""
-
-    KEEPS_ALL = "keeps everything, so that there is nothing to rank"
-    UNMOVED = "moves nothing"
-    WHOLE_BLOCKS = "evicts whole blocks, not tokens"
-    UNEVEN = "lets heads keep unequal numbers of tokens"
-    CACHE_RELATIVE = "takes a token's slot for its position"
-
-
-def traits(policy: CompressionPolicy) -> frozenset[Trait]:
-    """Those that the policy has."""
-    found = {
-        Trait.KEEPS_ALL: not policy.way.evicts,
-        Trait.WHOLE_BLOCKS: policy.way is Way.BLOCKS,
-        Trait.UNMOVED: policy.way is Way.MASK,
-        Trait.UNEVEN: policy.way is Way.CELLS,
-        Trait.CACHE_RELATIVE: policy.cache_relative,
-    }
-    return frozenset(trait for trait, has in found.items() if has)
-
-
-def refuse(outer: str, inner: CompressionPolicy, unfit: Collection[Trait], remedy: str) -> None:
-    """Raises InvalidArgumentError if the inner policy has one of these traits; remedy says what to write."""
-    for trait in sorted(traits(inner) & set(unfit)):
-        raise InvalidArgumentError(f"{outer}({inner.name}) is refused: {inner.name} {trait}; {remedy}.")
 
 
 def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:

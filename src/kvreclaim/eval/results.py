@@ -47,13 +47,8 @@ class Result(BaseModel):
 
 def cost(metrics: RequestMetrics) -> dict[str, Any]:
     """The fields of Result that the engine tells."""
-    return {
+    names = ("peak_blocks", "blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
+    return {name: getattr(metrics, name) for name in names} | {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
-        "peak_blocks": metrics.peak_blocks,
-        "blocks_freed": metrics.blocks_freed,
-        "blocks_perfect": metrics.blocks_perfect,
-        "tokens_evicted": metrics.tokens_evicted,
-        "compactions": metrics.compactions,
         "postponed": metrics.compactions_postponed,
-        "preemptions": metrics.preemptions,
     }

@@ -131,7 +131,7 @@ class BatchRunner:
                 Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
                 out.metrics,
                 item.num_tokens,
-                elapsed_s,
+                elapsed_s / len(items),
                 generated=False,
             )
             for item, out, compared in zip(items, outs, sums, strict=True)
@@ -145,7 +145,7 @@ class BatchRunner:
     ) -> tuple[list[ScoreOutput], float]:
         prompts = [list(item.prompt) for item in items]
         texts = [list(item.continuation) for item in items]
-        return _timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
+        return timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
 
     def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
         """The full cache's distributions, kept until other items come."""
@@ -166,13 +166,13 @@ class BatchRunner:
             for item in items
         ]
         prompts = [list(item.prompt) for item in items]
-        outs, elapsed_s = _timed(lambda: self.llm.generate(prompts, params, configs))
+        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs))
         return [
             _Said(
                 Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
                 out.metrics,
                 out.metrics.num_generated_tokens,
-                elapsed_s,
+                elapsed_s / len(items),
                 generated=True,
             )
             for out in outs
@@ -226,11 +226,11 @@ def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:
     return QueryStats.load(beside) if beside.is_file() else None
 
 
-def _timed(call: Callable[[], list[Out]]) -> tuple[list[Out], float]:
-    """What came back for a batch, and seconds by example. Raises: CellError where a request failed."""
+def timed(call: Callable[[], list[Out]]) -> tuple[list[Out], float]:
+    """What came back for a batch, and seconds. Raises: CellError where a request failed."""
     started = time.perf_counter()
     outs = call()
-    elapsed_s = (time.perf_counter() - started) / len(outs)
+    elapsed_s = time.perf_counter() - started
     failed = [out.error for out in outs if out.error is not None]
     if failed:
         raise CellError(f"{len(failed)} of {len(outs)} requests failed: {failed[0]}")

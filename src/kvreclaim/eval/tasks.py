@@ -11,7 +11,6 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
-from kvreclaim.eval.perplexity import Perplexity
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.text.base import TextTask
@@ -20,7 +19,7 @@ from kvreclaim.eval.text.prose import Encoder
 from kvreclaim.eval.text.variables import TextVariableTracking
 from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
 from kvreclaim.eval.traces import TraceTask, knows_demo_vocabulary
-from kvreclaim.eval.windows import RandomWindows, TextWindows
+from kvreclaim.eval.windows import Perplexity, RandomWindows, TextWindows
 
 TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Windows of running text, or of random tokens: the examples of perplexity and agreement."""
+"""Windows of running text, or of random tokens: the examples of perplexity, which is here, and agreement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.task import SEED_STRIDE, Item
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,18 @@ class WindowTask:
 
     def item(self, seed: int, index: int) -> Item:
         return self.windows.item(seed, index)
+
+
+@dataclass(frozen=True)
+class Perplexity(WindowTask):
+    """exp of the mean negative log-likelihood over the second half of every window (teacher-forced); the
+    first half is the prompt. It does not see lost needles: never judge a policy by it alone."""
+
+    name = "perplexity"
+    metric = Metric.PERPLEXITY
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        return Outcome(points=-sum(answer.logprobs), out_of=len(answer.logprobs))
 
 
 def _halves(tokens: tuple[int, ...]) -> Item:

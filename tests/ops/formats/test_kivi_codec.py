@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvreclaim.ops.formats import FORMATS, kivi_codec
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID
-from kvreclaim.ops.formats.kivi_codec import BY_TOKEN, OPEN, Geometry, Groups, Units
+from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Groups
+from kvreclaim.ops.formats.format import Geometry
+from kvreclaim.ops.formats.kivi_codec import BY_TOKEN, OPEN, Units
 
 SHAPES = [(8, 8, 4), (32, 32, 16), (80, 40, 16), (32, 32, 32), (64, 512, 16), (6, 10, 3), (66, 34, 5)]
 ALL_SHAPES = pytest.mark.parametrize(("k_dim", "v_dim", "size"), SHAPES)

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvreclaim.compression.policies.critical import Critical
 from kvreclaim.compression.policies.protect import Protect
 from kvreclaim.compression.policies.segments import Segments
-from kvreclaim.compression.policy import CompressionPolicy, Mode, Wrapper
-from kvreclaim.compression.wrapping import Trait, fill, refuse
+from kvreclaim.compression.policy import CompressionPolicy, Mode, Trait, Wrapper
+from kvreclaim.compression.wrapping import fill
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
@@ -37,17 +37,17 @@ class AdaKV(Wrapper):
     alpha: float = option(0.2, low=0, high=1)
     name = "ada_kv"
     default_inner = "snapkv"
+    unfit = tuple(Trait)
+    remedy = "wrap a policy that ranks tokens, such as ada_kv(snapkv)"
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        remedy = "wrap a policy that ranks tokens, such as ada_kv(snapkv)"
-        refuse(self.name, self.inner, tuple(Trait), remedy)
         if _lifts(self.inner):
             raise InvalidArgumentError(
                 f"ada_kv({self.inner.name}) is refused: {self.inner.name} lifts scores within a head, and "
-                f"ada_kv compares them between heads; {remedy}."
+                f"ada_kv compares them between heads; {self.remedy}."
             )
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:

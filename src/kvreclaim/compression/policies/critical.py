@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import LayerView, Signal, Wrapper
-from kvreclaim.compression.wrapping import Trait, refuse
+from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
 from kvreclaim.ops.scoring import MAX_LOGITS
 from kvreclaim.options import option
 
@@ -38,12 +37,8 @@ class Critical(Wrapper):
 
     first_stage: float = option(0.5, low=0, high=1)
     name = "critical"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
-        remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
-        refuse(self.name, self.inner, unfit, remedy)
+    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
+    remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
 
     @property
     def needs(self) -> frozenset[Signal]:

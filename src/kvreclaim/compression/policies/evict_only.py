@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvreclaim.compression.policy import Wrapper
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.compression.policy import Trait, Wrapper
 from kvreclaim.schedule.way import Way
 
 
@@ -22,11 +21,8 @@ class EvictOnly(Wrapper):
 
     name = "evict-only"
     way = Way.MASK
-
-    def __post_init__(self) -> None:
-        inner = self.inner
-        if inner.way is not Way.COMPACT or inner.cache_relative:
-            raise InvalidArgumentError(
-                f"evict-only({self.inner.name}) is a contradiction; wrap a policy that evicts, "
-                "compacts and keeps equal counts at original positions, such as evict-only(query_mixture)."
-            )
+    unfit = tuple(Trait)
+    remedy = (
+        "wrap a policy that evicts, compacts and keeps equal counts at original positions, such as "
+        "evict-only(query_mixture)"
+    )

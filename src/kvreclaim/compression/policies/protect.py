@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvreclaim.checks import is_int
-from kvreclaim.compression.policy import LayerView, Signal, Wrapper
-from kvreclaim.compression.wrapping import Trait, lift, refuse
+from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
+from kvreclaim.compression.wrapping import lift
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
@@ -41,16 +41,12 @@ class Protect(Wrapper):
     last: int = option(0, low=0, unit=" tokens")
     spans: tuple[tuple[int, int], ...] = ()
     name = "protect"
+    unfit = (Trait.KEEPS_ALL, Trait.UNEVEN, Trait.CACHE_RELATIVE)
+    remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as protect(snapkv)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "spans", _checked_spans(self.spans))
-        refuse(
-            self.name,
-            self.inner,
-            (Trait.KEEPS_ALL, Trait.UNEVEN, Trait.CACHE_RELATIVE),
-            "wrap a policy that ranks tokens and keeps equally many in every head, as protect(snapkv)",
-        )
 
     @property
     def needs(self) -> frozenset[Signal]:

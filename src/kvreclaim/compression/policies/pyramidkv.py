@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import Mode, Wrapper
-from kvreclaim.compression.wrapping import Trait, fill, refuse
+from kvreclaim.compression.policy import Mode, Trait, Wrapper
+from kvreclaim.compression.wrapping import fill
 from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
 
@@ -37,14 +37,10 @@ class PyramidKV(Wrapper):
     beta: float = option(20.0, low=1, high=math.inf)
     name = "pyramidkv"
     default_inner = "snapkv"
+    unfit = tuple(Trait)
+    remedy = "wrap a policy that ranks tokens, such as pyramidkv(snapkv)"
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
-            self.name, self.inner, tuple(Trait), "wrap a policy that ranks tokens, such as pyramidkv(snapkv)"
-        )
 
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         limit = torch.tensor([[len(head) for head in layer] for layer in scores], dtype=torch.float64)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import LayerView, Signal, Wrapper
-from kvreclaim.compression.wrapping import Trait, lift_step, refuse
+from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
+from kvreclaim.compression.wrapping import lift_step
 from kvreclaim.options import option
 
 MAX_SEGMENTS = 1 << 20
@@ -37,15 +37,8 @@ class Segments(Wrapper):
     n: int = option(8, low=1, high=MAX_SEGMENTS, unit=" segments")
     share: float = option(0.5, low=0, high=1)
     name = "segments"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(
-            self.name,
-            self.inner,
-            (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN, Trait.CACHE_RELATIVE),
-            "wrap a policy that ranks tokens and keeps equally many in every head, as segments(snapkv)",
-        )
+    unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN, Trait.CACHE_RELATIVE)
+    remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as segments(snapkv)"
 
     @property
     def needs(self) -> frozenset[Signal]:

@@ -148,7 +148,7 @@ class Signals:
     @torch.inference_mode()
     def compacted(self, seq: Sequence, kept: Tensor) -> None:
         """The slots kept [L | 1, K | 1, M] have moved to slots 0 .. M - 1, and what follows is empty."""
-        if seq.request.compressor is not None and seq.request.compressor.prompt_only:
+        if seq.request.compressor is not None and seq.request.compressor.policy.prompt_only:
             self.drop(seq.seq_id)
         elif seq.seq_id in self._mass:
             self._mass.move(seq.seq_id, kept)

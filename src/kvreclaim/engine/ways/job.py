@@ -30,7 +30,7 @@ class Job:
     @property
     def next_position(self) -> int:
         """Position of the next query."""
-        return self.num_slots if self.compressor.cache_relative else self.plan.logical_len
+        return self.num_slots if self.compressor.policy.cache_relative else self.plan.logical_len
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,7 +74,7 @@ class Pages:
     def _needs_positions(self, job: Job) -> bool:
         """Whether a sliding window goes by positions that slots do not tell."""
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)
-        return windows and not job.compressor.cache_relative
+        return windows and not job.compressor.policy.cache_relative
 
     def _positions(self, job: Job) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""
@@ -85,7 +85,7 @@ class Pages:
 def slots_are_positions(seq: Sequence) -> bool:
     """Whether a token's position is its slot, not its place in the text."""
     compressor = seq.request.compressor
-    return compressor is not None and compressor.cache_relative
+    return compressor is not None and compressor.policy.cache_relative
 
 
 def block_row(seq: Sequence, memory: MemoryManager) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -54,9 +54,6 @@ class Figures:
     tokens_evicted: int = 0
     compactions: int = 0
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 class Applier:

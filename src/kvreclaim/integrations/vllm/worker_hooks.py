@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class WorkerHooks:
 
     def kvreclaim_figures(self) -> dict[str, float]:
         """Sums since the start, of this worker."""
-        return self._applier().figures.as_dict()
+        return asdict(self._applier().figures)
 
     def _applier(self) -> Applier:
         assert self.reclaim is not None, "asked before the cache is there"

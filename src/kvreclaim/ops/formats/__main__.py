@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Grid
+from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Grid, Groups
 from kvreclaim.ops.formats.codecs import FP8_MAX, round_trip
 from kvreclaim.ops.formats.format import FORMATS, GROUP
 
@@ -43,7 +43,7 @@ def fp8_steps(x: Tensor) -> Tensor:
 
 
 def by_groups(grid: Grid, x: Tensor) -> Tensor:
-    return torch.cat([grid.decode(*grid.encode(part)) for part in x.split(GROUP, -1)], -1)
+    return Groups.encode(x, grid).decode(grid)
 
 
 def group_steps(grid: Grid, x: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ centre, and the error is half of that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from kvreclaim.ops.formats import scales
+from kvreclaim.ops.formats.format import GROUP
 from kvreclaim.ops.formats.scales import ScaleCode
 
 LIMIT = 1e30
@@ -84,3 +85,37 @@ CHANNEL_GRID = Grid(scales.KIVI_KEYS, steps=3, reach=40.5, low=-128, high=127, h
 """kivi4's sealed keys: the tokens of a block in one channel."""
 VALUE_GRID = Grid(scales.KIVI_VALUES, steps=2, reach=7.5, low=-16, high=15, has_zero=False)
 """kivi4's values: 13 bits a group. Zeros are n = 8, z = -1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Groups of dims of tokens, each with its own parameters, so that a token can move alone.
+
+    n: [..., D] uint8 codes; s, z: [..., groups(D)] uint8 codes of scale and centre
+    """
+
+    n: Tensor
+    s: Tensor
+    z: Tensor
+
+    @classmethod
+    def encode(cls, x: Tensor, grid: Grid) -> Groups:
+        """[..., D] numbers."""
+        parts = [grid.encode(part) for part in x.split(GROUP, -1)]
+        n = torch.cat([part[0] for part in parts], -1)
+        s, z = (torch.stack([part[i] for part in parts], -1) for i in (1, 2))
+        return cls(n.to(torch.uint8), s.to(torch.uint8), z.to(torch.uint8))
+
+    def decode(self, grid: Grid) -> Tensor:
+        """[..., D] fp32."""
+        parts = zip(self.n.split(GROUP, -1), self.s.unbind(-1), self.z.unbind(-1), strict=True)
+        return torch.cat([grid.decode(n, s, z) for n, s, z in parts], -1)
+
+    def take(self, index: tuple[Tensor, ...]) -> Groups:
+        """The tokens at these places of the leading dims."""
+        return Groups(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def where(self, mask: Tensor, other: Groups) -> Groups:
+        """These where mask [...] is true, else the other's."""
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Groups(*(torch.where(mask[..., None], mine, theirs) for mine, theirs in pairs))

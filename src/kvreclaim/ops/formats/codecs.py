@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.formats import scales
-from kvreclaim.ops.formats.affine import KEY_GRID, bounded
-from kvreclaim.ops.formats.format import GROUP, KVFormat, groups
+from kvreclaim.ops.formats.affine import KEY_GRID, Groups, bounded
+from kvreclaim.ops.formats.format import KVFormat, groups
 from kvreclaim.ops.formats.hadamard import rotate, unrotate
 
 FP8_MAX = 448.0
@@ -132,15 +132,11 @@ def decode_rotated(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _encode_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """int4: [..., D] -> codes [..., D / 2] and (s, z) of each group of 32 dims [..., 2 groups(D)], uint8."""
-    parts = [KEY_GRID.encode(part) for part in x.split(GROUP, -1)]
-    params = torch.stack([number for _, s, z in parts for number in (s, z)], -1)
-    return pack(torch.cat([n for n, _, _ in parts], -1)), params.to(torch.uint8)
+    found = Groups.encode(x, KEY_GRID)
+    return pack(found.n), torch.stack((found.s, found.z), -1).flatten(-2)
 
 
 def _decode_groups(codes: Tensor, params: Tensor) -> Tensor:
     """What _encode_groups returned: [..., D] fp32."""
-    numbers = unpack(codes).split(GROUP, -1)
-    pairs = params.int().unflatten(-1, (-1, 2)).unbind(-2)
-    return torch.cat(
-        [KEY_GRID.decode(n, *pair.unbind(-1)) for n, pair in zip(numbers, pairs, strict=True)], -1
-    )
+    s, z = params.unflatten(-1, (-1, 2)).unbind(-1)
+    return Groups(unpack(codes), s, z).decode(KEY_GRID)

@@ -17,6 +17,42 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the parameters of a unit of kivi4 lie (kivi_codec.py). key_bytes: of the keys and the state."""
+
+    k_dim: int
+    v_dim: int
+    block_size: int
+
+    @property
+    def key_bytes(self) -> int:
+        return max(2 * self.k_dim, 2 * self.block_size * groups(self.k_dim) + 1)
+
+    @property
+    def state(self) -> int:
+        """The byte that says how the keys lie."""
+        return self.key_bytes - 1
+
+    @property
+    def num_values(self) -> int:
+        """Value groups of all slots."""
+        return self.block_size * groups(self.v_dim)
+
+    @property
+    def low_bits(self) -> int:
+        """Where the low bits of the values' centres begin."""
+        return self.key_bytes + self.num_values
+
+    @property
+    def high_bits(self) -> int:
+        return self.low_bits + -(-self.num_values // 2)
+
+    @property
+    def total(self) -> int:
+        return self.high_bits + -(-self.num_values // 8)
+
+
+@dataclass(frozen=True, slots=True)
 class KVFormat:
     """How keys and values lie in the cache of one engine.
 
@@ -67,9 +103,7 @@ class KVFormat:
         """Bytes of all parameters of a unit."""
         if not self.has_open_blocks:
             return block_size * self.slot_params(k_dim, v_dim)
-        by_channel, by_token = 2 * k_dim, 2 * block_size * groups(k_dim)
-        values = block_size * groups(v_dim)
-        return max(by_channel, by_token + 1) + values + -(-values // 2) + -(-values // 8)
+        return Geometry(k_dim, v_dim, block_size).total
 
     def unit_bytes(self, k_dim: int, v_dim: int, block_size: int) -> int:
         codes = block_size * (self.code_bytes(k_dim) + self.code_bytes(v_dim))

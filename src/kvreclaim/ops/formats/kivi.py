@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.formats import kivi_codec
-from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID
-from kvreclaim.ops.formats.kivi_codec import OPEN, Geometry, Groups, Units
+from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID, Groups
+from kvreclaim.ops.formats.format import Geometry
+from kvreclaim.ops.formats.kivi_codec import OPEN, Units
 from kvreclaim.ops.formats.open_blocks import OpenBlocks
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 

@@ -16,54 +16,18 @@ The parameters of a unit, gk = groups(D), gv = groups(Dv):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Grid
+from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Groups
 from kvreclaim.ops.formats.codecs import pack, unpack
-from kvreclaim.ops.formats.format import GROUP, groups
+from kvreclaim.ops.formats.format import Geometry, groups
 
 BY_TOKEN = 255
 OPEN = 254
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where the parameters of a unit lie. key_bytes: of the keys, the state included."""
-
-    k_dim: int
-    v_dim: int
-    block_size: int
-
-    @property
-    def key_bytes(self) -> int:
-        return max(2 * self.k_dim, 2 * self.block_size * groups(self.k_dim) + 1)
-
-    @property
-    def state(self) -> int:
-        """The byte that says how the keys lie."""
-        return self.key_bytes - 1
-
-    @property
-    def num_values(self) -> int:
-        """Value groups of all slots."""
-        return self.block_size * groups(self.v_dim)
-
-    @property
-    def low_bits(self) -> int:
-        """Where the low bits of the values' centres begin."""
-        return self.key_bytes + self.num_values
-
-    @property
-    def high_bits(self) -> int:
-        return self.low_bits + -(-self.num_values // 2)
-
-    @property
-    def total(self) -> int:
-        return self.high_bits + -(-self.num_values // 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,40 +41,6 @@ class Units:
     k: Tensor
     v: Tensor
     params: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Groups:
-    """Groups of dims of tokens, each with its own parameters, so that a token can move alone.
-
-    n: [..., D] uint8 codes; s, z: [..., groups(D)] uint8 codes of scale and centre
-    """
-
-    n: Tensor
-    s: Tensor
-    z: Tensor
-
-    @classmethod
-    def encode(cls, x: Tensor, grid: Grid) -> Groups:
-        """[..., D] numbers."""
-        parts = [grid.encode(part) for part in x.split(GROUP, -1)]
-        n = torch.cat([part[0] for part in parts], -1)
-        s, z = (torch.stack([part[i] for part in parts], -1) for i in (1, 2))
-        return cls(n.to(torch.uint8), s.to(torch.uint8), z.to(torch.uint8))
-
-    def decode(self, grid: Grid) -> Tensor:
-        """[..., D] fp32."""
-        parts = zip(self.n.split(GROUP, -1), self.s.unbind(-1), self.z.unbind(-1), strict=True)
-        return torch.cat([grid.decode(n, s, z) for n, s, z in parts], -1)
-
-    def take(self, index: tuple[Tensor, ...]) -> Groups:
-        """The tokens at these places of the leading dims."""
-        return Groups(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    def where(self, mask: Tensor, other: Groups) -> Groups:
-        """These where mask [...] is true, else the other's."""
-        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return Groups(*(torch.where(mask[..., None], mine, theirs) for mine, theirs in pairs))
 
 
 def seal(k: Tensor, v: Tensor) -> Units:

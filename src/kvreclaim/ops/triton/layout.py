@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.formats import KVFormat, groups, scales
+from kvreclaim.ops.formats import KVFormat, scales
 from kvreclaim.ops.formats.codecs import level_table
+from kvreclaim.ops.formats.format import Geometry
 from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.support import padded
@@ -114,7 +115,7 @@ def _layout(cache: KVCache) -> Layout:
         BLOCK_D=padded(shape.k_dim),
         BLOCK_DV=padded(shape.v_dim),
         PARAMS=params if coded else 0,
-        KEY_PARAMS=max(2 * shape.k_dim, 2 * size * groups(shape.k_dim) + 1) if by_unit else 0,
+        KEY_PARAMS=Geometry(shape.k_dim, shape.v_dim, size).key_bytes if by_unit else 0,
         SPAN=size if by_unit and size & size - 1 == 0 else 1,
         K_LOG=_log2(block_of(shape.k_dim)) if form.is_rotated else 0,
         V_LOG=_log2(block_of(shape.v_dim)) if form.is_rotated else 0,

@@ -49,11 +49,6 @@ class Metric:
     labels: tuple[str, ...] = ENGINE_LABELS
     buckets: tuple[float, ...] | None = ()
 
-    @property
-    def exported_name(self) -> str:
-        """As it stands in the text format, where a histogram's samples also end in _bucket, _sum, _count."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
-
     def bounds(self, max_model_len: int) -> tuple[float, ...]:
         return self.buckets if self.buckets is not None else one_two_five(max_model_len)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -14,14 +15,15 @@ from starlette.responses import Response
 
 from kvreclaim.engine.core.outputs import RequestMetrics
 from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.events import answer_json, event, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
-from kvreclaim.server.openai.logprobs import Vocabulary
-from kvreclaim.server.openai.run import collect, updates
-from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.openai.logprobs import Vocabulary, prompt_logprobs
+from kvreclaim.server.service import Prompt, Service, check_update
 from kvreclaim.server.usage import token_usage, usage_of
+
+Updates = AsyncGenerator[tuple[int, Update], None]
 
 
 class Answer(ABC):
@@ -69,6 +71,16 @@ class Answer(ABC):
         """Further fields of a whole answer and of an output's first chunk, for a request with one prompt."""
         return {}
 
+    def of_prompt(self, request: Request) -> dict[str, Any]:
+        """What was asked to be told of the prompt."""
+        told: dict[str, Any] = {}
+        if self.fields.prompt_logprobs is not None:
+            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
+            told["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
+        if self.fields.return_token_ids:
+            told["prompt_token_ids"] = request.prompt_token_ids
+        return told
+
     def take(self, delta: OutputDelta) -> OutputDelta:
         """News of an output as they are told."""
         return delta
@@ -79,7 +91,7 @@ class Answer(ABC):
 
     async def _whole(self) -> dict[str, Any]:
         async with self.service.submit(self.request_id, self.prompts) as streams:
-            ended = await collect(streams)
+            ended = await _collect(streams)
         choices = []
         for place, update in enumerate(ended):
             assert update.metrics is not None, "the last update has metrics"
@@ -92,7 +104,7 @@ class Answer(ABC):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         submitted = self.service.submit(self.request_id, self.prompts)
-        async with submitted as streams, aclosing(updates(streams)) as news:
+        async with submitted as streams, aclosing(_updates(streams)) as news:
             async for place, update in news:
                 if update.metrics is not None:
                     self._metrics[place] = update.metrics
@@ -142,3 +154,40 @@ class Answer(ABC):
             "created": self._created,
             "model": self.fields.model,
         }
+
+
+async def _collect(streams: Sequence[RequestStream]) -> list[Update]:
+    """Everything of each stream, once all have ended. Raises: ApiError 500 if one failed."""
+    answers = []
+    for stream in streams:
+        answer = await stream.rest()
+        check_update(stream, answer)
+        answers.append(answer)
+    return answers
+
+
+def _updates(streams: Sequence[RequestStream]) -> Updates:
+    """Updates as they come, each with the place of its stream. Raises: ApiError 500 if a request failed."""
+    return _one(streams[0]) if len(streams) == 1 else _merged(streams)
+
+
+async def _one(stream: RequestStream) -> Updates:
+    async for update in stream:
+        check_update(stream, update)
+        yield 0, update
+
+
+async def _merged(streams: Sequence[RequestStream]) -> Updates:
+    waiting = {asyncio.ensure_future(stream.next()): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place, update = waiting.pop(task), task.result()
+                check_update(streams[place], update)
+                if not update.finished:
+                    waiting[asyncio.ensure_future(streams[place].next())] = place
+                yield place, update
+    finally:
+        for task in waiting:
+            task.cancel()

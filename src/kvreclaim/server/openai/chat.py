@@ -18,7 +18,7 @@ from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
-from kvreclaim.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
@@ -126,13 +126,7 @@ class ChatAnswer(Answer):
         return choices
 
     def extras(self, request: engine.Request) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        if self.fields.prompt_logprobs is not None:
-            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
-            made["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
-        if self.fields.return_token_ids:
-            made["prompt_token_ids"] = request.prompt_token_ids
-        return made
+        return self.of_prompt(request)
 
     def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """All but what was said."""

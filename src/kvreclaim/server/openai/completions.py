@@ -16,7 +16,7 @@ from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
-from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs, prompt_logprobs
+from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
 from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
@@ -142,14 +142,9 @@ class CompletionAnswer(Answer):
             choice["text"] = self._echo(index, delta, request) + text
         if fields.logprobs is not None:
             choice["logprobs"] = self._logprobs(index, delta, request, first=first)
-        if first and fields.prompt_logprobs is not None:
-            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
-            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
         if fields.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if first:
-                choice["prompt_token_ids"] = request.prompt_token_ids
-        return choice
+        return choice | self.of_prompt(request) if first else choice
 
     def _echo(self, index: int, delta: OutputDelta, request: engine.Request) -> str:
         """The prompt, and what joins it to the answer."""
