@@ -24,6 +24,7 @@ from kvreclaim.eval.example import (
     Place,
     SizedTask,
     TraceWriter,
+    accuracy,
     in_fact,
     in_header,
     scatter,
@@ -157,3 +158,8 @@ def next_carry(carry: int, node: int) -> int:
     """Return the carry (a token id) after a forward hop to `node` (a token id; END too)."""
     node_class = NUM_CLASSES if node == v.END else (node - v.FIRST_NODE) % NUM_CLASSES
     return v.FIRST_CARRY + CARRY_TABLE[carry - v.FIRST_CARRY][node_class]
+
+
+def lookup_accuracy(example: Example, predicted: Sequence[int]) -> float:
+    """Share of right successors in forward hops (teacher-forced, see `accuracy`): evidence in the prompt."""
+    return accuracy(example, predicted, (Kind.LOOKUP,))
