@@ -19,7 +19,8 @@ MARKER = "xyzzymarker"
 def test_every_line_is_an_object_and_none_quotes_a_prompt(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
-        command = [KVRECLAIM, "serve", "--port", "0", "--num-blocks", "64", "--max-model-len", "256"]
+        small = ("--num-blocks", "64", "--max-model-len", "256")
+        command = [KVRECLAIM, "serve", "--model", "demo", "--port", "0", *small]
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
     try:
         until(lambda: "at http://" in err.read_text() or process.poll() is not None)

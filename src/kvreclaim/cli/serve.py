@@ -47,9 +47,9 @@ def serve(
     path = opt.model_of(model, said.append)
     settings = _server_config(config, _name_of(path))
     configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
-    for line in said:
-        logger.info(line)
     with bind(settings.host, settings.port) as listener:  # before the model is loaded
+        for line in said:
+            logger.info(line)
         place: dict[str, Any] = {"dtype": dtype, "device": device, "compression": compression}
         run(LLM(path, **place, **asdict(engine)), settings, listener)
 
