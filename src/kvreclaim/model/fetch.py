@@ -147,7 +147,8 @@ class HubModel:
                 f"{self.repo!r} cannot be had from the hub ({reason}); see to the id and the network, or "
                 "pass the path of a .gguf file."
             ) from error
-        shutil.copytree(found, directory, dirs_exist_ok=True)
+        for file in {file for pattern in HUB_FILES for file in found.glob(pattern)}:  # a cache may hold more
+            shutil.copyfile(file, directory / file.name)
         if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
             raise FetchError(
                 f"{self.repo!r} has no config.json with *.safetensors beside it; pass a model in "
