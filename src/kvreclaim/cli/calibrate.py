@@ -1,4 +1,4 @@
-"""`kvreclaim calibrate`: measure a model's queries before rotation, for the policies that read them."""
+"""`kvreclaim calibrate`: statistics of a model, for the policies that read them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ class Measuring:
     min_weight: float = option(0.0, "Drop centres of a smaller share of the queries.")
     min_distance: float = option(0.0, "Pool centres closer than this share of the spread.")
     seed: int = option(0, "Of the clusters' start.")
+    surrogate: int | None = option(
+        None, "Pieces of 1,024 tokens that the surrogate is fitted to; 16 where not said, 0 leaves it out."
+    )
 
 
 @takes
@@ -53,7 +56,7 @@ def calibrate(
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure a model's pre-RoPE queries for triattention, query_mixture and expected_attention."""
+    """Measure a model's queries before rotation and fit its surrogate, for the policies that read them."""
     from kvreclaim.compression import QueryStats
     from kvreclaim.engine.face.calibration import calibrate as measure
     from kvreclaim.engine.face.calibration import read_documents
@@ -71,4 +74,5 @@ def calibrate(
     found = stats.metadata
     owner = "KV head" if found.shared_centers else "head"
     extra = ", with covariance" if found.covariance else ""
+    extra += ", with a surrogate" if found.features else ", without a surrogate"
     console.print(f"{found.num_tokens} tokens, {found.num_centers} centres per {owner}{extra}: {output}")

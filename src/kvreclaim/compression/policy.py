@@ -27,6 +27,8 @@ class Signal(Enum):
     """Statistics with several centres per query head (calibrated by us; public files hold none)."""
     QUERY_COVARIANCE = auto()
     """Statistics with the covariance of the queries (calibrated by us; public files hold none)."""
+    SURROGATE = auto()
+    """Statistics with learned weights of cached keys and values (calibrated by us; likewise)."""
     RECENT_QUERIES = auto()
     """The last query_window queries of each layer, as attention saw them."""
     ATTENTION_MASS = auto()
@@ -125,6 +127,7 @@ class CompressionPolicy(ABC):
     query_window:   queries kept for Signal.RECENT_QUERIES
     prompt_only:    True if it compresses once, when the prompt has been computed, and never again
     cache_relative: True if a token's position is its slot: keys are turned again when they move
+    lifts:          True if it raises some scores within a head, which says nothing between heads
     """
 
     name: ClassVar[str]
@@ -147,6 +150,10 @@ class CompressionPolicy(ABC):
 
     @property
     def cache_relative(self) -> bool:
+        return False
+
+    @property
+    def lifts(self) -> bool:
         return False
 
     @property
@@ -199,6 +206,7 @@ class Trait(StrEnum):
     WHOLE_BLOCKS = "evicts whole blocks, not tokens"
     UNEVEN = "lets heads keep unequal numbers of tokens"
     CACHE_RELATIVE = "takes a token's slot for its position"
+    LIFTS = "lifts scores within a head, which says nothing between heads"
 
 
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
@@ -209,6 +217,7 @@ def traits(policy: CompressionPolicy) -> frozenset[Trait]:
         Trait.UNMOVED: policy.way is Way.MASK,
         Trait.UNEVEN: policy.way is Way.CELLS,
         Trait.CACHE_RELATIVE: policy.cache_relative,
+        Trait.LIFTS: policy.lifts,
     }
     return frozenset(trait for trait, has in found.items() if has)
 
@@ -242,6 +251,7 @@ class Wrapper(CompressionPolicy):
     query_window = _of_inner("query_window")
     prompt_only = _of_inner("prompt_only")
     cache_relative = _of_inner("cache_relative")
+    lifts = _of_inner("lifts")
     needs = _of_inner("needs")
     default_mode = _of_inner("default_mode")
 

@@ -10,7 +10,7 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.way import Way
 
-STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE})
+STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE, Signal.SURROGATE})
 PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
 
 
@@ -123,4 +123,9 @@ def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, w
         raise InvalidArgumentError(
             f"policy {policy.name} needs statistics with the covariance of the queries, and those {whose} "
             f"hold none; {RECALIBRATE} with --covariance."
+        )
+    if Signal.SURROGATE in policy.needs and stats.surrogate is None:
+        raise InvalidArgumentError(
+            f"policy {policy.name} needs statistics with a surrogate, and those {whose} hold none; "
+            f"{RECALIBRATE} without --surrogate 0."
         )

@@ -25,8 +25,10 @@ from kvreclaim.compression.policies.quest import Quest
 from kvreclaim.compression.policies.r_kv import RKV
 from kvreclaim.compression.policies.random import Random
 from kvreclaim.compression.policies.segments import Segments
+from kvreclaim.compression.policies.shares import Shares
 from kvreclaim.compression.policies.snapkv import SnapKV
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
+from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
@@ -43,6 +45,7 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
             QueryMixture,
             TriAttention,
             ExpectedAttention,
+            Surrogate,
             SnapKV,
             RKV,
             H2O,
@@ -54,6 +57,7 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
             Random,
             PyramidKV,
             AdaKV,
+            Shares,
             PagedEviction,
             Quest,
             Full,

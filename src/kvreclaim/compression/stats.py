@@ -23,7 +23,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
-_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov")
+_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", "surrogate")
 
 
 class StatsMetadata(BaseModel):
@@ -31,6 +31,7 @@ class StatsMetadata(BaseModel):
 
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
+    features:       numbers of a cached token that the surrogate weighs; 0: it is not there
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -47,6 +48,7 @@ class StatsMetadata(BaseModel):
     num_centers: NonNegativeInt = 0
     shared_centers: bool = False
     covariance: bool = False
+    features: NonNegativeInt = 0
     source: str
 
     @property
@@ -58,7 +60,8 @@ class StatsMetadata(BaseModel):
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStats:
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
-    center_weight [H | K, C], None together; q_cov [H, D, D] or None. F may exceed the layer's own bands."""
+    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] or None. F may
+    exceed the layer's own bands, P the layer's own features."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -66,6 +69,7 @@ class LayerStats:
     center_var: Tensor | None = None
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
+    surrogate: Tensor | None = None
 
     def to(self, device: torch.device) -> LayerStats:
         """The same on a device; itself where it is there already."""
@@ -90,6 +94,7 @@ class QueryStats:
     center_var:    like centers, variance per real dim; E|q_f - mu_f|^2 / 2 in both dims of a band
     center_weight: [L, H | K, C], share of the queries; 0 for a centre that repeats another
     q_cov:         [L, H, D, D] | None, covariance about q_mean
+    surrogate:     [L, K, P] | None, weights of a cached token's features (surrogate.features)
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
@@ -101,6 +106,7 @@ class QueryStats:
     center_var: Tensor | None = None
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
+    surrogate: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = self._shapes()
@@ -123,6 +129,8 @@ class QueryStats:
             shapes["center_weight"] = clusters
         if meta.covariance:
             shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
+        if meta.features:
+            shapes["surrogate"] = (meta.num_layers, meta.num_kv_heads or 0, meta.features)
         return shapes
 
     def to(self, device: torch.device) -> QueryStats:
@@ -138,10 +146,10 @@ class QueryStats:
         num_heads = len(range(meta.num_heads)[heads])
         num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
         of_centers = kv_heads if meta.shared_centers else heads
-        own = {name: of_centers if name in _CENTER_TENSORS else heads for name in _TENSORS}
+        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | {"surrogate": kv_heads}
         return QueryStats(
             meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
-            **{name: tensor[:, own[name]] for name, tensor in self._present().items()},
+            **{name: tensor[:, own.get(name, heads)] for name, tensor in self._present().items()},
         )
 
     def layer(self, layer: int) -> LayerStats:

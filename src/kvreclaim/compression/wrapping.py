@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _MARGIN = 2.0**-10
 _STEPS = 100
+
+
+def top_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
+    """How many of the best `places` scores belong to each of some heads, after its own best `safe`: [heads]
+    float64. Ties: the first head, the first token."""
+    ranked = [_with_safe(head.detach().cpu(), safe) for head in heads]
+    owner = torch.cat([torch.full((len(head),), k) for k, head in enumerate(ranked)])
+    best = torch.cat(ranked).argsort(descending=True, stable=True)[:places]
+    return torch.bincount(owner[best], minlength=len(heads)).to(torch.float64)
+
+
+def _with_safe(scores: Tensor, safe: int) -> Tensor:
+    """The scores of one head, its best `safe` ones above everything."""
+    order = scores.argsort(descending=True, stable=True)[:safe]
+    return scores.clone().index_fill_(0, order, torch.inf)
 
 
 def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""One forward pass that shows each layer's queries before rotation, and keeps none of them."""
+"""Forward passes that show each layer's queries, or what they pay attention to, and keep none of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch import Tensor
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.dense import probabilities
+from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.reference import causal_attention
 from kvreclaim.ops.rope import rotate
 
 OnQueries = Callable[[int, Tensor], None]
+OnReached = Callable[[int, Tensor, Tensor, Tensor], None]
+NEAR = 64
+"""Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
+_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,4 +83,73 @@ def capture_queries(
         use_cache=False,
         logits_to_keep=1,
         kv_batch=_Capture(loaded.facts, lengths, positions, on_queries, rotated),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Twice:
+    """A KVBatch over one document said twice: causal attention, no cache."""
+
+    facts: ModelFacts
+    length: int
+    on_reached: OnReached
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        out, reached = _attend_and_watch(
+            call.q, call.k, call.v, self.facts.layers[call.layer].softmax, self.length
+        )
+        first = slice(self.length)
+        self.on_reached(call.layer, call.k[first].transpose(0, 1), call.v[first].transpose(0, 1), reached)
+        return out
+
+
+def _attend_and_watch(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, watched: int
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k [T, K, D], v [T, K, Dv]: what they attend to, [T, H, Dv] in q's dtype, and [K, watched]
+    fp32 the most that a query more than NEAR tokens later pays each of the first tokens."""
+    keys, values = k.transpose(0, 1).float(), v.transpose(0, 1).float()
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    columns = torch.arange(q.shape[0], device=q.device)
+    reached, parts = keys.new_zeros(heads, watched), []
+    for rows in columns.split(_ROWS):
+        seen = int(rows[-1]) + 1
+        ahead = rows[:, None] - columns[:seen]
+        mask = ahead >= 0
+        if softmax.window is not None:
+            mask &= ahead < softmax.window
+        paid = probabilities(q[rows][None].float(), keys[None, :, :seen], mask[None, None], softmax)[0]
+        out = (paid @ values[:, :seen]).unflatten(1, (group, -1))
+        parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+        far = paid.unflatten(1, (group, -1))[..., :watched] * (ahead[:, :watched] > NEAR)
+        width = far.shape[-1]
+        reached[:, :width] = torch.maximum(reached[:, :width], far.amax(dim=(1, 2)))
+    return torch.cat(parts).to(q.dtype), reached
+
+
+@torch.inference_mode()
+def say_twice(loaded: LoadedModel, document: list[int], on_reached: OnReached) -> None:
+    """Run the model over a document and the same document again, without a word between.
+
+    Args:
+        document:   n token ids, more than NEAR, at most half of what the model has positions for
+        on_reached: (layer, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32) of the first copy;
+                    reached: the most that a query of a later token pays it, over the query heads of its KV
+                    head. Called in the order of the layers; nothing is kept
+
+    Raises: InvalidArgumentError if the document is too short or too long.
+    """
+    length, most = len(document), loaded.facts.max_position // 2
+    if not NEAR < length <= most:
+        raise InvalidArgumentError(
+            f"a document of {length} tokens cannot be said twice to {loaded.facts.name!r}; "
+            f"pass {NEAR + 1} to {most} tokens."
+        )
+    device = loaded.facts.device
+    loaded.model(
+        input_ids=torch.tensor([document * 2], device=device),
+        position_ids=torch.arange(2 * length, device=device)[None],
+        use_cache=False,
+        logits_to_keep=1,
+        kv_batch=_Twice(loaded.facts, length, on_reached),
     )

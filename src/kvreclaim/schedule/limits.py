@@ -51,6 +51,7 @@ _WRAPPERS: Mapping[str, tuple[str, Way | None]] = MappingProxyType(
     {
         "pyramidkv": ("snapkv", Way.CELLS),
         "ada_kv": ("snapkv", Way.CELLS),
+        "shares": ("surrogate", Way.CELLS),
         "evict-only": ("query_mixture", Way.MASK),
         "critical": ("query_mixture", None),
         "segments": ("query_mixture", None),

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policies.critical import Critical
-from kvreclaim.compression.policies.protect import Protect
-from kvreclaim.compression.policies.segments import Segments
-from kvreclaim.compression.policy import CompressionPolicy, Mode, Trait, Wrapper
-from kvreclaim.compression.wrapping import fill
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.compression.policy import Mode, Trait, Wrapper
+from kvreclaim.compression.wrapping import fill, top_counts
 from kvreclaim.options import option
 from kvreclaim.schedule.way import Way
 
@@ -42,41 +38,11 @@ class AdaKV(Wrapper):
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if _lifts(self.inner):
-            raise InvalidArgumentError(
-                f"ada_kv({self.inner.name}) is refused: {self.inner.name} lifts scores within a head, and "
-                f"ada_kv compares them between heads; {self.remedy}."
-            )
-
     def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
         free = budget - protected
         limit = torch.tensor([[len(head) for head in layer] for layer in scores], dtype=torch.float64)
         room = limit.sum(dim=1)
         places = fill(torch.full_like(room, free * limit.shape[1]), room, float(free * limit.numel()))
         safe = int(self.alpha * free)
-        rows = [_layer_counts(layer, safe, int(p)) for layer, p in zip(scores, places.round(), strict=True)]
+        rows = [top_counts(layer, safe, int(p)) for layer, p in zip(scores, places.round(), strict=True)]
         return protected + torch.stack(rows)
-
-
-def _layer_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
-    """[K] float64: how many of a layer's best `places` tokens belong to each head, after the safe ones."""
-    ranked = [_with_safe(head.detach().cpu(), safe) for head in heads]
-    owner = torch.cat([torch.full((len(head),), k) for k, head in enumerate(ranked)])
-    best = torch.cat(ranked).argsort(descending=True, stable=True)[:places]
-    return torch.bincount(owner[best], minlength=len(heads)).to(torch.float64)
-
-
-def _with_safe(scores: Tensor, safe: int) -> Tensor:
-    """The scores of one head, its best `safe` ones above everything."""
-    order = scores.argsort(descending=True, stable=True)[:safe]
-    return scores.clone().index_fill_(0, order, torch.inf)
-
-
-def _lifts(policy: CompressionPolicy) -> bool:
-    while isinstance(policy, Wrapper):
-        if isinstance(policy, Critical | Segments | Protect):
-            return True
-        policy = policy.inner
-    return False

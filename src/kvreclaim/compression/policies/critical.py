@@ -37,6 +37,7 @@ class Critical(Wrapper):
 
     first_stage: float = option(0.5, low=0, high=1)
     name = "critical"
+    lifts = True
     unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN)
     remedy = "wrap a policy that gives every head the same number of tokens, such as critical(snapkv)"
 

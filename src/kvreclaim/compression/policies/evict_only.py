@@ -21,7 +21,7 @@ class EvictOnly(Wrapper):
 
     name = "evict-only"
     way = Way.MASK
-    unfit = tuple(Trait)
+    unfit = tuple(trait for trait in Trait if trait is not Trait.LIFTS)
     remedy = (
         "wrap a policy that evicts, compacts and keeps equal counts at original positions, such as "
         "evict-only(query_mixture)"

@@ -41,6 +41,7 @@ class Protect(Wrapper):
     last: int = option(0, low=0, unit=" tokens")
     spans: tuple[tuple[int, int], ...] = ()
     name = "protect"
+    lifts = True
     unfit = (Trait.KEEPS_ALL, Trait.UNEVEN, Trait.CACHE_RELATIVE)
     remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as protect(snapkv)"
 

@@ -37,7 +37,7 @@ class PyramidKV(Wrapper):
     beta: float = option(20.0, low=1, high=math.inf)
     name = "pyramidkv"
     default_inner = "snapkv"
-    unfit = tuple(Trait)
+    unfit = tuple(trait for trait in Trait if trait is not Trait.LIFTS)
     remedy = "wrap a policy that ranks tokens, such as pyramidkv(snapkv)"
     way = Way.CELLS
     default_mode = Mode.PER_LAYER_HEAD

@@ -37,6 +37,7 @@ class Segments(Wrapper):
     n: int = option(8, low=1, high=MAX_SEGMENTS, unit=" segments")
     share: float = option(0.5, low=0, high=1)
     name = "segments"
+    lifts = True
     unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS, Trait.UNEVEN, Trait.CACHE_RELATIVE)
     remedy = "wrap a policy that ranks tokens and keeps equally many in every head, as segments(snapkv)"
 

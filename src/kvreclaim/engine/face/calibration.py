@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvreclaim.checks import check_int
 from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
+from kvreclaim.compression.surrogate import SurrogateFit
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.capture import capture_queries
+from kvreclaim.model.capture import NEAR, capture_queries, say_twice
 from kvreclaim.model.loader import LoadedModel
+
+SURROGATE_PIECES, SURROGATE_TOKENS = 16, 1024
+LEAST_TOKENS = 2 * NEAR
 
 
 def read_documents(
@@ -56,18 +62,25 @@ def calibrate(
     min_weight: float = 0.0,
     min_distance: float = 0.0,
     covariance: bool | None = None,
+    surrogate: int | None = None,
     show_progress: bool = False,
 ) -> QueryStats:
-    """Statistics of the pre-RoPE queries of one forward pass over the documents.
+    """Statistics of the pre-RoPE queries of one forward pass over the documents, and the surrogate of one
+    over pieces of them, each said twice.
 
-    Serves triattention (moments), query_mixture (centres) and expected_attention (covariance). Only one
-    layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds for the
-    centres.
+    Serves triattention (moments), query_mixture (centres), expected_attention (covariance) and surrogate.
+    Only one layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds
+    for the centres; compression/surrogate.py.
 
     num_centers, seed, shared_centers, min_weight, min_distance: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
+    surrogate:  pieces of at most SURROGATE_TOKENS tokens that it is fitted to, evenly over the documents;
+                0: it is left out. None: SURROGATE_PIECES, where a document is long enough
+    Raises: InvalidArgumentError.
     """
     clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance)
+    if surrogate is not None:
+        check_int("surrogate", surrogate, 0)
     builder = StatsBuilder(loaded.facts, clustering, covariance)
     bar = tqdm(total=loaded.facts.num_layers, desc="calibrate", unit="layer", disable=not show_progress)
 
@@ -77,4 +90,34 @@ def calibrate(
 
     with bar:
         capture_queries(loaded, [list(document) for document in documents], on_queries)
-    return builder.build()
+    stats = builder.build()
+    if surrogate == 0:
+        return stats
+    pieces = _pieces(loaded, documents)
+    if not pieces and surrogate is None:
+        return stats
+    return _with_surrogate(loaded, stats, pieces, surrogate or SURROGATE_PIECES, show_progress)
+
+
+def _pieces(loaded: LoadedModel, documents: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Those that can be said twice and are long enough for it to be worth it."""
+    size = min(SURROGATE_TOKENS, loaded.facts.max_position // 2)
+    found = (list(text[i : i + size]) for text in documents for i in range(0, len(text), size))
+    return [piece for piece in found if len(piece) > LEAST_TOKENS]
+
+
+def _with_surrogate(
+    loaded: LoadedModel, stats: QueryStats, pieces: list[list[int]], count: int, show_progress: bool
+) -> QueryStats:
+    """The statistics with a surrogate fitted to `count` of the pieces, or to all if there are fewer."""
+    if not pieces:
+        raise InvalidArgumentError(
+            f"no document has more than {LEAST_TOKENS} tokens, and a surrogate is fitted to nothing shorter; "
+            "pass a longer text, or surrogate=0 to leave it out."
+        )
+    chosen = [pieces[i * len(pieces) // count] for i in range(count)] if count < len(pieces) else pieces
+    fit = SurrogateFit(loaded.facts)
+    for piece in tqdm(chosen, desc="said twice", unit="piece", disable=not show_progress):
+        say_twice(loaded, piece, fit.add)
+    metadata = stats.metadata.model_copy(update={"features": fit.num_features})
+    return replace(stats, metadata=metadata, surrogate=fit.build())
