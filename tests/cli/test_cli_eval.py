@@ -166,6 +166,6 @@ def test_statistics_can_be_named(model, tmp_path):
 
     llm = LLM(model, dtype="float32", device="cpu", num_blocks=8)
     stats = tmp_path / "stats.safetensors"
-    calibrate(llm.loaded, tiny.prompts((60, 80), seed=5), num_centers=4).save(stats)
+    calibrate(llm.loaded, tiny.prompts((150, 80), seed=5), num_centers=4).save(stats)
     arguments = ("--policies", "query_mixture", "--budgets", "0.5", "--tasks", "agreement", "--stats", stats)
     assert run(model, *arguments).exit_code == 0

@@ -15,6 +15,7 @@ NEEDS = {
     Signal.QUERY_STATS: "statistics",
     Signal.QUERY_CENTERS: "with centres",
     Signal.QUERY_COVARIANCE: "with covariance",
+    Signal.SURROGATE: "with a surrogate",
     Signal.RECENT_QUERIES: "recent queries",
     Signal.ATTENTION_MASS: "attention mass",
     Signal.FUTURE_QUERIES: "future queries",

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import QueryStats
 from kvreclaim.engine.face.calibration import calibrate, read_documents
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.model.capture import say_twice
 from kvreclaim.model.loader import load_model
 
 DOCUMENTS = tiny.prompts((40, 3, 25), seed=8)
@@ -171,3 +173,45 @@ class TestReadDocuments:
     def test_a_model_without_tokenizer_reads_no_text(self, tiny_dir, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="has no tokenizer"):
             read_documents(load("qwen3", tiny_dir), tmp_path / "text.txt", max_tokens=10)
+
+
+def paid_the_first_copy(model, document: list[int]) -> list[torch.Tensor]:
+    """[K, n] of each layer, from the attention probabilities that transformers gives."""
+    length = len(document)
+    with torch.no_grad():
+        layers = model(torch.tensor([document * 2]), output_attentions=True).attentions
+    far = torch.arange(2 * length)[:, None] - torch.arange(length) > 64
+    heads = model.config.num_key_value_heads
+    return [(p[0, :, :, :length] * far).amax(1).unflatten(0, (heads, -1)).amax(1) for p in layers]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
+def test_what_the_second_copy_pays_the_first_is_what_transformers_says(family, tiny_dir) -> None:
+    """Soft-capping and sliding windows included."""
+    loaded, (document,) = load(family, tiny_dir), tiny.prompts((150,), seed=8)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tiny_dir(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    found = {}
+    say_twice(loaded, document, lambda layer, keys, values, reached: found.update({layer: (keys, reached)}))
+    expected = paid_the_first_copy(reference, document)
+    assert len(found) == len(expected)
+    for layer, wanted in enumerate(expected):
+        keys, reached = found[layer]
+        assert keys.shape[:2] == reached.shape == wanted.shape
+        torch.testing.assert_close(reached, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_surrogate_is_fitted_where_a_document_is_long_enough(tiny_dir, tmp_path) -> None:
+    loaded = load("llama", tiny_dir)
+    short, long = tiny.prompts((100, 300), seed=8)
+    stats = calibrate(loaded, [short, long], num_centers=0)
+    stats.save(tmp_path / "stats.safetensors")
+    assert stats.surrogate.shape == (2, 2, stats.metadata.features)
+    assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").surrogate, stats.surrogate)
+    assert calibrate(loaded, [short], num_centers=0).surrogate is None
+    assert calibrate(loaded, [long], num_centers=0, surrogate=0).surrogate is None
+    with pytest.raises(InvalidArgumentError, match="no document has more than 128 tokens"):
+        calibrate(loaded, [short], num_centers=0, surrogate=4)
+    with pytest.raises(InvalidArgumentError, match=r"300 tokens cannot be said twice.*pass 65 to 256"):
+        say_twice(loaded, long, lambda *_: None)

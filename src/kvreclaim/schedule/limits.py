@@ -29,6 +29,7 @@ _TRAITS: Mapping[str, Footprint] = MappingProxyType(
                 "query_mixture",
                 "triattention",
                 "expected_attention",
+                "surrogate",
                 "keydiff",
                 "lagkv",
                 "knorm",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
+from kvreclaim.compression.surrogate import num_features
 from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
@@ -72,17 +73,19 @@ def query_stats(
         num_centers=num_centers,
         shared_centers=shared,
         covariance=covariance,
+        features=num_features(first),
         source="test",
     )
+    surrogate = noise(seed + 5, facts.num_layers, first.num_kv_heads, metadata.features)
     root = noise(seed + 4, *grid, first.head_dim, first.head_dim)
     cov = root @ root.mT / first.head_dim if covariance else None
     if num_centers == 0:
-        return QueryStats(metadata, mean, size, q_cov=cov)
+        return QueryStats(metadata, mean, size, q_cov=cov, surrogate=surrogate)
     owners = (facts.num_layers, metadata.center_heads)
     centers = noise(seed + 2, *owners, num_centers, first.head_dim)
     variances = noise(seed + 3, *owners, num_centers, first.head_dim).square()
     weights = torch.full((*owners, num_centers), 1 / num_centers)
-    return QueryStats(metadata, mean, size, centers, variances, weights, cov)
+    return QueryStats(metadata, mean, size, centers, variances, weights, cov, surrogate)
 
 
 def layer_view(

@@ -25,7 +25,7 @@ def test_an_engine_on_triton(tiny_dir, family: str, policy: str, tmp_path) -> No
             block_size=8,
         )
         if not stats.exists():
-            calibrate(llm.loaded, tiny.prompts((60, 40, 80), seed=5), num_centers=4).save(stats)
+            calibrate(llm.loaded, tiny.prompts((150, 40, 80), seed=5), num_centers=4).save(stats)
         compression = CompressionConfig(policy=policy, budget=24, interval=4, recent=8, stats=stats)
         outputs = llm.generate(
             tiny.prompts((26, 9), seed=1), SamplingParams(temperature=0, max_tokens=8), compression

@@ -1,0 +1,121 @@
+"""Surrogate scores and one threshold over all heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compression_oracles import layer_facts, layer_view, model_facts, noise, query_stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreclaim.compression import make_policy
+from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.shares import Shares
+from kvreclaim.compression.refusals import layer_stats
+from kvreclaim.compression.surrogate import SurrogateFit, features, num_features
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.rope import RopeLayout, rotate
+
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+LAYOUTS = [RopeLayout(FREQUENCIES, style, start) for style in ("half", "interleaved") for start in (0, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_features_know_no_position(layout):
+    keys, values = noise(1, 2, 7, 8), noise(2, 2, 7, 5)
+    found = [
+        features(rotate(keys.double(), torch.arange(7) + first, layout), values, layout) for first in (0, 900)
+    ]
+    assert found[0].shape == (2, 7, num_features(layer_facts(layout)) - 8 + 5)
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+
+
+def test_features_one_by_one():
+    layout, keys, values = LAYOUTS[1], noise(1, 1, 1, 8), noise(2, 1, 1, 8)
+    k, v = keys[0, 0].double(), values[0, 0].double()
+    bands = [(k[2 + f] ** 2 + k[5 + f] ** 2 + 1e-6).log() for f in range(3)]
+    expected = torch.stack(
+        [*bands, k[0], k[1], *v, k.norm(), (v.norm() + 1e-6).log(), torch.tensor(1.0).double()]
+    )
+    torch.testing.assert_close(features(keys, values, layout)[0, 0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_score_that_is_linear_in_the_features_is_learnt():
+    facts = model_facts(2, rope=LAYOUTS[0])
+    fit, heads = SurrogateFit(facts), facts.layers[0].num_kv_heads
+    truth = 0.05 * noise(9, 2, heads, fit.num_features)
+    truth[..., -1] = -4
+    for document in range(6):
+        for layer in range(2):
+            keys, values = (noise(20 + 4 * document + layer + i, heads, 90, 8) for i in (0, 50))
+            rows = features(keys, values, facts.layers[layer].rope)
+            fit.add(layer, keys, values, (rows @ truth[layer, :, :, None])[..., 0].exp().clamp_max(1))
+    found = fit.build()
+    keys, values = noise(77, heads, 40, 8), noise(78, heads, 40, 8)
+    for layer in range(2):
+        rows = features(keys, values, facts.layers[layer].rope)
+        ours, wanted = (rows @ w[layer, :, :, None] for w in (found, truth))
+        torch.testing.assert_close(ours, wanted.clamp_max(0), atol=0.1, rtol=0.05)
+
+
+def test_a_fit_without_a_layer_is_refused():
+    fit = SurrogateFit(model_facts(2, rope=LAYOUTS[0]))
+    fit.add(0, noise(1, 2, 9, 8), noise(2, 2, 9, 8), noise(3, 2, 9).abs().clamp_max(1))
+    with pytest.raises(InvalidArgumentError, match="layer 1 has no token"):
+        fit.build()
+
+
+def test_the_policy_is_the_product():
+    facts = model_facts(1, rope=LAYOUTS[0])
+    stats = query_stats(facts).layer(0)
+    view = layer_view(facts.layers[0], stats)
+    rows = features(view.keys, view.values, LAYOUTS[0])
+    expected = torch.einsum("ktp,kp->kt", rows.double(), stats.surrogate.double())
+    torch.testing.assert_close(make_policy("surrogate").score(view).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_statistics_without_one_are_refused():
+    facts = model_facts(1, rope=LAYOUTS[0])
+    stats = query_stats(facts)
+    bare = type(stats)(
+        stats.metadata.model_copy(update={"features": 0, "num_centers": 0, "covariance": False}),
+        stats.q_mean,
+        stats.q_abs_mean,
+    )
+    with pytest.raises(InvalidArgumentError, match=r"surrogate needs statistics with a surrogate.*calibrate"):
+        layer_stats(make_policy("surrogate"), bare, facts)
+
+
+def naive(scores, free, floor):
+    """Every head's best first, then the best of all the rest one by one."""
+    heads = [head.tolist() for layer in scores for head in layer]
+    kept = [set(sorted(range(len(s)), key=lambda j, s=s: -s[j])[: int(floor * free)]) for s in heads]
+    rest = [(-s[j], h, j) for h, s in enumerate(heads) for j in range(len(s)) if j not in kept[h]]
+    places = min(free * len(heads), sum(map(len, heads))) - sum(map(len, kept))
+    for _, head, token in sorted(rest)[:places]:
+        kept[head].add(token)
+    return [len(head) for head in kept]
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(6, 12), min_size=2, max_size=2), min_size=1, max_size=3),
+    free=st.integers(1, 6),
+    floor=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor):
+    scores = [[noise(10 * n + h, length) for h, length in enumerate(row)] for n, row in enumerate(lengths)]
+    found = Shares(Knorm(), floor).counts(scores, 3, 3 + free)
+    assert (found - 3).flatten().tolist() == naive(scores, free, floor)
+    assert found.mean().item() == pytest.approx(3 + free)
+
+
+def test_a_layer_may_take_all():
+    scores = [[torch.arange(8.0) + 100, torch.arange(8.0) + 100], [torch.arange(8.0), torch.arange(8.0)]]
+    assert Shares(Knorm()).counts(scores, 0, 4).tolist() == [[8, 8], [0, 0]]
+    assert Shares(Knorm(), 0.5).counts(scores, 0, 4).tolist() == [[6, 6], [2, 2]]
+
+
+@pytest.mark.parametrize("spec", ["segments(knorm)", "critical(protect(knorm))", "ada_kv", "full", "quest"])
+def test_what_cannot_be_compared_is_refused(spec):
+    with pytest.raises(InvalidArgumentError, match=r"shares\(.*\) is refused"):
+        make_policy(f"shares({spec})")
