@@ -83,9 +83,9 @@ class TestOwnFile:
             QueryStats.load(path)
 
     def test_a_file_from_before_covariance_and_sharing(self, tmp_path):
-        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, covariance=False)
+        path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, covariance=False, surrogate=False)
         header = json.loads(stats.metadata.model_dump_json())
-        del header["covariance"], header["shared_centers"]
+        del header["covariance"], header["shared_centers"], header["features"]
         tensors = {name: getattr(stats, name) for name in TENSORS[:5]}
         save_file(tensors, path, metadata={"kvreclaim": json.dumps(header)})
         assert same_stats(QueryStats.load(path), stats)
@@ -154,11 +154,11 @@ class TestShard:
         assert part.center_weight.shape == (3, 1, 3)
 
     def test_what_is_absent_or_unknown_stays_so(self):
-        stats = query_stats(FACTS, 0, covariance=False)
+        stats = query_stats(FACTS, 0, covariance=False, surrogate=False)
         metadata = stats.metadata.model_copy(update={"num_kv_heads": None})
         part = dataclasses.replace(stats, metadata=metadata).shard(slice(0, 2), slice(0, 1))
         assert part.metadata == metadata.model_copy(update={"num_heads": 2})
-        assert part.centers is part.q_cov is None
+        assert part.centers is part.q_cov is part.surrogate is None
 
     def test_the_whole_is_a_shard_of_itself(self):
         stats = query_stats(FACTS, shared=True)

@@ -67,16 +67,17 @@ def test_the_same_seed_gives_the_same_statistics(tiny_dir) -> None:
     loaded = load("qwen3", tiny_dir)
     first, again = (calibrate(loaded, DOCUMENTS, num_centers=4, seed=3) for _ in range(2))
     for a, b in zip(tensors(first).values(), tensors(again).values(), strict=True):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)
 
 
 def test_statistics_survive_their_file(tiny_dir, tmp_path: Path) -> None:
-    stats = calibrate(load("qwen3", tiny_dir), DOCUMENTS, num_centers=4)
+    stats = calibrate(load("qwen3", tiny_dir), [*DOCUMENTS, *tiny.prompts((140,))], num_centers=4)
+    assert stats.surrogate is not None
     stats.save(tmp_path / "stats.safetensors")
     loaded = QueryStats.load(tmp_path / "stats.safetensors")
     assert loaded.metadata == stats.metadata
     for a, b in zip(tensors(loaded).values(), tensors(stats).values(), strict=True):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "query_mixture"])

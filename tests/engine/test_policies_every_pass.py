@@ -27,18 +27,19 @@ class ScoreShadow(SignalShadow):
         self.worst_score, self.num_scored = 0.0, 0
         self.longest_live = 0
         policy_type = policy_class(policy)
-        score = policy_type.score
+        score_many = policy_type.score_many
 
-        def watched(policy, view):
-            found = score(policy, view)
-            ((seq_id, history),) = self.histories.items()
-            want = self.scores(seq_id, view.layer, history.live[view.layer], view.logical_len)
-            self.worst_score = max(self.worst_score, float(((found - want).abs() / (1 + want)).max()))
-            self.num_scored += 1
-            self.longest_live = max(self.longest_live, want.shape[1])
+        def watched(policy, views):
+            found = score_many(policy, views)
+            for view, scores in zip(views, found, strict=True):
+                ((seq_id, history),) = self.histories.items()
+                want = self.scores(seq_id, view.layer, history.live[view.layer], view.logical_len)
+                self.worst_score = max(self.worst_score, float(((scores - want).abs() / (1 + want)).max()))
+                self.num_scored += 1
+                self.longest_live = max(self.longest_live, want.shape[1])
             return found
 
-        monkeypatch.setattr(policy_type, "score", watched)
+        monkeypatch.setattr(policy_type, "score_many", watched)
 
     def scores(self, seq_id: int, layer: int, live: Tensor, end: int) -> Tensor:
         """[K, T] float64 of the live tokens [K, T]."""

@@ -53,7 +53,13 @@ def model_facts(
 
 
 def query_stats(
-    facts: ModelFacts, num_centers: int = 3, seed: int = 0, *, shared: bool = False, covariance: bool = True
+    facts: ModelFacts,
+    num_centers: int = 3,
+    seed: int = 0,
+    *,
+    shared: bool = False,
+    covariance: bool = True,
+    surrogate: bool = True,
 ) -> QueryStats:
     """Any numbers that a calibration could have found: |mean| <= E|q|, variances >= 0."""
     first = facts.layers[0]
@@ -73,19 +79,20 @@ def query_stats(
         num_centers=num_centers,
         shared_centers=shared,
         covariance=covariance,
-        features=num_features(first),
+        features=num_features(first) if surrogate else 0,
         source="test",
     )
-    surrogate = noise(seed + 5, facts.num_layers, first.num_kv_heads, metadata.features)
+    kv_heads = (facts.num_layers, first.num_kv_heads)
+    weights = noise(seed + 5, *kv_heads, metadata.features) if surrogate else None
     root = noise(seed + 4, *grid, first.head_dim, first.head_dim)
     cov = root @ root.mT / first.head_dim if covariance else None
     if num_centers == 0:
-        return QueryStats(metadata, mean, size, q_cov=cov, surrogate=surrogate)
+        return QueryStats(metadata, mean, size, q_cov=cov, surrogate=weights)
     owners = (facts.num_layers, metadata.center_heads)
     centers = noise(seed + 2, *owners, num_centers, first.head_dim)
     variances = noise(seed + 3, *owners, num_centers, first.head_dim).square()
-    weights = torch.full((*owners, num_centers), 1 / num_centers)
-    return QueryStats(metadata, mean, size, centers, variances, weights, cov, surrogate)
+    shares = torch.full((*owners, num_centers), 1 / num_centers)
+    return QueryStats(metadata, mean, size, centers, variances, shares, cov, weights)
 
 
 def layer_view(
