@@ -13,6 +13,8 @@ POLICIES = (
     "expected_attention",
     "snapkv(window=3)",
     "snapkv(window=3, when=prefill)",
+    "surrogate",
+    "shares(surrogate, floor=0.2)",
     "r_kv(window=3)",
     "h2o",
     "tova",

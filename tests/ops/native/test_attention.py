@@ -91,7 +91,7 @@ def test_a_row_depends_on_its_own_sequence_only() -> None:
     many = twins(Shape(dtype=torch.bfloat16), [Ask(1, 700), Ask(1, 3000), Ask(1, 5)])
     together = attend_both(many)[0]
     for i, seq in enumerate(many.batch.sequences):
-        alone = replace(many.batch, sequences=(seq,), _memo={})
+        alone = replace(many.batch, sequences=(seq,))
         out = native.paged_attention(many.q[i : i + 1], under(many.native, 0, scale=64**-0.5), alone)
         assert torch.equal(out[0], together[i])
 
