@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 KINDS = ("json", "csv", "html")
 DEFAULT_TASKS = "recall,multi_query,variable_tracking,rsq"
 TASKS = "tasks"
-ENGINE = ("kernels", "block_size", "max_num_batched_tokens", "max_model_len", "enforce_eager")
+ENGINE = (
+    "kernels",
+    "block_size",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "spread_compression",
+    "enforce_eager",
+)
 
 
 @dataclass(frozen=True)
