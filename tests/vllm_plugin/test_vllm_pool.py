@@ -23,14 +23,14 @@ def serve_ten(model: Path, compression: dict[str, Any] | None) -> tuple[Watch, l
     engine = Engine(model, compression=compression, num_blocks=130, chunk=2048)
     after_passes: list[int] = []
     if compression is not None:
-        pool, apply = engine.scheduler.reclaim.pool, engine.scheduler.reclaim.pool.apply
+        pool, shrink = engine.scheduler.reclaim.pool, engine.scheduler.reclaim.pool.shrink
 
-        def counted(request_id: str, plan: Any) -> Any:
-            done = apply(request_id, plan)
-            after_passes.append(len(pool.table_state(request_id).block_ids))
+        def counted(plan: Any) -> Any:
+            done = shrink(plan)
+            after_passes.append(len(pool.table_state(plan.seq_id).block_ids))
             return done
 
-        pool.apply = counted
+        pool.shrink = counted
     for prompt in random_prompts([800] * 10, seed=1):
         engine.add(prompt, 400)
     watch = engine.run()
