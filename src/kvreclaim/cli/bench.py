@@ -160,7 +160,7 @@ def prefix(plan: Annotated[PrefixPlan, Takes(config=PrefixPlan)], json_file: Jso
 @bench_app.command("serve")
 @takes
 def serve(plan: Annotated[ServePlan, Takes(config=ServePlan)], json_file: Json = None) -> None:
-    """Throughput and time to first token through HTTP, beside the engine alone."""
+    """Throughput, time to first token and between tokens through HTTP, beside the engine alone."""
     with ready(plan.threads):
         from kvreclaim.bench import serve
 
