@@ -23,7 +23,16 @@ from kvreclaim.testing.toys import (  # noqa: F401  tests take both from here
     with_kv,
 )
 
-TENSORS = ("q_mean", "q_abs_mean", "centers", "center_var", "center_weight", "q_cov", "surrogate")
+TENSORS = (
+    "q_mean",
+    "q_abs_mean",
+    "centers",
+    "center_var",
+    "center_weight",
+    "q_cov",
+    "surrogate",
+    "head_shares",
+)
 
 
 def same_stats(ours: QueryStats, other: QueryStats) -> bool:

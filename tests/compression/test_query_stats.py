@@ -85,7 +85,7 @@ class TestOwnFile:
     def test_a_file_from_before_covariance_and_sharing(self, tmp_path):
         path, stats = tmp_path / "stats.safetensors", query_stats(FACTS, covariance=False, surrogate=False)
         header = json.loads(stats.metadata.model_dump_json())
-        del header["covariance"], header["shared_centers"], header["features"]
+        del header["covariance"], header["shared_centers"], header["features"], header["fractions"]
         tensors = {name: getattr(stats, name) for name in TENSORS[:5]}
         save_file(tensors, path, metadata={"kvreclaim": json.dumps(header)})
         assert same_stats(QueryStats.load(path), stats)
@@ -158,7 +158,7 @@ class TestShard:
         metadata = stats.metadata.model_copy(update={"num_kv_heads": None})
         part = dataclasses.replace(stats, metadata=metadata).shard(slice(0, 2), slice(0, 1))
         assert part.metadata == metadata.model_copy(update={"num_heads": 2})
-        assert part.centers is part.q_cov is part.surrogate is None
+        assert part.centers is part.q_cov is part.surrogate is part.head_shares is None
 
     def test_the_whole_is_a_shard_of_itself(self):
         stats = query_stats(FACTS, shared=True)

@@ -76,12 +76,7 @@ def test_the_policy_is_the_product():
 
 def test_statistics_without_one_are_refused():
     facts = model_facts(1, rope=LAYOUTS[0])
-    stats = query_stats(facts)
-    bare = type(stats)(
-        stats.metadata.model_copy(update={"features": 0, "num_centers": 0, "covariance": False}),
-        stats.q_mean,
-        stats.q_abs_mean,
-    )
+    bare = query_stats(facts, surrogate=False)
     with pytest.raises(InvalidArgumentError, match=r"surrogate needs statistics with a surrogate.*calibrate"):
         layer_stats(make_policy("surrogate"), bare, facts)
 

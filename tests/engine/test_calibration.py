@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import QueryStats
+from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.engine.face.calibration import calibrate, read_documents
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model.capture import say_twice
@@ -210,8 +211,12 @@ def test_a_surrogate_is_fitted_where_a_document_is_long_enough(tiny_dir, tmp_pat
     stats.save(tmp_path / "stats.safetensors")
     assert stats.surrogate.shape == (2, 2, stats.metadata.features)
     assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").surrogate, stats.surrogate)
+    assert stats.head_shares.shape == (2, 2, len(FRACTIONS))
+    torch.testing.assert_close(stats.head_shares.mean(dim=(0, 1)), torch.tensor(FRACTIONS), atol=1e-3, rtol=0)
+    assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").head_shares, stats.head_shares)
     assert calibrate(loaded, [short], num_centers=0).surrogate is None
-    assert calibrate(loaded, [long], num_centers=0, surrogate=0).surrogate is None
+    bare = calibrate(loaded, [long], num_centers=0, surrogate=0)
+    assert bare.surrogate is bare.head_shares is None
     with pytest.raises(InvalidArgumentError, match="no document has more than 128 tokens"):
         calibrate(loaded, [short], num_centers=0, surrogate=4)
     with pytest.raises(InvalidArgumentError, match=r"300 tokens cannot be said twice.*pass 65 to 256"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,7 +24,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
-_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", "surrogate")
+_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", "surrogate", "head_shares")
 
 
 class StatsMetadata(BaseModel):
@@ -32,6 +33,7 @@ class StatsMetadata(BaseModel):
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
     features:       numbers of a cached token that the surrogate weighs; 0: it is not there
+    fractions:      of a text, falling, for which shares of heads are there; empty: they are not
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -49,6 +51,7 @@ class StatsMetadata(BaseModel):
     shared_centers: bool = False
     covariance: bool = False
     features: NonNegativeInt = 0
+    fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     source: str
 
     @property
@@ -60,8 +63,8 @@ class StatsMetadata(BaseModel):
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStats:
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
-    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] or None. F may
-    exceed the layer's own bands, P the layer's own features."""
+    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] or None; head_shares
+    [K, S] or None, at `fractions`. F may exceed the layer's own bands, P the layer's own features."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -70,6 +73,8 @@ class LayerStats:
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
+    head_shares: Tensor | None = None
+    fractions: tuple[float, ...] = ()
 
     def to(self, device: torch.device) -> LayerStats:
         """The same on a device; itself where it is there already."""
@@ -80,8 +85,10 @@ class LayerStats:
         return self._each(lambda tensor: tensor.unflatten(0, (num_kv_heads, -1))[head])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> LayerStats:
-        tensors = (getattr(self, name) for name in _TENSORS)
-        return LayerStats(*(None if t is None else change(t) for t in tensors))  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {
+            name: change(tensor) for name in _TENSORS if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +102,7 @@ class QueryStats:
     center_weight: [L, H | K, C], share of the queries; 0 for a centre that repeats another
     q_cov:         [L, H, D, D] | None, covariance about q_mean
     surrogate:     [L, K, P] | None, weights of a cached token's features (surrogate.features)
+    head_shares:   [L, K, S] | None, share of its tokens that a head keeps at each of metadata's fractions
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
@@ -107,6 +115,7 @@ class QueryStats:
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
+    head_shares: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = self._shapes()
@@ -131,6 +140,9 @@ class QueryStats:
             shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
         if meta.features:
             shapes["surrogate"] = (meta.num_layers, meta.num_kv_heads or 0, meta.features)
+        if meta.fractions:
+            _check_fractions(meta)
+            shapes["head_shares"] = (meta.num_layers, meta.num_kv_heads or 0, len(meta.fractions))
         return shapes
 
     def to(self, device: torch.device) -> QueryStats:
@@ -146,7 +158,7 @@ class QueryStats:
         num_heads = len(range(meta.num_heads)[heads])
         num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
         of_centers = kv_heads if meta.shared_centers else heads
-        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | {"surrogate": kv_heads}
+        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | {"surrogate": kv_heads, "head_shares": kv_heads}
         return QueryStats(
             meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
             **{name: tensor[:, own.get(name, heads)] for name, tensor in self._present().items()},
@@ -154,7 +166,8 @@ class QueryStats:
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""
-        return LayerStats(**{name: tensor[layer] for name, tensor in self._present().items()})
+        tensors = {name: tensor[layer] for name, tensor in self._present().items()}
+        return LayerStats(**tensors, fractions=self.metadata.fractions)
 
     def _present(self) -> dict[str, Tensor]:
         return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
@@ -240,6 +253,14 @@ def _check_sharing(meta: StatsMetadata) -> None:
         raise StatsMismatchError(
             f"centres in the query statistics are shared by the {meta.num_heads} query heads of "
             f"{meta.num_kv_heads} KV heads; KV heads must divide query heads: {RECALIBRATE}."
+        )
+
+
+def _check_fractions(meta: StatsMetadata) -> None:
+    if any(low >= high for high, low in itertools.pairwise(meta.fractions)):
+        raise StatsMismatchError(
+            f"the query statistics have shares of heads at {list(meta.fractions)}, which must fall; "
+            f"{RECALIBRATE}."
         )
 
 

@@ -198,7 +198,7 @@ def _finite_scores(policy: CompressionPolicy, view: LayerView) -> None:
 def _tensors(view: LayerView) -> list[Tensor]:
     assert view.stats is not None
     parts = [getattr(part, f.name) for part in (view.stats, view.signals) for f in dataclasses.fields(part)]
-    return [*view.source.tensors(), *(part for part in parts if part is not None)]
+    return [*view.source.tensors(), *(part for part in parts if isinstance(part, Tensor))]
 
 
 def _choose(policy: CompressionPolicy, *, budget: int, logical_len: int, mode: Mode) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
+from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.surrogate import num_features
 from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
@@ -80,19 +81,23 @@ def query_stats(
         shared_centers=shared,
         covariance=covariance,
         features=num_features(first) if surrogate else 0,
+        fractions=FRACTIONS if surrogate else (),
         source="test",
     )
     kv_heads = (facts.num_layers, first.num_kv_heads)
-    weights = noise(seed + 5, *kv_heads, metadata.features) if surrogate else None
+    learnt: dict[str, Tensor] = {}
+    if surrogate:
+        learnt["surrogate"] = noise(seed + 5, *kv_heads, metadata.features)
+        learnt["head_shares"] = noise(seed + 6, *kv_heads, len(FRACTIONS)).sigmoid()
     root = noise(seed + 4, *grid, first.head_dim, first.head_dim)
     cov = root @ root.mT / first.head_dim if covariance else None
     if num_centers == 0:
-        return QueryStats(metadata, mean, size, q_cov=cov, surrogate=weights)
+        return QueryStats(metadata, mean, size, q_cov=cov, **learnt)
     owners = (facts.num_layers, metadata.center_heads)
     centers = noise(seed + 2, *owners, num_centers, first.head_dim)
     variances = noise(seed + 3, *owners, num_centers, first.head_dim).square()
     shares = torch.full((*owners, num_centers), 1 / num_centers)
-    return QueryStats(metadata, mean, size, centers, variances, shares, cov, weights)
+    return QueryStats(metadata, mean, size, centers, variances, shares, cov, **learnt)
 
 
 def layer_view(

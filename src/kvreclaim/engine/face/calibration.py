@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from kvreclaim.checks import check_int
 from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
+from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
 from kvreclaim.compression.surrogate import SurrogateFit
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import NEAR, capture_queries, say_twice
@@ -65,8 +66,8 @@ def calibrate(
     surrogate: int | None = None,
     show_progress: bool = False,
 ) -> QueryStats:
-    """Statistics of the pre-RoPE queries of one forward pass over the documents, and the surrogate of one
-    over pieces of them, each said twice.
+    """Statistics of the pre-RoPE queries of one forward pass over the documents, and the surrogate and the
+    shares of heads of one over pieces of them, each said twice.
 
     Serves triattention (moments), query_mixture (centres), expected_attention (covariance) and surrogate.
     Only one layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds
@@ -75,7 +76,8 @@ def calibrate(
     num_centers, seed, shared_centers, min_weight, min_distance: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
     surrogate:  pieces of at most SURROGATE_TOKENS tokens that it is fitted to, evenly over the documents;
-                0: it is left out. None: SURROGATE_PIECES, where a document is long enough
+                0: it and the shares of heads are left out. None: SURROGATE_PIECES, where a document is long
+                enough
     Raises: InvalidArgumentError.
     """
     clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance)
@@ -109,15 +111,20 @@ def _pieces(loaded: LoadedModel, documents: Sequence[Sequence[int]]) -> list[lis
 def _with_surrogate(
     loaded: LoadedModel, stats: QueryStats, pieces: list[list[int]], count: int, show_progress: bool
 ) -> QueryStats:
-    """The statistics with a surrogate fitted to `count` of the pieces, or to all if there are fewer."""
+    """The statistics with a surrogate and shares of heads, from `count` of the pieces or all there are."""
     if not pieces:
         raise InvalidArgumentError(
             f"no document has more than {LEAST_TOKENS} tokens, and a surrogate is fitted to nothing shorter; "
             "pass a longer text, or surrogate=0 to leave it out."
         )
     chosen = [pieces[i * len(pieces) // count] for i in range(count)] if count < len(pieces) else pieces
-    fit = SurrogateFit(loaded.facts)
+    fit, shares = SurrogateFit(loaded.facts), SharesFit(loaded.facts)
+
+    def on_reached(layer: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
+        fit.add(layer, keys, values, reached)
+        shares.add(layer, reached)
+
     for piece in tqdm(chosen, desc="said twice", unit="piece", disable=not show_progress):
-        say_twice(loaded, piece, fit.add)
-    metadata = stats.metadata.model_copy(update={"features": fit.num_features})
-    return replace(stats, metadata=metadata, surrogate=fit.build())
+        say_twice(loaded, piece, on_reached)
+    metadata = stats.metadata.model_copy(update={"features": fit.num_features, "fractions": FRACTIONS})
+    return replace(stats, metadata=metadata, surrogate=fit.build(), head_shares=shares.build())

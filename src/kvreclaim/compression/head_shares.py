@@ -1,0 +1,80 @@
+"""How much of a text each KV head needs: found once by calibration, kept in the statistics file.
+
+Which heads get the memory matters more than which tokens each of them keeps: where no question is known, a
+head that retrieves needs nearly all that it has seen, and most others need sinks and recent tokens. It is a
+trait of the model rather than of the text, so it can be measured beforehand, on documents said twice
+(surrogate.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.facts import ModelFacts
+
+FRACTIONS = (0.4, 0.2, 0.1, 0.05)
+"""Of the text that all heads keep together, for which the shares are measured."""
+
+
+class SharesFit:
+    """Mean shares over documents: one threshold over all layers and heads keeps a fraction of a document's
+    tokens, and a head's share is the part of its own above it."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._shape = (facts.num_layers, facts.layers[0].num_kv_heads)
+        self._reached: dict[int, Tensor] = {}
+        self._sums = torch.zeros(*self._shape, len(FRACTIONS), dtype=torch.float64)
+        self._documents = 0
+
+    def add(self, layer: int, reached: Tensor) -> None:
+        """One layer of a document; the next document begins when all layers of this one were added.
+
+        reached: [K, T] the most that a later query has paid each token
+        """
+        assert layer not in self._reached, f"layer {layer} of a document was added twice"
+        self._reached[layer] = reached.cpu()
+        if len(self._reached) < self._shape[0]:
+            return
+        scores = torch.stack([self._reached[n] for n in range(self._shape[0])]).flatten(0, 1)
+        self._reached.clear()
+        heads, tokens = scores.shape
+        owner = scores.flatten().argsort(descending=True, stable=True) // tokens
+        for i, fraction in enumerate(FRACTIONS):
+            best = owner[: round(fraction * heads * tokens)]
+            self._sums[..., i] += torch.bincount(best, minlength=heads).view(self._shape) / tokens
+        self._documents += 1
+
+    def build(self) -> Tensor:
+        """[L, K, S] fp32 shares at FRACTIONS, 0 to 1. Raises: InvalidArgumentError without a document."""
+        if self._reached or not self._documents:
+            raise InvalidArgumentError(
+                "shares of heads are the mean over whole documents; add every layer of one."
+            )
+        return (self._sums / self._documents).float()
+
+
+def share_at(shares: Tensor, fractions: Sequence[float], fraction: float) -> Tensor:
+    """Shares of heads where `fraction` of a text is kept, from those that were measured.
+
+    Linear in the logarithm of the fraction between two of them, and from the largest up to 1 where everything
+    is kept; below the smallest in proportion to it.
+
+    Args:
+        shares:    [..., S] at `fractions`, which fall
+        fraction:  > 0
+
+    Returns: [...] float64, 0 to 1.
+    """
+    knots = (1.0, *fractions)
+    values = torch.cat([torch.ones_like(shares[..., :1]), shares], dim=-1).double()
+    if fraction <= knots[-1]:
+        return values[..., -1] * (fraction / knots[-1])
+    fraction = min(fraction, 1.0)
+    above = max(i for i, knot in enumerate(knots) if knot >= fraction)
+    weight = math.log(knots[above] / fraction) / math.log(knots[above] / knots[above + 1])
+    return torch.lerp(values[..., above], values[..., above + 1], weight)
