@@ -112,7 +112,13 @@ class Shadow:
             for item in step:
                 if item.seq.seq_id not in self.histories:
                     self.histories[item.seq.seq_id] = self._begin(item.seq)
-            result = forward(step)
+            exact = [self.histories[item.seq.seq_id].num_exact for item in step]
+            try:
+                result = forward(step)
+            except Exception:  # it is run again, and writes its slots again
+                for item, number in zip(step, exact, strict=True):
+                    self.histories[item.seq.seq_id].num_exact = number
+                raise
             for item in step:
                 self._extend_live(item)
                 self._note_contents(item)
