@@ -6,7 +6,7 @@ from compression_oracles import layer_facts, layer_view, noise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import make_policy
+from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.errors import InvalidArgumentError
@@ -15,7 +15,7 @@ PUBLISHED = torch.tensor([[9, 8, 7, 1, 0.5, 0.4], [3, 2.5, 0.3, 0.2, 0.1, 0.05]]
 
 
 def counts(scores, protected, budget, alpha=0.2):
-    return AdaKV(Knorm(), alpha).counts(scores, protected, budget)
+    return AdaKV(Knorm(), alpha).counts(CountsQuestion(scores, protected, budget, 0))
 
 
 def naive(layer, free, alpha):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from compression_oracles import model_facts, noise, query_stats
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvreclaim.compression import CompressionConfig, Compressor, CountsQuestion, LayerStats, make_policy
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit, share_at
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 
@@ -69,3 +72,86 @@ def test_fractions_must_fall(fractions):
             surrogate=stats.surrogate,
             head_shares=stats.head_shares,
         )
+
+
+def layers_of(shares):
+    """Statistics of layers whose shares [L, K, S] were measured at .5 and .25."""
+    nothing = torch.zeros(1, 1)
+    return [
+        LayerStats(nothing, nothing, head_shares=torch.tensor(row), fractions=(0.5, 0.25)) for row in shares
+    ]
+
+
+def static_counts(shares, lengths, protected, budget, logical_len, floor=0.0):
+    scores = [[noise(h, length) for h, length in enumerate(row)] for row in lengths]
+    policy = make_policy(f"shares(random, floor={floor}, by=static)")
+    return policy.counts(CountsQuestion(scores, protected, budget, logical_len, layers_of(shares)))
+
+
+SHARES = [[[0.9, 0.6], [0.1, 0.05]], [[0.6, 0.2], [0.4, 0.15]]]
+
+
+def test_static_shares_are_of_the_text_so_far():
+    """At half of 100 tokens: .9, .1, .6, .4 of them, which is the budget already."""
+    assert static_counts(SHARES, [[94, 94], [94, 94]], 6, 50, 100).flatten().tolist() == pytest.approx(
+        [90, 10, 60, 40]
+    )
+    found = static_counts(SHARES, [[94, 94], [94, 94]], 6, 25, 100)
+    assert found.flatten().tolist() == pytest.approx([60, 6, 20 * 34 / 35, 15 * 34 / 35], abs=3)
+    assert found.mean().item() == pytest.approx(25)
+
+
+def test_what_a_head_no_longer_holds_goes_to_the_others_in_proportion():
+    found = static_counts(SHARES, [[44, 94], [94, 94]], 6, 50, 100)
+    assert found.flatten().tolist() == pytest.approx([50, *(n * 150 / 110 for n in (10, 60, 40))])
+
+
+def test_a_head_that_needs_nothing_has_what_is_protected_and_what_nobody_can_use():
+    shares = [[[1.0, 1.0], [0.0, 0.0]]]
+    assert static_counts(shares, [[90, 90]], 10, 50, 100).flatten().tolist() == pytest.approx(
+        [90, 10], abs=1e-3
+    )
+    assert static_counts(shares, [[50, 90]], 10, 50, 100).flatten().tolist() == pytest.approx([60, 40])
+    assert static_counts(shares, [[90, 90]], 10, 50, 100, floor=0.5).flatten().tolist() == pytest.approx(
+        [70, 30], abs=1e-3
+    )
+
+
+@given(
+    shares=st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=2, max_size=2),
+    lengths=st.lists(st.lists(st.integers(0, 60), min_size=2, max_size=2), min_size=2, max_size=2),
+    protected=st.integers(0, 5),
+    part=st.floats(0, 1),
+    floor=st.sampled_from([0.0, 0.5, 1.0]),
+    evicted=st.integers(0, 500),
+)
+def test_static_counts_have_the_budget_as_their_mean(shares, lengths, protected, part, floor, evicted):
+    limit = torch.tensor(lengths, dtype=torch.float64)
+    budget = max(1, protected + int(part * float(limit.mean())))
+    if budget - protected > limit.mean():
+        return
+    both = [[[share, share / 2] for share in row] for row in shares]
+    found = static_counts(both, lengths, protected, budget, 65 + evicted, floor)
+    assert found.mean().item() == pytest.approx(budget, abs=1e-6)
+    assert ((found >= protected - 1e-9) & (found <= protected + limit + 1e-9)).all()
+    safe = limit.clamp(max=int(floor * (budget - protected)))
+    assert (found >= protected + safe - 1e-6).all()
+
+
+def test_static_shares_go_with_any_ranking_and_need_statistics():
+    facts, stats = model_facts(2), query_stats(model_facts(2))
+    for inner in ("streaming_llm", "random", "knorm(keep=large)", "critical(snapkv)"):
+        policy = f"shares({inner}, by=static)"
+        assert Compressor(CompressionConfig(policy, stats=stats), facts).policy == make_policy(policy)
+    with pytest.raises(
+        InvalidArgumentError, match="needs query statistics and none were given; run `kvreclaim"
+    ):
+        Compressor(CompressionConfig("shares(knorm, by=static)"), facts)
+    bare = query_stats(facts, surrogate=False)
+    with pytest.raises(
+        InvalidArgumentError, match=r"statistics with shares of heads.*hold none; run `kvreclaim"
+    ):
+        Compressor(CompressionConfig("shares(knorm, by=static)", stats=bare), facts)
+    for inner in ("full", "ada_kv", "streaming_llm(positions=cache)"):
+        with pytest.raises(InvalidArgumentError, match=r"shares\(.*\) is refused"):
+            make_policy(f"shares({inner}, by=static)")

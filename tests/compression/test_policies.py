@@ -32,6 +32,7 @@ OPTIONS = (
     "protect(knorm, last=4, spans=((10, 20), (35, 36)))",
     "pyramidkv(critical(keydiff), beta=3)",
     "ada_kv(keydiff, alpha=0.5)",
+    "shares(critical(random), floor=0.1, by=static)",
     "evict-only(segments(protect(snapkv, first=3), share=1))",
 )
 POLICIES = (*registry.policy_names(), *OPTIONS)

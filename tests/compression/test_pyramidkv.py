@@ -6,7 +6,7 @@ from compression_oracles import layer_facts, layer_view
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import make_policy
+from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.pyramidkv import PyramidKV
 from kvreclaim.errors import InvalidArgumentError
@@ -14,7 +14,7 @@ from kvreclaim.errors import InvalidArgumentError
 
 def counts(lengths, protected, budget, **options):
     scores = [[torch.zeros(length) for length in layer] for layer in lengths]
-    return PyramidKV(Knorm(), **options).counts(scores, protected, budget)
+    return PyramidKV(Knorm(), **options).counts(CountsQuestion(scores, protected, budget, 0))
 
 
 def test_published_numbers():

@@ -8,7 +8,7 @@ from compression_oracles import layer_facts, layer_view, model_facts, noise, que
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import make_policy
+from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.shares import Shares
 from kvreclaim.compression.refusals import layer_stats
@@ -99,15 +99,15 @@ def naive(scores, free, floor):
 )
 def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor):
     scores = [[noise(10 * n + h, length) for h, length in enumerate(row)] for n, row in enumerate(lengths)]
-    found = Shares(Knorm(), floor).counts(scores, 3, 3 + free)
+    found = Shares(Knorm(), floor).counts(CountsQuestion(scores, 3, 3 + free, 0))
     assert (found - 3).flatten().tolist() == naive(scores, free, floor)
     assert found.mean().item() == pytest.approx(3 + free)
 
 
 def test_a_layer_may_take_all():
     scores = [[torch.arange(8.0) + 100, torch.arange(8.0) + 100], [torch.arange(8.0), torch.arange(8.0)]]
-    assert Shares(Knorm()).counts(scores, 0, 4).tolist() == [[8, 8], [0, 0]]
-    assert Shares(Knorm(), 0.5).counts(scores, 0, 4).tolist() == [[6, 6], [2, 2]]
+    assert Shares(Knorm()).counts(CountsQuestion(scores, 0, 4, 0)).tolist() == [[8, 8], [0, 0]]
+    assert Shares(Knorm(), 0.5).counts(CountsQuestion(scores, 0, 4, 0)).tolist() == [[6, 6], [2, 2]]
 
 
 @pytest.mark.parametrize("spec", ["segments(knorm)", "critical(protect(knorm))", "ada_kv", "full", "quest"])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import LayerSignals, LayerStats, LayerView
+from kvreclaim.compression import CountsQuestion, LayerSignals, LayerStats, LayerView
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.uneven import head_view, round_to_blocks
@@ -51,7 +51,7 @@ def test_a_sum_that_cannot_be_is_our_own_mistake():
 
 def test_ada_kv_counts_of_its_paper_before_and_after_rounding():
     scores = [[torch.tensor([9, 8, 7, 1, 0.5, 0.4]), torch.tensor([3, 2.5, 0.3, 0.2, 0.1, 0.05])]]
-    counts = AdaKV(inner=Knorm()).counts(scores, 0, 3)
+    counts = AdaKV(inner=Knorm()).counts(CountsQuestion(scores, 0, 3, 0))
     assert counts.tolist() == [[4, 2]]
     assert blocks(counts.numpy(), 1, 0, 6, 6) == [[4, 2]]
     assert blocks(counts.numpy(), 3, 0, 2, 2) == [[1, 1]]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionPolicy, LayerView, Mode, registry
+from kvreclaim.compression import CompressionPolicy, CountsQuestion, LayerView, Mode, registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.wrapping import fill
@@ -53,14 +52,14 @@ class HeadNorm(Knorm):
     name = "head-norm"
     way = Way.CELLS
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
+    def counts(self, question: CountsQuestion) -> Tensor:
+        scores, room = question.scores, question.limit.sum(dim=1)
         layers, heads = len(scores), len(scores[0])
-        room = torch.tensor([sum(row.numel() for row in rows) for rows in scores], dtype=torch.float64)
-        places = (budget - protected) * heads
+        places = question.free * heads
         wanted = torch.full_like(room, places)
         wanted[0] += places / 2
         wanted[-1] -= places / 2
-        counts = torch.full((layers, heads), float(protected))
+        counts = torch.full((layers, heads), float(question.protected))
         for layer, (rows, share) in enumerate(zip(scores, fill(wanted, room, places * layers), strict=True)):
             owner = torch.cat([torch.full((row.numel(),), head) for head, row in enumerate(rows)])
             top = torch.cat(list(rows)).topk(round(float(share))).indices
@@ -75,12 +74,11 @@ class HeadMixture(QueryMixture):
     name = "head-mixture"
     way = Way.CELLS
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        limit = torch.tensor([[row.numel() for row in rows] for rows in scores], dtype=torch.float64)
-        layers, heads = limit.shape
+    def counts(self, question: CountsQuestion) -> Tensor:
+        layers, heads = question.limit.shape
         slope = torch.linspace(-0.4, 0.4, layers)[:, None] + torch.linspace(-0.3, 0.3, heads)
-        wanted = (budget - protected) * (1 + slope.double())
-        return protected + fill(wanted, limit, float(wanted.sum()))
+        wanted = question.free * (1 + slope.double())
+        return question.protected + fill(wanted, question.limit, float(wanted.sum()))
 
 
 POLICIES = (BlockNorm, PromptNorm, EarlyFirst, HeadNorm, HeadMixture)

@@ -248,7 +248,7 @@ def test_equal_counts_choose_what_equal_heads_would(make_llm, monkeypatch):
     monkeypatch.setattr(
         odd_policies.HeadMixture,
         "counts",
-        lambda self, scores, protected, budget: torch.full((len(scores), len(scores[0])), float(budget)),
+        lambda self, question: torch.full(question.limit.shape, float(question.budget)),
     )
     llm = make_llm(block_size=8, max_num_batched_tokens=32)
     prompts = tiny.prompts((70, 30), seed=5)

@@ -51,7 +51,7 @@ def test_wrong_counts_fail_the_request(counts, message, make_llm, monkeypatch):
     monkeypatch.setattr(
         odd_policies.HeadNorm,
         "counts",
-        lambda self, scores, protected, budget: counts((len(scores), len(scores[0])), budget),
+        lambda self, question: counts(question.limit.shape, question.budget),
     )
     llm = make_llm(block_size=8)
     (out,) = llm.generate(tiny.prompts((60,)), GREEDY, heads())

@@ -4,6 +4,7 @@ from kvreclaim.compression.compressor import Compressor as Compressor
 from kvreclaim.compression.config import CompressionConfig as CompressionConfig
 from kvreclaim.compression.policies.triattention import raw_scores as raw_scores
 from kvreclaim.compression.policy import CompressionPolicy as CompressionPolicy
+from kvreclaim.compression.policy import CountsQuestion as CountsQuestion
 from kvreclaim.compression.policy import LayerSignals as LayerSignals
 from kvreclaim.compression.policy import LayerView as LayerView
 from kvreclaim.compression.policy import Mode as Mode

@@ -84,9 +84,9 @@ class Compressor:
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
         check_policy(self.policy, facts)
         self._rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
-        self._stats: tuple[LayerStats, ...] | None = None
+        self.stats: tuple[LayerStats, ...] | None = None
         if self.policy.needs & STATISTICS:
-            self._stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
+            self.stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
         windows = [layer.softmax.window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
         alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
@@ -189,7 +189,7 @@ class Compressor:
 
     def stats_of(self, layer: int) -> LayerStats | None:
         """The statistics of one layer, if the policy needs any."""
-        return None if self._stats is None else self._stats[layer]
+        return None if self.stats is None else self.stats[layer]
 
     def score(self, views: Sequence[LayerView]) -> list[Tensor]:
         """The policy's scores [K, T] of one layer of each sequence.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvreclaim.compression.stats import LayerStats
@@ -29,6 +30,8 @@ class Signal(Enum):
     """Statistics with the covariance of the queries (calibrated by us; public files hold none)."""
     SURROGATE = auto()
     """Statistics with learned weights of cached keys and values (calibrated by us; likewise)."""
+    HEAD_SHARES = auto()
+    """Statistics with the shares of its tokens that each head keeps (calibrated by us; likewise)."""
     RECENT_QUERIES = auto()
     """The last query_window queries of each layer, as attention saw them."""
     ATTENTION_MASS = auto()
@@ -113,6 +116,34 @@ class LayerView:
         return self.source.tensors()[1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CountsQuestion:
+    """How many tokens does each head of one sequence keep?
+
+    scores:      scores[layer][head] [T] fp32 of the tokens that may go; T may differ
+    protected:   sinks and recent tokens, kept by every head on top
+    budget:      tokens per head on average, protected ones included
+    logical_len: position of the next query: tokens of the text so far, those evicted before included
+    stats:       of each layer; None unless the policy needs them
+    """
+
+    scores: Sequence[Sequence[Tensor]]
+    protected: int
+    budget: int
+    logical_len: int
+    stats: Sequence[LayerStats] | None = None
+
+    @property
+    def free(self) -> int:
+        """Places per head on average, beside protected tokens."""
+        return self.budget - self.protected
+
+    @property
+    def limit(self) -> Tensor:
+        """[L, K] float64: tokens of each head that may go."""
+        return torch.tensor([[len(head) for head in layer] for layer in self.scores], dtype=torch.float64)
+
+
 class CompressionPolicy(ABC):
     """Ranks the tokens of one layer. Subclasses are frozen dataclasses whose fields are their
     parameters (CompressionConfig.options): those declared by options.option are checked by their type and
@@ -176,16 +207,9 @@ class CompressionPolicy(ABC):
         its view alone. Overridden where work can be shared (see score_all)."""
         return [self.score(view) for view in views]
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        """Only under Way.CELLS: tokens that each head keeps, [L, K] float, before rounding to blocks.
-
-        Args:
-            scores:    scores[layer][head] [T] fp32 of the tokens that may go; T may differ
-            protected: sinks and recent tokens, kept by every head on top
-            budget:    tokens per head on average, protected ones included
-
-        Returns: counts with the mean `budget`, each from `protected` to protected + T.
-        """
+    def counts(self, question: CountsQuestion) -> Tensor:
+        """Only under Way.CELLS: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
+        mean is the budget; a head keeps at least the protected ones."""
         raise NotImplementedError(f"{self.name} keeps equal counts")
 
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -232,13 +256,20 @@ class Wrapper(CompressionPolicy):
     """A policy around another one, `inner`; what it does not override is the inner one's.
 
     default_inner: name of the policy that is wrapped where none is named
-    unfit, remedy: what an inner policy must not be, and what to write instead. Raises: InvalidArgumentError
+    unfit, remedy: what an inner policy must not be, and what to write instead; overridden by plain class
+                   attributes. Raises: InvalidArgumentError
     """
 
     inner: CompressionPolicy
     default_inner: ClassVar[str] = "query_mixture"
-    unfit: ClassVar[tuple[Trait, ...]] = (Trait.KEEPS_ALL,)
-    remedy: ClassVar[str] = "wrap a policy that ranks tokens"
+
+    @property
+    def unfit(self) -> tuple[Trait, ...]:
+        return (Trait.KEEPS_ALL,)
+
+    @property
+    def remedy(self) -> str:
+        return "wrap a policy that ranks tokens"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -255,8 +286,8 @@ class Wrapper(CompressionPolicy):
     needs = _of_inner("needs")
     default_mode = _of_inner("default_mode")
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        return self.inner.counts(scores, protected, budget)
+    def counts(self, question: CountsQuestion) -> Tensor:
+        return self.inner.counts(question)
 
     def score(self, view: LayerView) -> Tensor:
         return self.inner.score(view)

@@ -10,7 +10,14 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.way import Way
 
-STATISTICS = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS, Signal.QUERY_COVARIANCE, Signal.SURROGATE})
+_PARTS = {
+    Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),
+    Signal.QUERY_COVARIANCE: ("q_cov", "the covariance of the queries", "with --covariance"),
+    Signal.SURROGATE: ("surrogate", "a surrogate", "without --surrogate 0"),
+    Signal.HEAD_SHARES: ("head_shares", "shares of heads", "without --surrogate 0"),
+}
+"""Parts of statistics that may be absent: the tensor, what it is, how it is calibrated."""
+STATISTICS = frozenset({Signal.QUERY_STATS, *_PARTS})
 PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
 
 
@@ -114,18 +121,9 @@ def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> Quer
 
 
 def _check_contents(policy: CompressionPolicy, stats: QueryStats | LayerStats, whose: str) -> None:
-    if Signal.QUERY_CENTERS in policy.needs and stats.centers is None:
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with centres, and those {whose} hold none; "
-            f"{RECALIBRATE} with centres."
-        )
-    if Signal.QUERY_COVARIANCE in policy.needs and stats.q_cov is None:
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with the covariance of the queries, and those {whose} "
-            f"hold none; {RECALIBRATE} with --covariance."
-        )
-    if Signal.SURROGATE in policy.needs and stats.surrogate is None:
-        raise InvalidArgumentError(
-            f"policy {policy.name} needs statistics with a surrogate, and those {whose} hold none; "
-            f"{RECALIBRATE} without --surrogate 0."
-        )
+    for signal, (name, what, how) in _PARTS.items():
+        if signal in policy.needs and getattr(stats, name) is None:
+            raise InvalidArgumentError(
+                f"policy {policy.name} needs statistics with {what}, and those {whose} hold none; "
+                f"{RECALIBRATE} {how}."
+            )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor, SignalSource
-from kvreclaim.compression.policy import LayerView, Mode
+from kvreclaim.compression.policy import CountsQuestion, LayerView, Mode
 from kvreclaim.compression.select import select
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
@@ -100,7 +100,8 @@ def _choice(
 ) -> UnevenChoice:
     recent, tokens = compressor.config.recent, question.tokens
     free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
-    counts = _checked(compressor, compressor.policy.counts(free, first + recent, compressor.budget), tokens)
+    asked = CountsQuestion(free, first + recent, compressor.budget, question.logical_len, compressor.stats)
+    counts = _checked(compressor, compressor.policy.counts(asked), tokens)
     total = tokens.size * compressor.budget // block_size
     least = blocks_for(first + recent, block_size)
     blocks = round_to_blocks(counts, block_size, least, tokens // block_size, total)

@@ -1,14 +1,37 @@
-"""What wrappers share: how they put tokens before others, how they fill counts."""
+"""What wrappers share: how they put tokens before others, how they give heads unequal counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvreclaim.compression.policy import Mode, Trait, Wrapper
+from kvreclaim.schedule.way import Way
+
 _MARGIN = 2.0**-10
 _STEPS = 100
+
+
+@dataclass(frozen=True)
+class Uneven(Wrapper):
+    """Another policy's ranking within each head, and counts of its own. Memory: a block table per (layer, KV
+    head)."""
+
+    default_inner = "snapkv"
+    way = Way.CELLS
+    default_mode = Mode.PER_LAYER_HEAD
+
+    @property
+    def unfit(self) -> tuple[Trait, ...]:
+        """Scores that are lifted within a head rank its tokens; only what compares heads cannot use them."""
+        return tuple(trait for trait in Trait if trait is not Trait.LIFTS)
+
+    @property
+    def remedy(self) -> str:
+        return f"wrap a policy that ranks tokens, such as {self.name}({self.default_inner})"
 
 
 def top_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
@@ -46,22 +69,24 @@ def lift_step(scores: Tensor) -> Tensor:
     return step.where(step > torch.finfo(step.dtype).tiny, torch.ones_like(step))
 
 
-def fill(wanted: Tensor, limit: Tensor, total: float) -> Tensor:
-    """Shares that add up to a total: wanted plus one common amount, each within [0, limit].
+def fill(wanted: Tensor, limit: Tensor, total: float, step: Tensor | None = None) -> Tensor:
+    """Counts that add up to a total: wanted plus one common multiple of `step`, each within [0, limit].
 
     Args:
         wanted, limit: any one shape, float64; limit >= 0
         total:         the sum; no more than all limits together are given out
+        step:          their shape, > 0; None: 1, so that all gain or lose the same
 
     Returns: their shape, float64; equal to `wanted` where that fits already.
     """
     total = min(total, float(limit.sum()))
-    shares = wanted.clamp(min=0.0).minimum(limit)
-    if torch.equal(shares, wanted) and abs(float(shares.sum()) - total) < 1e-6:
-        return shares
-    low, high = -float(wanted.max()), float((limit - wanted).max())
+    step = torch.ones_like(limit) if step is None else step
+    counts = wanted.clamp(min=0.0).minimum(limit)
+    if torch.equal(counts, wanted) and abs(float(counts.sum()) - total) < 1e-6:
+        return counts
+    low, high = -float((wanted / step).max()), float(((limit - wanted) / step).max())
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        shares = (wanted + middle).clamp(min=0.0).minimum(limit)
-        low, high = (middle, high) if float(shares.sum()) < total else (low, middle)
-    return shares
+        counts = (wanted + middle * step).clamp(min=0.0).minimum(limit)
+        low, high = (middle, high) if float(counts.sum()) < total else (low, middle)
+    return counts

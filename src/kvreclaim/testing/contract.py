@@ -12,6 +12,7 @@ from kvreclaim.compression import (
     CompressionConfig,
     CompressionPolicy,
     Compressor,
+    CountsQuestion,
     LayerView,
     Mode,
     Signal,
@@ -123,9 +124,11 @@ def counts_add_up(policy: CompressionPolicy) -> None:
     """Unequal counts have the budget as their mean and lie within what each head has."""
     if policy.way is not Way.CELLS:
         return
+    stats = toys.query_stats(toys.model_facts())
+    layers = tuple(stats.layer(n) for n in range(3))
     for lengths in ([20, 20, 20], [30, 12, 6], [9, 9, 9]):
         scores = [[toys.noise(10 * n + h, length) for h in range(2)] for n, length in enumerate(lengths)]
-        counts = policy.counts(scores, protected=3, budget=10)
+        counts = policy.counts(CountsQuestion(scores, 3, 10, 45, layers))
         limit = torch.tensor(lengths, dtype=torch.float64)[:, None].expand(3, 2)
         assert counts.shape == (3, 2), f"{policy_spec(policy)} counts {list(counts.shape)}, not [L, K]"
         assert counts.is_floating_point(), f"{policy_spec(policy)} counts in {counts.dtype}"

@@ -15,6 +15,7 @@ POLICIES = (
     "snapkv(window=3, when=prefill)",
     "surrogate",
     "shares(surrogate, floor=0.2)",
+    "shares(streaming_llm, by=static)",
     "r_kv(window=3)",
     "h2o",
     "tova",

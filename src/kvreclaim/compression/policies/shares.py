@@ -1,45 +1,77 @@
-"""One threshold for all layers and heads."""
+"""All layers and heads share one memory: by one threshold, or by what calibration has found each to need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.policy import Mode, Trait, Wrapper
-from kvreclaim.compression.wrapping import top_counts
+from kvreclaim.compression.head_shares import share_at
+from kvreclaim.compression.policy import CountsQuestion, Signal, Trait
+from kvreclaim.compression.wrapping import Uneven, fill, top_counts
 from kvreclaim.options import option
-from kvreclaim.schedule.way import Way
+
+_LEAST_SHARE = 1e-6
+"""Of a head that has never needed anything: places that nobody else can use go to such heads, too."""
 
 
 @dataclass(frozen=True)
-class Shares(Wrapper):
-    """Another policy's scores, with counts that go to the heads whose scores are high, in whatever layer.
+class Shares(Uneven):
+    """Another policy's scores, with counts that go to the heads that need them, in whatever layer.
 
     All layers and heads together have L K n places, n = budget - protected tokens. Every head first gets its
-    own top floor(floor n); the places left go to the highest scores of all.
+    own top floor(floor n) of them.
 
-    Source: ours; within a layer it is Ada-KV, arXiv 2407.11550.
+    by="threshold": the places left go to the highest scores of all.
+    by="static":    head h gets c share_h(budget / T) T tokens, protected ones included, at least these and at
+                    most what it holds; T is the length of the text so far, share_h comes from calibration
+                    (head_shares.py), c makes the mean the budget. What a head no longer holds goes to the
+                    others in proportion to their shares.
 
-    inner: gives the scores, which must mean the same in all layers and heads; surrogate where none is named.
-           A policy that lifts scores within a head (segments, protect, critical) is refused
-    floor: share of the budget that every head has, whatever its scores
-    Cost: that of inner and one sort; memory: a block table per (layer, KV head).
+    Source: ours; by threshold within a layer it is Ada-KV, arXiv 2407.11550; static shares around
+    streaming_llm are close to DuoAttention, arXiv 2410.10819.
+
+    inner: ranks the tokens; surrogate where none is named. By threshold its scores must mean the same in all
+           layers and heads, and a policy that lifts scores within a head (segments, protect, critical) is
+           refused; static shares go with any ranking
+    floor: share of the budget that every head has, whatever its scores or its share
+    by:    who decides
+    Cost: that of inner and, by threshold, one sort.
     """
 
     floor: float = option(0.0, low=0, high=1)
+    by: Literal["threshold", "static"] = option("threshold")
     name = "shares"
     default_inner = "surrogate"
-    unfit = tuple(Trait)
-    remedy = "wrap a policy that ranks tokens, such as shares(surrogate)"
-    way = Way.CELLS
-    default_mode = Mode.PER_LAYER_HEAD
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        heads = [head for layer in scores for head in layer]
-        free = budget - protected
-        places = min(free * len(heads), sum(map(len, heads)))
-        found = top_counts(heads, int(self.floor * free), places)
-        return protected + torch.stack(found.split([len(layer) for layer in scores]))
+    @property
+    def unfit(self) -> tuple[Trait, ...]:
+        return tuple(Trait) if self.by == "threshold" else super().unfit
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        return self.inner.needs | ({Signal.HEAD_SHARES} if self.by == "static" else frozenset())
+
+    def counts(self, question: CountsQuestion) -> Tensor:
+        safe = int(self.floor * question.free)
+        if self.by == "static":
+            return question.protected + self._static(question, safe)
+        heads = [head for layer in question.scores for head in layer]
+        places = min(question.free * len(heads), sum(map(len, heads)))
+        found = top_counts(heads, safe, places)
+        return question.protected + torch.stack(found.split([len(layer) for layer in question.scores]))
+
+    @staticmethod
+    def _static(question: CountsQuestion, safe: int) -> Tensor:
+        """[L, K] float64 tokens of each head beside the protected ones."""
+        assert question.stats is not None, "needs has HEAD_SHARES"
+        given = [stats.head_shares for stats in question.stats if stats.head_shares is not None]
+        fraction = question.budget / question.logical_len
+        shares = share_at(torch.stack(given).cpu(), question.stats[0].fractions, fraction)
+        whole = shares.clamp(min=_LEAST_SHARE) * question.logical_len
+        limit = question.limit
+        least = limit.clamp(max=safe)
+        total = float(question.free * limit.numel() - least.sum())
+        return least + fill(whole - question.protected - least, limit - least, total, step=whole)
