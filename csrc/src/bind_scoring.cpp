@@ -1,4 +1,4 @@
-// trig_norm_scores, mixture_scores, token_norms, select_top.
+// trig_norm_scores, mixture_scores, surrogate_scores, token_norms, select_top.
 #include "bind.h"
 #include "kvreclaim/table.h"
 
@@ -76,6 +76,30 @@ void norms(const Cache& cache, int64_t layer, nb::handle block_ids, int64_t num_
   kernels().token_norms(args);
 }
 
+void surrogate(const Cache& cache, int64_t layer, nb::handle block_ids, int64_t num_tokens, nb::handle weights,
+               nb::handle owners, int64_t start, int64_t bands, bool interleaved, nb::handle out) {
+  const Tensor ids(block_ids, "block_ids", 1), rows(weights, "weights", 2), result(out, "out", 2);
+  const TokensView tokens = tokens_view(cache, layer, ids, num_tokens);
+  if (start < 0 || bands < 0 || start + 2 * bands > head_dim(cache.view))
+    throw nb::value_error("the rotated dims do not fit the head dim");
+  rows.require_shape({-1, surrogate_width(cache.view, bands)});
+  result.require_shape({cache.view.heads, num_tokens});
+  const int64_t* owner_data = nullptr;
+  if (owners.is_none()) {
+    rows.require(rows.size(0) == cache.view.heads, "must have a row for each KV head");
+  } else {
+    const Tensor tensor(owners, "owners", 1);
+    tensor.require_shape({ids.size(0)});
+    owner_data = tensor.data<int64_t>(Element::kI64);
+    for (int64_t i = 0; i < ids.size(0); ++i)
+      tensor.require(owner_data[i] >= 0 && owner_data[i] < rows.size(0), "names a row outside the weights");
+  }
+  const SurrogateArgs args{tokens, rows.data<float>(Element::kF32), owner_data, start, bands, interleaved,
+                           result.data<float>(Element::kF32)};
+  nb::gil_scoped_release release;
+  kernels().surrogate_scores(args);
+}
+
 bool select(nb::handle scores, nb::handle out) {
   const Tensor rows(scores, "scores", 2), result(out, "out", 2);
   result.require_shape({rows.size(0), -1});
@@ -95,6 +119,9 @@ void bind_scoring(nb::module_& m) {
         nb::arg("queries"), nb::arg("weights").none(), nb::arg("start"), nb::arg("bands"), nb::arg("interleaved"),
         nb::arg("out"));
   m.def("mixture_scores", mixture);
+  m.def("surrogate_scores", surrogate, nb::arg("cache"), nb::arg("layer"), nb::arg("block_ids"), nb::arg("num_tokens"),
+        nb::arg("weights"), nb::arg("owners").none(), nb::arg("start"), nb::arg("bands"), nb::arg("interleaved"),
+        nb::arg("out"));
   m.def("token_norms", norms);
   m.def("select_top", select);
 }

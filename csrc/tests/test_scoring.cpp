@@ -114,6 +114,38 @@ void check_mixture(World& world, int64_t group, int64_t count, int64_t offsets, 
   }
 }
 
+// owned: a row of weights per block, instead of one per head.
+void check_surrogate(World& world, int64_t start, int64_t bands, bool interleaved, bool owned) {
+  const CacheView& c = world.cache.view;
+  const int64_t layer = c.layers - 1, dims = head_dim(c), width = surrogate_width(c, bands);
+  std::vector<int64_t> owners;
+  for (size_t i = 0; owned && i < world.ids.size(); ++i) owners.push_back(world.random.below(4));
+  const std::vector<float> weights = world.numbers((owned ? 4 : c.heads) * width);
+  std::vector<float> out(c.heads * world.tokens, std::numeric_limits<float>::quiet_NaN());
+  kernels().surrogate_scores({world.tokens_view(layer), weights.data(), owned ? owners.data() : nullptr, start, bands,
+                              interleaved, out.data()});
+  for (int64_t h = 0; h < c.heads; ++h)
+    for (int64_t t = 0; t < world.tokens; ++t) {
+      const float* w = weights.data() + (owned ? owners[t / c.block_size] : h) * width;
+      double sum = 0, size = 0, keys = 0, values = 0;
+      const auto add = [&](double x) { sum += x * *w, size += std::abs(x * *w++); };
+      for (int64_t d = 0; d < dims; ++d) keys += std::pow(world.key(layer, h, t, d), 2);
+      for (int64_t f = 0; f < bands; ++f) {
+        const int64_t d = start + (interleaved ? 2 * f : f), e = interleaved ? d + 1 : d + bands;
+        add(std::log(std::pow(world.key(layer, h, t, d), 2) + std::pow(world.key(layer, h, t, e), 2) + 1e-6));
+      }
+      for (int64_t d = 0; d < dims; ++d)
+        if (d < start || d >= start + 2 * bands) add(world.key(layer, h, t, d));
+      for (int64_t d = 0; d < c.v_dim; ++d) {
+        add(world.value(layer, h, t, d));
+        values += std::pow(world.value(layer, h, t, d), 2);
+      }
+      add(std::sqrt(keys)), add(std::log(std::sqrt(values) + 1e-6)), add(1.0);
+      const double got = out[h * world.tokens + t];
+      KVR_CHECK(std::abs(got - sum) <= 2e-6 * size, "%g, not %g", got, sum);
+    }
+}
+
 void check_norms(World& world) {
   const CacheView& c = world.cache.view;
   std::vector<float> out(c.heads * world.tokens);
@@ -213,6 +245,9 @@ KVR_TEST(scores_of_keys) {
       }
       check_mixture(small, 2, 3, 5, 0, tokens);
       check_mixture(large, 1, 7, 3, tokens / 3, tokens - tokens / 4);
+      check_surrogate(small, 0, 16, false, true);
+      check_surrogate(large, 5, 9, true, false);
+      check_surrogate(large, 0, 0, false, false);
       check_norms(small);
       check_norms(large);
     }
@@ -223,6 +258,7 @@ KVR_TEST(scores_of_latent_keys) {
     World latent(format, 2, 1, 16, 8, 72, 33, true);
     check_trig(latent, 3, 1, 72, 4, true);
     check_mixture(latent, 2, 2, 2, 3, 30);
+    check_surrogate(latent, 72, 4, true, false);
     check_norms(latent);
   }
 }

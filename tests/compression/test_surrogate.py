@@ -12,9 +12,10 @@ from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.shares import Shares
 from kvreclaim.compression.refusals import layer_stats
-from kvreclaim.compression.surrogate import SurrogateFit, features, num_features
+from kvreclaim.compression.surrogate import SurrogateFit, num_features
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import RopeLayout, rotate
+from kvreclaim.ops.scoring import surrogate_features
 
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
 LAYOUTS = [RopeLayout(FREQUENCIES, style, start) for style in ("half", "interleaved") for start in (0, 2)]
@@ -24,7 +25,8 @@ LAYOUTS = [RopeLayout(FREQUENCIES, style, start) for style in ("half", "interlea
 def test_features_know_no_position(layout):
     keys, values = noise(1, 2, 7, 8), noise(2, 2, 7, 5)
     found = [
-        features(rotate(keys.double(), torch.arange(7) + first, layout), values, layout) for first in (0, 900)
+        surrogate_features(rotate(keys.double(), torch.arange(7) + first, layout), values, layout)
+        for first in (0, 900)
     ]
     assert found[0].shape == (2, 7, num_features(layer_facts(layout)) - 8 + 5)
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
@@ -37,7 +39,9 @@ def test_features_one_by_one():
     expected = torch.stack(
         [*bands, k[0], k[1], *v, k.norm(), (v.norm() + 1e-6).log(), torch.tensor(1.0).double()]
     )
-    torch.testing.assert_close(features(keys, values, layout)[0, 0].double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        surrogate_features(keys, values, layout)[0, 0].double(), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_score_that_is_linear_in_the_features_is_learnt():
@@ -48,12 +52,12 @@ def test_a_score_that_is_linear_in_the_features_is_learnt():
     for document in range(6):
         for layer in range(2):
             keys, values = (noise(20 + 4 * document + layer + i, heads, 90, 8) for i in (0, 50))
-            rows = features(keys, values, facts.layers[layer].rope)
+            rows = surrogate_features(keys, values, facts.layers[layer].rope)
             fit.add(layer, keys, values, (rows @ truth[layer, :, :, None])[..., 0].exp().clamp_max(1))
     found = fit.build()
     keys, values = noise(77, heads, 40, 8), noise(78, heads, 40, 8)
     for layer in range(2):
-        rows = features(keys, values, facts.layers[layer].rope)
+        rows = surrogate_features(keys, values, facts.layers[layer].rope)
         ours, wanted = (rows @ w[layer, :, :, None] for w in (found, truth))
         torch.testing.assert_close(ours, wanted.clamp_max(0), atol=0.1, rtol=0.05)
 
@@ -69,7 +73,7 @@ def test_the_policy_is_the_product():
     facts = model_facts(1, rope=LAYOUTS[0])
     stats = query_stats(facts).layer(0)
     view = layer_view(facts.layers[0], stats)
-    rows = features(view.keys, view.values, LAYOUTS[0])
+    rows = surrogate_features(view.keys, view.values, LAYOUTS[0])
     expected = torch.einsum("ktp,kp->kt", rows.double(), stats.surrogate.double())
     torch.testing.assert_close(make_policy("surrogate").score(view).double(), expected, atol=1e-4, rtol=1e-4)
 

@@ -101,7 +101,7 @@ def check_column_sums(rig: Rig, w: Filled, **how: Any) -> None:
 
 
 def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> None:
-    """trig_norm_scores, mixture_scores and token_norms."""
+    """trig_norm_scores, mixture_scores, surrogate_scores and token_norms."""
     shape, dim = w.shape, w.shape.dim
     turned = dim - shape.v_dim if shape.latent else dim // 2
     bands = turned // 2
@@ -124,9 +124,24 @@ def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> N
         most = want.abs().amax().item()
         close = {"rtol": 1e-4, "atol": rig.slack * most + 1e-30}
         torch.testing.assert_close(mixture.cpu(), want, **close)
+        check_surrogate(rig, tokens, (k, v), layout)
+        check_surrogate(rig, tokens, (k, v), None)
         for values, x in ((False, k), (True, v)):
             got = rig.backend.token_norms(tokens, values=values)
             torch.testing.assert_close(got.cpu().double(), x.norm(dim=-1), rtol=1e-5, atol=1e-6)
+
+
+def check_surrogate(
+    rig: Rig, tokens: PagedTokens, held: tuple[Tensor, Tensor], layout: RopeLayout | None
+) -> None:
+    """surrogate_scores of the tokens, whose keys and values are `held` in fp64."""
+    rows = scoring.surrogate_features(*held, layout)
+    weights = noise(7, rows.shape[0], rows.shape[-1])
+    got = rig.backend.surrogate_scores(tokens, weights.to(rig.device), layout)
+    assert got.dtype == torch.float32
+    want = (rows @ weights.double()[..., None])[..., 0]
+    size = (rows.abs() @ weights.double().abs()[..., None])[..., 0]
+    assert ((got.cpu() - want).abs() <= (2e-6 + rig.slack) * size.amax()).all()
 
 
 def random_kept(shape: Shape, num_tokens: int, num_kept: int, seed: int = 3) -> Tensor:

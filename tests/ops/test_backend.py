@@ -23,6 +23,7 @@ FUNCTIONS = (
     "paged_attention",
     "prepare_blocks",
     "select_top",
+    "surrogate_scores",
     "token_norms",
     "trig_norm_scores",
     "write_kv",

@@ -210,6 +210,27 @@ KVR_INLINE V tanhv(V x) {
   return splat<V>(1.0f) - splat<V>(2.0f) / (expv(clamped + clamped) + splat<V>(1.0f));
 }
 
+// ln x, absolute error below 2e-7 + |ln x| 2e-7 for normal x > 0; nothing else is meant.
+template <class V>
+KVR_INLINE V logv(V x) {
+  using U = typename Vec<sizeof(V) / 4>::U;
+  using I = typename Vec<sizeof(V) / 4>::I;
+  const U moved = (U)x - 0x3f3504f3u;  // the bits of sqrt(1/2), so that the mantissa is in [sqrt(1/2), sqrt(2))
+  const V exponent = __builtin_convertvector((I)moved >> 23, V);
+  const V f = (V)((moved & 0x7fffffu) + 0x3f3504f3u) - splat<V>(1.0f), square = f * f;
+  V p = splat<V>(7.0376836292e-2f);  // Cephes: ln(1 + f) = f - f^2 / 2 + f^3 p(f)
+  p = p * f - splat<V>(1.1514610310e-1f);
+  p = p * f + splat<V>(1.1676998740e-1f);
+  p = p * f - splat<V>(1.2420140846e-1f);
+  p = p * f + splat<V>(1.4249322787e-1f);
+  p = p * f - splat<V>(1.6668057665e-1f);
+  p = p * f + splat<V>(2.0000714765e-1f);
+  p = p * f - splat<V>(2.4999993993e-1f);
+  p = p * f + splat<V>(3.3333331174e-1f);
+  const V low = p * f * square + exponent * -2.12194440e-4f - square * 0.5f;
+  return f + low + exponent * 0.693359375f;
+}
+
 KVR_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace kvreclaim::KVR_NS

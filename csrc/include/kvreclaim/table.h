@@ -13,6 +13,7 @@
 #include "kvreclaim/norm.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
+#include "kvreclaim/surrogate.h"
 #include "kvreclaim/token_norms.h"
 #include "kvreclaim/topk.h"
 #include "kvreclaim/write.h"
@@ -26,6 +27,7 @@
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \
   X(token_norms, NormArgs)          \
+  X(surrogate_scores, SurrogateArgs) \
   X(mixture_scores, MixtureArgs)    \
   X(select_top, SelectArgs)         \
   X(compact, CompactArgs)

@@ -23,11 +23,6 @@ namespace kvreclaim::KVR_NS {
 
 constexpr int64_t kNormChunk = 256;  // tokens of a work item
 
-KVR_INLINE vf exact_sqrt(vf x) {
-  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
-  return x;
-}
-
 // |k| of the vector of tokens at t.
 template <KeyRead kRead>
 KVR_INLINE vf key_norm_vector(const TokensView& view, int64_t head, int64_t t) {

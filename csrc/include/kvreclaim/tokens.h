@@ -61,6 +61,11 @@ KVR_INLINE void store_tokens(float* out, vf v, int64_t count) {
   }
 }
 
+KVR_INLINE vf exact_sqrt(vf x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+
 // 2 sqrt(x), relative error below 3e-7, for x >= 1e-30: a caller adds kTinySquare. Twice, because that
 // saves an instruction where a weight takes the factor back.
 constexpr float kTinySquare = 1e-30f;

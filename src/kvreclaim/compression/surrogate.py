@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
-from kvreclaim.ops.rope import RopeLayout, to_bands
+from kvreclaim.ops.scoring import surrogate_features
 
 LEAST_PROBABILITY = 1e-9
-_ENERGY = 1e-6
 _RIDGE = 1e-3
 
 
@@ -25,24 +24,6 @@ def num_features(facts: LayerFacts) -> int:
     """P of one layer."""
     bands = 0 if facts.rope is None else facts.rope.num_bands
     return (facts.head_dim - bands) + facts.v_head_dim + 3
-
-
-def features(keys: Tensor, values: Tensor, layout: RopeLayout | None) -> Tensor:
-    """[K, T, P] fp32: ln(|K_f|^2 + 1e-6) of each rotary band, the dims of the key that carry no position, the
-    value, |k|, ln(|v| + 1e-6), and 1.
-
-    Args:
-        keys:   [K, T, D] rotated, any float dtype; values: [K, T, Dv]
-        layout: of the rotation; None: keys carry no position
-    """
-    keys, values = keys.float(), values.float()
-    parts = [keys]
-    if layout is not None:
-        rest = layout.rest_dims(keys.shape[-1], keys.device)
-        parts = [(to_bands(keys, layout).abs().square() + _ENERGY).log(), keys[..., rest]]
-    norm = torch.linalg.vector_norm
-    lengths = norm(keys, dim=-1, keepdim=True), (norm(values, dim=-1, keepdim=True) + _ENERGY).log()
-    return torch.cat([*parts, values, *lengths, torch.ones_like(lengths[0])], dim=-1)
 
 
 class SurrogateFit:
@@ -61,10 +42,10 @@ class SurrogateFit:
         """One layer of the first copy of a document.
 
         Args:
-            keys, values: as for features
+            keys, values: as for ops.scoring.surrogate_features
             reached:      [K, T] the most that a later query has paid each token, 0 to 1
         """
-        rows = features(keys, values, self.facts.layers[layer].rope).double().cpu()
+        rows = surrogate_features(keys, values, self.facts.layers[layer].rope).double().cpu()
         wanted = reached.double().cpu().clamp_min(LEAST_PROBABILITY).log()
         width = rows.shape[-1]
         self._moments[layer, :, :width, :width] += rows.transpose(1, 2) @ rows

@@ -75,6 +75,10 @@ class Backend(Protocol):
 
     def token_norms(self, tokens: PagedTokens, *, values: bool) -> Tensor: ...
 
+    def surrogate_scores(
+        self, tokens: PagedTokens, weights: Tensor, layout: RopeLayout | None, owners: Tensor | None = None
+    ) -> Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Need:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.ops.moving import move
 from kvreclaim.ops.rope import RopeLayout
 
 
@@ -49,6 +50,10 @@ class KeySource(ABC):
     def value_norms(self) -> Tensor:
         """||v||: [K, T] fp32."""
 
+    @abstractmethod
+    def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
+        """ops.scoring.surrogate_scores with weights [K, P] of each head: [K, T] fp32."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseSource(KeySource):
@@ -79,6 +84,9 @@ class DenseSource(KeySource):
 
     def value_norms(self) -> Tensor:
         return torch.linalg.vector_norm(self.values, dim=-1, dtype=torch.float32)
+
+    def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
+        return scoring.surrogate_scores(self.keys, self.values, weights, layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +119,9 @@ class PagedSource(KeySource):
     def value_norms(self) -> Tensor:
         return self.backend.token_norms(self.tokens, values=True)
 
+    def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
+        return self.backend.surrogate_scores(self.tokens, weights, layout)
+
 
 def column_sums(
     sources: Sequence[PagedSource], queries: Sequence[Tensor], shifts: Sequence[int]
@@ -135,24 +146,68 @@ def column_sums(
 
 def key_norms(sources: Sequence[KeySource]) -> list[Tensor]:
     """||k|| of each: [K, T] fp32, in one call where they lie in one layer of a cache."""
-    return _norms(sources, lambda source: source.key_norms())
+    joined = _joined(sources)
+    return (
+        [source.key_norms() for source in sources]
+        if joined is None
+        else joined.split(joined.source.key_norms())
+    )
 
 
 def value_norms(sources: Sequence[KeySource]) -> list[Tensor]:
     """||v|| of each: [K, T] fp32, in one call where they lie in one layer of a cache."""
-    return _norms(sources, lambda source: source.value_norms())
+    joined = _joined(sources)
+    if joined is None:
+        return [source.value_norms() for source in sources]
+    return joined.split(joined.source.value_norms())
 
 
-def _norms(sources: Sequence[KeySource], norms: Callable[[KeySource], Tensor]) -> list[Tensor]:
-    """A norm is of its token alone, so several sequences are scored as one whose table is all of theirs; what
-    the last blocks hold past their ends is cut off."""
+def surrogate_scores(
+    sources: Sequence[KeySource], weights: Sequence[Tensor], layout: RopeLayout | None
+) -> list[Tensor]:
+    """Surrogate scores of each with its own weights [K, P]: [K, T] fp32, in one call where they lie in one
+    layer of a cache and either share their weights or have one KV head each."""
+    joined = _joined(sources)
+    shared = all(rows is weights[0] for rows in weights)
+    if joined is None or not (shared or sources[0].shape[0] == 1):
+        return [source.surrogate_scores(rows, layout) for source, rows in zip(sources, weights, strict=True)]
+    backend, tokens = joined.source.backend, joined.source.tokens
+    owners = None if shared else joined.owners()
+    rows = weights[0] if shared else torch.cat(list(weights))
+    return joined.split(backend.surrogate_scores(tokens, rows, layout, owners))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """Several sequences as one whose table is all of theirs, for scores that are of each token alone.
+
+    lengths: tokens of each; blocks: of each
+    """
+
+    source: PagedSource
+    lengths: list[int]
+    blocks: list[int]
+
+    def split(self, scores: Tensor) -> list[Tensor]:
+        """Those of each, [K, T]; what the last blocks hold past their ends is cut off."""
+        size = self.source.tokens.cache.block_size
+        parts = scores.split([blocks * size for blocks in self.blocks], dim=1)
+        return [part[:, :length] for part, length in zip(parts, self.lengths, strict=True)]
+
+    def owners(self) -> Tensor:
+        """[blocks] int64: whose each is, on the cache's device."""
+        owners = torch.arange(len(self.blocks)).repeat_interleave(torch.tensor(self.blocks))
+        return move(owners, self.source.device)
+
+
+def _joined(sources: Sequence[KeySource]) -> _Joined | None:
+    """None if they do not all lie in one layer of a cache, or there is one alone."""
     paged = [source for source in sources if isinstance(source, PagedSource)]
-    layers = {(id(source.backend), id(source.tokens.layer)) for source in paged}
-    if len(paged) < len(sources) or len(layers) != 1 or len(sources) == 1:
-        return [norms(source) for source in sources]
-    size = paged[0].tokens.cache.block_size
+    places = {(id(source.backend), id(source.tokens.cache), source.tokens.layer.index) for source in paged}
+    if len(paged) < len(sources) or len(places) != 1 or len(sources) == 1:
+        return None
+    size, lengths = paged[0].tokens.cache.block_size, [source.shape[1] for source in paged]
     ids = [source.tokens.block_ids[: blocks_for(source.shape[1], size)] for source in paged]
     table = torch.cat(ids)
     tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size)
-    parts = norms(PagedSource(paged[0].backend, tokens)).split([len(own) * size for own in ids], dim=1)
-    return [part[:, : source.shape[1]] for part, source in zip(parts, sources, strict=True)]
+    return _Joined(PagedSource(paged[0].backend, tokens), lengths, [len(own) for own in ids])

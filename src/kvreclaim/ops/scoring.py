@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.moving import move
-from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.rope import RopeLayout, to_bands
 
 MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
+ENERGY = 1e-6
+"""What surrogate_features adds before a logarithm."""
 
 
 def as_real(x: Tensor) -> Tensor:
@@ -209,3 +211,33 @@ def collapsed_mixture(keys: Tensor, centers: Tensor, variances: Tensor, scale: f
         best = group_max(z_scores(logits.flatten(0, 1), slice(None)), keys.shape[0])
         scores[:, over] = best - best.amin(dim=-1, keepdim=True)
     return scores
+
+
+def surrogate_features(keys: Tensor, values: Tensor, layout: RopeLayout | None) -> Tensor:
+    """[K, T, P]: ln(|K_f|^2 + 1e-6) of each rotary band, the dims of the key that carry no position, the
+    value, |k|, ln(|v| + 1e-6), and 1.
+
+    Args:
+        keys:   [K, T, D] rotated, any float dtype; values: [K, T, Dv]
+        layout: of the rotation; None: keys carry no position
+    """
+    keys, values = as_real(keys), as_real(values)
+    parts = [keys]
+    if layout is not None:
+        rest = layout.rest_dims(keys.shape[-1], keys.device)
+        parts = [(to_bands(keys, layout).abs().square() + ENERGY).log(), keys[..., rest]]
+    norm = torch.linalg.vector_norm
+    lengths = norm(keys, dim=-1, keepdim=True), (norm(values, dim=-1, keepdim=True) + ENERGY).log()
+    return torch.cat([*parts, values, *lengths, torch.ones_like(lengths[0])], dim=-1)
+
+
+def surrogate_scores(keys: Tensor, values: Tensor, weights: Tensor, layout: RopeLayout | None) -> Tensor:
+    """surrogate_features times weights: [K, T].
+
+    Args:
+        keys, values, layout: as for surrogate_features
+        weights:              [K, P] of each head, or [1, T, P] of each token of one head
+    """
+    rows = weights if weights.ndim == 3 else weights[:, None]
+    found = surrogate_features(keys, values, layout)
+    return (found * rows.to(found)).sum(dim=-1)

@@ -104,6 +104,10 @@ def launch_the_rest(w: World) -> None:
         PagedTokens(cache.layers[0], ids, 700), centers, centers[:, :, 0], 0.1, slice(4, 600)
     )
     kernels.token_norms(PagedTokens(cache.layers[0], ids, 700), values=False)
+    for owners in (None, torch.zeros_like(ids)):
+        width = shape.dim - bands + cache.v_head_dim + 3
+        rows = torch.zeros(cache.num_kv_heads, width)
+        kernels.surrogate_scores(PagedTokens(cache.layers[0], ids, 700), rows, layout, owners)
     kernels.gather_tokens(PagedTokens(cache.layers[0], ids, 700))
     if not cache.format.has_open_blocks:  # whose moves are PyTorch's
         kernels.copy_blocks(cache, [(1, 2)])

@@ -20,6 +20,7 @@ KERNELS = {
     "mixture_kernel",
     "norm_kernel",
     "reduce_kernel",
+    "surrogate_kernel",
     "tile_kernel",
     "trig_norm_kernel",
     "write_kernel",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
-from kvreclaim.compression.surrogate import features
+from kvreclaim.compression.surrogate import num_features
+from kvreclaim.ops.key_source import surrogate_scores
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,32 @@ class Surrogate(CompressionPolicy):
 
     name = "surrogate"
     needs = frozenset({Signal.SURROGATE})
+    any_heads = True
 
     def score(self, view: LayerView) -> Tensor:
+        return self.score_many([view])[0]
+
+    def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
+        alike: dict[object, list[int]] = {}
+        for i, view in enumerate(views):
+            layout = view.facts.rope
+            shape = None if layout is None else (layout.style, layout.start, layout.num_bands)
+            alike.setdefault(shape, []).append(i)
+        found: dict[int, Tensor] = {}
+        for places in alike.values():
+            sources = [views[i].source for i in places]
+            scores = surrogate_scores(
+                sources, _weights([views[i] for i in places]), views[places[0]].facts.rope
+            )
+            found.update(zip(places, scores, strict=True))
+        return [found[i] for i in range(len(views))]
+
+
+def _weights(views: Sequence[LayerView]) -> list[Tensor]:
+    """[K, P] of each; the same tensor for views with the same statistics."""
+    rows: dict[int, Tensor] = {}
+    for view in views:
         assert view.stats is not None, "needs has SURROGATE"
         assert view.stats.surrogate is not None, "refusals.layer_stats has checked it"
-        found = features(*view.source.tensors(), view.facts.rope)
-        weights = view.stats.surrogate[:, : found.shape[-1], None]
-        return (found @ weights)[..., 0]
+        rows.setdefault(id(view.stats), view.stats.surrogate[:, : num_features(view.facts)])
+    return [rows[id(view.stats)] for view in views]

@@ -108,3 +108,6 @@ class CacheSource(KeySource):
 
     def value_norms(self) -> Tensor:
         return torch.linalg.vector_norm(self.values, dim=-1, dtype=torch.float32)
+
+    def surrogate_scores(self, weights: Tensor, layout: RopeLayout | None) -> Tensor:
+        return scoring.surrogate_scores(self.keys, self.values, weights, layout)

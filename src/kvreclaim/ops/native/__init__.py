@@ -7,6 +7,7 @@ from kvreclaim.ops.native.extension import force_isa as force_isa
 from kvreclaim.ops.native.extension import supported_isas as supported_isas
 from kvreclaim.ops.native.extension import unavailable_reason as unavailable_reason
 from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
+from kvreclaim.ops.native.scoring import surrogate_scores as surrogate_scores
 from kvreclaim.ops.native.scoring import token_norms as token_norms
 from kvreclaim.ops.native.scoring import trig_norm_scores as trig_norm_scores
 from kvreclaim.ops.native.selection import select_top as select_top

@@ -57,6 +57,23 @@ def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
     return norms
 
 
+def surrogate_scores(
+    tokens: PagedTokens, weights: Tensor, layout: RopeLayout | None, owners: Tensor | None = None
+) -> Tensor:
+    """reference.surrogate_scores in one pass over keys and values: [K, T] fp32."""
+    scores = torch.empty((tokens.cache.num_kv_heads, tokens.num_tokens), dtype=torch.float32)
+    native().surrogate_scores(
+        *_where(tokens),
+        _plain(weights),
+        owners,
+        0 if layout is None else layout.start,
+        0 if layout is None else layout.num_bands,
+        layout is not None and layout.style == "interleaved",
+        scores,
+    )
+    return scores
+
+
 def _where(tokens: PagedTokens) -> tuple[Any, int, Tensor, int]:
     """What every scoring kernel takes first."""
     return cache_view(tokens.cache), tokens.layer.index, tokens.block_ids, tokens.num_tokens

@@ -14,6 +14,7 @@ from kvreclaim.ops.reference.rows import gather_slots as gather_slots
 from kvreclaim.ops.reference.rows import gather_tokens as gather_tokens
 from kvreclaim.ops.reference.scores import mixture_scores as mixture_scores
 from kvreclaim.ops.reference.scores import select_top as select_top
+from kvreclaim.ops.reference.scores import surrogate_scores as surrogate_scores
 from kvreclaim.ops.reference.scores import token_norms as token_norms
 from kvreclaim.ops.reference.scores import trig_norm_scores as trig_norm_scores
 

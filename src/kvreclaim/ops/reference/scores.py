@@ -10,6 +10,9 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.reference.rows import gather_tokens
 from kvreclaim.ops.rope import RopeLayout
 
+PIECE = 4096
+"""Tokens whose features are held at once, of each head."""
+
 
 def trig_norm_scores(
     tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
@@ -31,6 +34,30 @@ def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
     """||k|| or ||v|| of a paged sequence: [K, T] fp32."""
     keys_values = gather_tokens(tokens)
     return torch.linalg.vector_norm(keys_values[values], dim=-1, dtype=torch.float32)
+
+
+def surrogate_scores(
+    tokens: PagedTokens, weights: Tensor, layout: RopeLayout | None, owners: Tensor | None = None
+) -> Tensor:
+    """scoring.surrogate_scores of a paged sequence, PIECE tokens at a time: [K, T] fp32.
+
+    Args:
+        weights: [K, P] of each head; with owners [R, P]
+        owners:  [blocks] int64, which row of the weights the tokens of each block are scored with, where the
+                 table holds those of several heads or layers; K is then 1
+    """
+    size, scores = tokens.cache.block_size, []
+    step = max(1, PIECE // size)
+    for first in range(0, len(tokens.block_ids), step):
+        ids = tokens.block_ids[first : first + step]
+        part = PagedTokens(tokens.layer, ids, min(len(ids) * size, tokens.num_tokens - first * size))
+        rows = weights
+        if owners is not None:
+            rows = weights[owners[first : first + step]].repeat_interleave(size, dim=0)[
+                None, : part.num_tokens
+            ]
+        scores.append(scoring.surrogate_scores(*gather_tokens(part), rows, layout))
+    return torch.cat(scores, dim=1)
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:

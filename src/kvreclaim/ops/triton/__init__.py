@@ -21,6 +21,7 @@ if importlib.util.find_spec("triton") is not None:
     from kvreclaim.ops.triton.compaction import compact as compact
     from kvreclaim.ops.triton.plan import static_tables as static_tables
     from kvreclaim.ops.triton.scoring import mixture_scores as mixture_scores
+    from kvreclaim.ops.triton.scoring import surrogate_scores as surrogate_scores
     from kvreclaim.ops.triton.scoring import token_norms as token_norms
     from kvreclaim.ops.triton.scoring import trig_norm_scores as trig_norm_scores
     from kvreclaim.ops.triton.writes import copy_blocks as copy_blocks

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.rope import RopeLayout
+from kvreclaim.ops.scoring import ENERGY
 from kvreclaim.ops.triton.layout import layout_of, store_of
-from kvreclaim.ops.triton.scoring_kernels import mixture_kernel, norm_kernel, trig_norm_kernel
+from kvreclaim.ops.triton.scoring_kernels import (
+    mixture_kernel,
+    norm_kernel,
+    surrogate_kernel,
+    trig_norm_kernel,
+)
 from kvreclaim.ops.triton.support import dot_precision, padded
 from kvreclaim.ops.triton.writes import gather_tokens
 
@@ -143,6 +149,43 @@ def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
             L=layout,
             SIDE=int(values),
             BLOCK_N=block_n,
+            num_warps=4,
+        )
+    return out
+
+
+def surrogate_scores(
+    tokens: PagedTokens, weights: Tensor, layout: RopeLayout | None, owners: Tensor | None = None
+) -> Tensor:
+    """reference.surrogate_scores: [K, T] fp32, in one pass over K and V."""
+    tokens = _scored(tokens)
+    cache, num_tokens = tokens.cache, tokens.num_tokens
+    where = layout_of(cache)
+    out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    bands = 0 if layout is None else layout.num_bands
+    is_half = layout is None or layout.style == "half"
+    start = 0
+    if layout is not None and bands:
+        start = layout.start - (cache.v_head_dim if cache.shape.latent else 0)
+        assert start >= 0, "the bands of a latent key are among its rotary dims"
+    block_n = _tile_tokens(where.BLOCK_D + where.BLOCK_DV)
+    if num_tokens:
+        surrogate_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+            store_of(tokens.layer),
+            out,
+            _as_rows(weights, cache),
+            tokens.block_ids if owners is None else owners,
+            tokens.block_ids,
+            num_tokens,
+            L=where,
+            BANDS=bands,
+            BAND_START=start,
+            BAND_STEP=1 if is_half else 2,
+            IMAG_SHIFT=bands if is_half else 1,
+            HAS_OWNERS=owners is not None,
+            ENERGY=ENERGY,
+            BLOCK_N=block_n,
+            BLOCK_F=padded(max(1, bands)),
             num_warps=4,
         )
     return out

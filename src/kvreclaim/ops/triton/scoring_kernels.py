@@ -52,11 +52,11 @@ def _latent_products(
 
 
 @triton.jit
-def _band_norms(
+def _band_powers(
     keys, store, rows, valid, BANDS: tl.constexpr, START, STEP, SHIFT, BLOCK_F: tl.constexpr, L: tl.constexpr
 ):
-    """[BLOCK_N, BLOCK_F] fp32: norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys: the
-    tile that they are taken from where the format is not plain."""
+    """[BLOCK_N, BLOCK_F] fp32: squared norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys:
+    the tile that they are taken from where the format is not plain."""
     bands = tl.arange(0, BLOCK_F)
     dims = START + bands * STEP
     if L.FORMAT == PLAIN:
@@ -68,7 +68,7 @@ def _band_norms(
         dims = tl.broadcast_to(tl.where(bands < BANDS, dims, 0)[None, :], [rows.shape[0], BLOCK_F])
         real = tl.gather(keys, dims, axis=1)
         imag = tl.gather(keys, tl.where((bands < BANDS)[None, :], dims + SHIFT, 0), axis=1)
-    return tl.sqrt(real * real + imag * imag)
+    return real * real + imag * imag
 
 
 @triton.jit
@@ -133,7 +133,9 @@ def trig_norm_kernel(
             best = tl.maximum(best, tl.max(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0))
         scores += best
     if HAS_WEIGHTS:
-        norms = _band_norms(tile, store, rows, valid, BANDS, BAND_START, BAND_STEP, IMAG_SHIFT, BLOCK_F, L)
+        norms = tl.sqrt(
+            _band_powers(tile, store, rows, valid, BANDS, BAND_START, BAND_STEP, IMAG_SHIFT, BLOCK_F, L)
+        )
         query = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
         products = tl.dot(query, tl.trans(norms), input_precision=PRECISION)
         scores += tl.sum(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0)
@@ -233,3 +235,65 @@ def norm_kernel(
         tile = load_tile(store, rows, valid, L, 1, False)
         squares += tl.sum(tile * tile, axis=1)
     tl.store(out + head.to(tl.int64) * num_tokens + tokens, tl.sqrt(squares), mask=valid)
+
+
+@triton.jit
+def _weighted(tile, weights, is_weight, places):
+    """[BLOCK_N] fp32: rows of a tile [BLOCK_N, dims] times the weights at their places."""
+    return tl.sum(tile * tl.load(weights + places, mask=is_weight, other=0.0), axis=1)
+
+
+@triton.jit
+def surrogate_kernel(
+    store,
+    out,
+    weights,
+    owners,
+    block_ids,
+    num_tokens,
+    L: tl.constexpr,
+    BANDS: tl.constexpr,
+    BAND_START: tl.constexpr,
+    BAND_STEP: tl.constexpr,
+    IMAG_SHIFT: tl.constexpr,
+    HAS_OWNERS: tl.constexpr,
+    ENERGY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Program (tile, head): BLOCK_N tokens of one head; keys and values are read once. A row of weights
+    [R, P]: BANDS, the key's other dims, DV, |k|, ln |v|, 1. BAND_START is a stored dim."""
+    FIRST: tl.constexpr = L.DV if L.LATENT else 0
+    VALUES: tl.constexpr = FIRST + L.D - BANDS
+    END: tl.constexpr = BAND_START + 2 * BANDS
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = tokens < num_tokens
+    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    if HAS_OWNERS:
+        own = weights + tl.load(owners + tokens // L.S, mask=valid, other=0) * (VALUES + L.DV + 3)
+    else:
+        own = weights + head * (VALUES + L.DV + 3) + tokens * 0
+    dims = tl.arange(0, L.BLOCK_D)[None, :]
+    keys = load_real(store, rows, valid, L, 0)
+    is_rest = valid[:, None] & ((dims < BAND_START) | (dims >= END)) & (dims < L.D)
+    places = BANDS + FIRST + tl.where(dims < BAND_START, dims, dims - 2 * BANDS)
+    scores = _weighted(keys, own[:, None], is_rest, places)
+    squares = tl.sum(keys * keys, axis=1)
+    if BANDS:
+        powers = _band_powers(keys, store, rows, valid, BANDS, BAND_START, BAND_STEP, IMAG_SHIFT, BLOCK_F, L)
+        bands = tl.arange(0, BLOCK_F)[None, :]
+        scores += _weighted(tl.log(powers + ENERGY), own[:, None], valid[:, None] & (bands < BANDS), bands)
+    values = load_real(store, rows, valid, L, 1)
+    dims = tl.arange(0, L.BLOCK_DV)[None, :]
+    is_value = valid[:, None] & (dims < L.DV)
+    scores += _weighted(values, own[:, None], is_value, VALUES + dims)
+    lengths = tl.sum(values * values, axis=1)
+    if L.LATENT:
+        scores += _weighted(values, own[:, None], is_value, BANDS + dims)
+        squares += lengths
+    last = own + VALUES + L.DV
+    scores += tl.sqrt(squares) * tl.load(last, mask=valid, other=0.0)
+    scores += tl.log(tl.sqrt(lengths) + ENERGY) * tl.load(last + 1, mask=valid, other=0.0)
+    scores += tl.load(last + 2, mask=valid, other=0.0)
+    tl.store(out + head.to(tl.int64) * num_tokens + tokens, scores, mask=valid)
