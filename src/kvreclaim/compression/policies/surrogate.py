@@ -28,7 +28,6 @@ class Surrogate(CompressionPolicy):
 
     name = "surrogate"
     needs = frozenset({Signal.SURROGATE})
-    any_heads = True
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]
@@ -41,10 +40,8 @@ class Surrogate(CompressionPolicy):
             alike.setdefault(shape, []).append(i)
         found: dict[int, Tensor] = {}
         for places in alike.values():
-            sources = [views[i].source for i in places]
-            scores = surrogate_scores(
-                sources, _weights([views[i] for i in places]), views[places[0]].facts.rope
-            )
+            group = [views[i] for i in places]
+            scores = surrogate_scores([view.source for view in group], _weights(group), group[0].facts.rope)
             found.update(zip(places, scores, strict=True))
         return [found[i] for i in range(len(views))]
 

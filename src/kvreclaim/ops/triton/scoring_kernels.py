@@ -55,8 +55,8 @@ def _latent_products(
 def _band_powers(
     keys, store, rows, valid, BANDS: tl.constexpr, START, STEP, SHIFT, BLOCK_F: tl.constexpr, L: tl.constexpr
 ):
-    """[BLOCK_N, BLOCK_F] fp32: squared norms of pairs of stored dims, START + STEP * f and SHIFT beyond. keys:
-    the tile that they are taken from where the format is not plain."""
+    """[BLOCK_N, BLOCK_F] fp32: squared norms of pairs of stored dims, START + STEP * f and SHIFT beyond.
+    keys: the tile that they are taken from where the format is not plain."""
     bands = tl.arange(0, BLOCK_F)
     dims = START + bands * STEP
     if L.FORMAT == PLAIN:
