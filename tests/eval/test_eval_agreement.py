@@ -11,6 +11,7 @@ from kvreclaim import LLM, CompressionConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import agreement
 from kvreclaim.eval.agreement import Agreement, Divergence, FullRows, places
+from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.task import Answer
 from kvreclaim.eval.windows import RandomWindows, TextWindows
 
@@ -90,7 +91,7 @@ def test_an_impossible_token_adds_nothing():
 
 
 def test_the_verdict_is_a_share_of_places():
-    task = Agreement(RandomWindows(10, 32))
+    task = Agreement(RandomWindows(10, 32), "agreement")
     outcome = task.judge(task.item(0, 0), Answer(compared={"kl": 8.0, "agree": 12.0, "places": 16.0}))
     assert (outcome.points, outcome.out_of, outcome.extra) == (12.0, 16.0, {"kl": 0.5})
 
@@ -106,7 +107,7 @@ def test_random_windows_differ_by_seed_and_number_only():
 def test_text_windows_are_the_text_in_pieces(llm, tmp_path):
     text = "then the stop opens. " * 40
     (tmp_path / "text.txt").write_text(text)
-    windows = TextWindows.read(llm, tmp_path / "text.txt", 100)
+    windows = TextWindows(Passages.read(llm.tokenizer, tmp_path / "text.txt"), 100)
     count = windows.num_examples(1000)
     assert count == len(llm.tokenizer.encode(text)) // 100
     assert windows.num_examples(2) == 2
@@ -115,12 +116,24 @@ def test_text_windows_are_the_text_in_pieces(llm, tmp_path):
     assert text.startswith(llm.tokenizer.decode(joined))
 
 
+def test_overlapping_windows_score_each_token_once(llm):
+    passages = Passages(tuple(range(1000)), (7,))
+    windows = TextWindows(passages, 301, 50)
+    count = windows.num_examples(10**6)
+    items = [windows.item(0, index) for index in range(count)]
+    scored = [token for item in items for token in item.continuation]
+    assert scored == list(range(250, 250 + 50 * count))
+    assert count == 15
+    assert {len(item.prompt) for item in items} == {251}
+    assert all((*item.prompt[1:], *item.continuation)[0] == 50 * i for i, item in enumerate(items))
+
+
 def test_a_text_too_short_or_missing_is_refused(llm, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     with pytest.raises(InvalidArgumentError, match="less than one window of 100"):
-        TextWindows.read(llm, tmp_path / "text.txt", 100)
+        TextWindows(Passages.read(llm.tokenizer, tmp_path / "text.txt"), 100)
     with pytest.raises(InvalidArgumentError, match=r"none\.txt.*cannot be read"):
-        TextWindows.read(llm, tmp_path / "none.txt", 100)
+        Passages.read(llm.tokenizer, tmp_path / "none.txt")
 
 
 def test_one_observer_for_each_prompt(llm):

@@ -137,6 +137,37 @@ def test_a_preempted_sequence_makes_a_cell_an_error(llm, monkeypatch):
     assert "preemptions" in row.reason
 
 
+@pytest.mark.parametrize("policy", ["full", "knorm", "snapkv", "h2o", "shares(knorm)", "oracle"])
+def test_rows_are_the_same_with_and_without_cached_prompts(model, monkeypatch, policy):
+    policies = list(dict.fromkeys(["knorm", policy]))
+    found = {}
+    for cached in (True, False):
+        llm = LLM(model, dtype="float32", device="cpu", num_blocks=100, enable_prefix_caching=cached)
+        row = evaluate(llm, policies, [0.5, 0.3], [Guess(400)], **SMALL).row(policy, "guess")
+        hits = llm.engine.memory.stats().prefix_hit_tokens
+        assert bool(hits) == cached
+        found[cached] = row.model_dump(exclude={"tokens_per_s", "elapsed_s"})
+    assert found[True] == found[False]
+    assert found[True]["status"] == "ok"
+
+
+def test_prompts_are_computed_once_for_all_settings(llm, monkeypatch):
+    computed = []
+    score = llm.score
+
+    def watch(prompts, *rest, **more):
+        outs = score(prompts, *rest, **more)
+        computed.append([out.metrics.num_prompt_tokens - out.metrics.num_cached_tokens for out in outs])
+        return outs
+
+    monkeypatch.setattr(llm, "score", watch)
+    evaluate(llm, ["full", "knorm", "snapkv(window=4)"], [0.5, 0.3], [Guess()], **SMALL | {"num_examples": 2})
+    once, *warm = computed
+    assert once == [80, 80]
+    assert len(warm) == 5
+    assert all(tokens <= 16 for batch in warm for tokens in batch)
+
+
 def test_a_small_pool_only_makes_batches_smaller(llm, report):
     small = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=12)
     again = evaluate(small, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)

@@ -87,7 +87,8 @@ def evaluate(
         str,
         typer.Option(
             rich_help_panel=TASKS,
-            help="recall, multi_query, variable_tracking, rsq, chain, agreement, perplexity, jsonl:PATH.",
+            help="recall, multi_query, variable_tracking, rsq, chain; needles, table, assignments (also "
+            ":known); perplexity, agreement (also :prose, :code; agreement:own); jsonl:PATH.",
         ),
     ] = DEFAULT_TASKS,
     model: opt.ModelOption = None,
@@ -109,7 +110,7 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     whole_batch = {
-        "num_blocks": (blocks_for(sizes.num_tokens, engine.block_size) + 1) * plan.batch_size,
+        "num_blocks": 2 * (blocks_for(sizes.num_tokens, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
     }

@@ -18,12 +18,11 @@ at evenly spaced places."""
 @dataclass(frozen=True)
 class Agreement(WindowTask):
     """KL divergence D(full || compressed) in nats and top-1 agreement of the next-token distributions over
-    the second half of every window, teacher-forced; both caches are run here and now.
+    the end of every window, teacher-forced; both caches are run here and now.
 
     value: share of the places whose most likely token is the same; extra: kl, mean over an example's places
     """
 
-    name = "agreement"
     metric = Metric.AGREEMENT
     compares = True
 

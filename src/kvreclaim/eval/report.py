@@ -34,8 +34,8 @@ class EvalRow(BaseModel):
     blocks_freed, tokens_evicted, compactions, preemptions: summed over the examples
     reclaim_efficiency: blocks freed / blocks that perfect packing would have freed
     examples_compressed: examples in which at least one compression fired
-    tokens_per_s:    over the row's batches; speed_of: "scoring" (teacher-forced, prompt included) or
-                     "generation" (generated tokens alone, prompt's time included)
+    tokens_per_s:    over the row's batches, compressions included; speed_of: "scoring" (teacher-forced;
+                     tokens computed, not those that the prefix cache had) or "generation" (tokens generated)
     extra:           further figures, mean over examples (exact_match, progress, kl, ...)
     lost_at, asked_at: verdicts by where their evidence lay, in tenths of the sequence: wrong ones, all
     """

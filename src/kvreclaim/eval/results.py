@@ -16,8 +16,8 @@ class Result(BaseModel):
     num_tokens, budget:  final length and budget, tokens
     full_blocks:         blocks that the full cache of this sequence takes
     answer_blocks:       most blocks that its table held behind the prompt; peak_blocks: at any time
-    timed_tokens, elapsed_s: tokens generated, or computed where nothing was, and its share of the batch's
-                         wall time; generated says which
+    timed_tokens, elapsed_s: tokens generated, or computed (not hit) where nothing was, and its share of the
+                         batch's wall time; generated says which
     note:                what could not be done besides, and why
     """
 

@@ -38,8 +38,9 @@ class _Said:
 
 
 class BatchRunner:
-    """Runs items through one engine, whose KV format is `storage`; every batch starts without cached
-    prefixes.
+    """Runs items through one engine, whose KV format is `storage`. The prompts of a batch are computed once,
+    and every setting finds them in the prefix cache, as far as its policy allows, which changes no result.
+    Where the pool has no room for them beside the running sequences, every setting starts without.
 
     stats: of the model's queries; None where there are none
     first: the runner whose full cache is what others are compared with; None: this one
@@ -59,15 +60,14 @@ class BatchRunner:
         self.stats = stats
         self.first = first or self
         self._rows: dict[Item, FullRows] = {}
+        self._cached: frozenset[tuple[int, ...]] = frozenset()
         held = llm.engine.cache.bytes_per_block
         assert held == storage.block_bytes, f"{storage.name}: {held} bytes a block, not {storage.block_bytes}"
 
     def batch_size(self, items: Sequence[Item]) -> int:
         """Examples that the pool holds at once even with the full cache, so that nothing is preempted."""
-        config = self.llm.engine.config
-        assert config.num_blocks is not None, "the engine's limits are set"
-        per_sequence = max(self._blocks(item.num_tokens) for item in items)
-        return max(1, min(self.plan.batch_size, config.max_num_seqs, config.num_blocks // per_sequence))
+        most = self._num_blocks // max(self._blocks(item.num_tokens) for item in items)
+        return max(1, min(self.plan.batch_size, self.llm.engine.config.max_num_seqs, most))
 
     def run(self, task: Task, items: Sequence[Item], setting: Setting) -> list[Result]:
         """Judge every item.
@@ -75,7 +75,7 @@ class BatchRunner:
         Raises: KVReclaimError where the setting cannot run here; CellError where a request failed.
         """
         configs = [self._config(item, setting) for item in items]
-        self._start_cold()
+        self._prepare(items)
         watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
         said = (
             self._score(items, configs, watchers) if items[0].continuation else self._generate(items, configs)
@@ -109,7 +109,6 @@ class BatchRunner:
         outcomes: list[Outcome],
     ) -> tuple[list[_Said], list[Outcome]]:
         """The same with figures of free generation; speed is that of generating, memory that of scoring."""
-        self._start_cold()
         freely = self._generate(items, configs)
         said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
         outcomes = [
@@ -130,7 +129,7 @@ class BatchRunner:
             _Said(
                 Answer(tuple(out.predicted), tuple(out.logprobs), compared=compared),
                 out.metrics,
-                item.num_tokens,
+                item.num_tokens - out.metrics.num_cached_tokens,
                 elapsed_s / len(items),
                 generated=False,
             )
@@ -152,8 +151,8 @@ class BatchRunner:
         if any(item not in self._rows for item in items):
             vocab = self.llm.loaded.vocab_size
             self._rows = {item: FullRows(len(item.continuation), vocab) for item in items}
+            self._prepare(items)
             self._timed_scores(items, [None] * len(items), [self._rows[item] for item in items])
-            self._start_cold()
         return [self._rows[item] for item in items]
 
     def _generate(self, items: Sequence[Item], configs: list[CompressionConfig | None]) -> list[_Said]:
@@ -178,8 +177,23 @@ class BatchRunner:
             for out in outs
         ]
 
-    def _start_cold(self) -> None:
+    def _prepare(self, items: Sequence[Item]) -> None:
+        """Put the prompts into the prefix cache, or empty it. Twice the room: a policy's survivors are copied
+        while the prompts stay."""
+        prompts = frozenset(item.prompt for item in items)
+        if prompts <= self._cached:
+            return
         self.llm.engine.memory.reset_prefix_cache()
+        self._cached = frozenset()
+        if 2 * sum(self._blocks(item.num_tokens) for item in items) <= self._num_blocks:
+            self.llm.score([list(item.prompt) for item in items], [[0]] * len(items), None)
+            self._cached = prompts
+
+    @property
+    def _num_blocks(self) -> int:
+        num_blocks = self.llm.engine.config.num_blocks
+        assert num_blocks is not None, "the engine's limits are set"
+        return num_blocks
 
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)

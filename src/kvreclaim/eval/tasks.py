@@ -6,15 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from kvreclaim import texts
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.jsonl import JsonlTask, read_questions
+from kvreclaim.eval.own_traces import OwnTraces
+from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Task
 from kvreclaim.eval.text.base import TextTask
 from kvreclaim.eval.text.codes import TextMultiQuery, TextRecall
+from kvreclaim.eval.text.forced import ForcedTask
+from kvreclaim.eval.text.needles import Assignments, Needles, Table
 from kvreclaim.eval.text.prose import Encoder
 from kvreclaim.eval.text.variables import TextVariableTracking
 from kvreclaim.eval.text.walk import DEFAULT_STEPS, TextRSQ
@@ -29,15 +34,28 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
         "rsq": TextRSQ,
     }
 )
-ANY_MODEL = ("perplexity", "agreement", "jsonl:PATH", "jsonl-exact:PATH")
+FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
+    {"needles": Needles, "table": Table, "assignments": Assignments}
+)
+KNOWN = "known"
+TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": texts.prose, "code": texts.code})
+OWN = "own"
+NUM_SCORED = 512
+"""Of a window of a built-in text, where it has twice as many tokens."""
+ANY_MODEL = (
+    *(f"perplexity[:{name}]" for name in TEXTS),
+    *(f"agreement[:{name}]" for name in (*TEXTS, OWN)),
+    "jsonl:PATH",
+    "jsonl-exact:PATH",
+)
 JSONL_TOKENS = 256
 
 
 def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Task]:
     """The tasks of these names for a model.
 
-    Names: those of DEMO_TASKS or TEXT_TASKS, by dialect ("rsq:12" sets the steps of the text one);
-    "perplexity", "agreement", "jsonl:PATH", "jsonl-exact:PATH".
+    Names: those of DEMO_TASKS, or of TEXT_TASKS ("rsq:12" sets the steps) and FORCED_TASKS ("needles:known":
+    the question stands before the compression), by dialect; ANY_MODEL.
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """
     return [_make(name, llm, options) for name in names]
@@ -57,14 +75,16 @@ def uses_demo(llm: LLM, dialect: str) -> bool:
 
 def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
     kind, _, argument = name.partition(":")
-    if kind == "perplexity" and not argument:
-        if options.text is None:
-            raise InvalidArgumentError("task perplexity needs a text; pass --text FILE.")
-        return Perplexity(TextWindows.read(llm, options.text, options.num_tokens))
-    if kind == "agreement" and not argument:
-        if options.text is None:
-            return Agreement(RandomWindows(llm.loaded.vocab_size, options.num_tokens))
-        return Agreement(TextWindows.read(llm, options.text, options.num_tokens))
+    if kind == "perplexity" and argument in ("", *TEXTS):
+        if not argument and options.text is None:
+            raise InvalidArgumentError("task perplexity needs a text; pass --text FILE, or perplexity:prose.")
+        return Perplexity(_windows(argument, llm, options), name)
+    if kind == "agreement" and argument in ("", OWN, *TEXTS):
+        if argument == OWN:
+            return Agreement(OwnTraces(llm, _built_in("prose", llm), options.num_tokens), name)
+        if not argument and options.text is None:
+            return Agreement(RandomWindows(llm.loaded.vocab_size, options.num_tokens), name)
+        return Agreement(_windows(argument, llm, options), name)
     if kind in ("jsonl", "jsonl-exact") and argument:
         return _jsonl(name, Path(argument), llm, options)
     if uses_demo(llm, options.dialect):
@@ -72,11 +92,33 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
             return TraceTask(name, options.num_tokens)
     elif kind in TEXT_TASKS and (not argument or kind == "rsq"):
         return _text(kind, argument, llm, options)
-    known = DEMO_TASKS if uses_demo(llm, options.dialect) else TEXT_TASKS
+    elif kind in FORCED_TASKS and argument in ("", KNOWN):
+        return _forced(kind, llm, options, known=argument == KNOWN)
+    known = DEMO_TASKS if uses_demo(llm, options.dialect) else (*TEXT_TASKS, *FORCED_TASKS)
     dialect = "demo" if uses_demo(llm, options.dialect) else "text"
     raise InvalidArgumentError(
         f"task {name!r} is unknown in the {dialect} dialect; known are {', '.join((*known, *ANY_MODEL))}."
     )
+
+
+def _windows(name: str, llm: LLM, options: TaskOptions) -> TextWindows:
+    """Of a built-in text, or of the file in the options."""
+    if name:
+        scored = min(NUM_SCORED, options.num_tokens // 2)
+        return TextWindows(_built_in(name, llm), options.num_tokens, scored)
+    assert options.text is not None, "checked by the caller"
+    return TextWindows(Passages.read(llm.tokenizer, options.text), options.num_tokens)
+
+
+def _built_in(name: str, llm: LLM) -> Passages:
+    """The part of a text that no calibration reads."""
+    return Passages.of(llm.tokenizer, TEXTS[name]().evaluation)
+
+
+def _forced(kind: str, llm: LLM, options: TaskOptions, *, known: bool) -> ForcedTask:
+    task = FORCED_TASKS[kind](llm.tokenizer, _built_in("prose", llm), options.num_tokens, known)
+    task.item(0, 0)
+    return task
 
 
 def _jsonl(name: str, path: Path, llm: LLM, options: TaskOptions) -> JsonlTask:

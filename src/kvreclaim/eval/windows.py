@@ -2,66 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from kvreclaim.engine.face.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
 
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Disjoint windows of a text, in its order. Where more windows exist than are wanted, the first ones
-    are taken.
+    """Windows of a text, in its order; the first ones where more exist than are wanted. No token is scored
+    twice.
 
-    tokens: of the whole text, without special tokens
-    prefix: what the tokenizer puts in front of every text (its begin token), or nothing
+    num_scored: of a window's last tokens. None: its second half, and windows are disjoint; else the next
+                window begins so many tokens later
     """
 
-    tokens: tuple[int, ...]
-    prefix: tuple[int, ...]
+    text: Passages
     num_tokens: int
+    num_scored: int | None = None
     seeded = False
 
-    @classmethod
-    def read(cls, llm: LLM, path: Path, num_tokens: int) -> TextWindows:
-        """Raises: InvalidArgumentError for a file that is missing, not UTF-8 or shorter than one window."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgumentError(f"the text {str(path)!r} cannot be read: {error}.") from error
-        plain = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
-        empty = llm.tokenizer.encode("")
-        begin = llm.tokenizer.bos_token_id
-        prefix = (begin,) if begin is not None and begin in empty else ()
-        if len(plain) + len(prefix) < num_tokens:
-            raise InvalidArgumentError(
-                f"the text {str(path)!r} has {len(plain)} tokens, less than one window of {num_tokens}; pass "
-                "a longer text or lower the number of tokens."
-            )
-        return cls(plain, prefix, num_tokens)
+    def __post_init__(self) -> None:
+        self.text.check_room(self.num_tokens - len(self.text.prefix))
 
-    @cached_property
+    @property
     def identity(self) -> Mapping[str, Any]:
-        digest = hashlib.sha256(repr((self.tokens, self.prefix)).encode()).hexdigest()[:24]
-        return {"text": digest, "num_tokens": self.num_tokens}
+        return {"text": self.text.digest, "num_tokens": self.num_tokens, "num_scored": self.num_scored}
+
+    @property
+    def _size(self) -> int:
+        return self.num_tokens - len(self.text.prefix)
 
     @property
     def _stride(self) -> int:
-        return self.num_tokens - len(self.prefix)
+        return self.num_scored or self._size
 
     def num_examples(self, wanted: int) -> int:
-        return min(wanted, len(self.tokens) // self._stride)
+        return min(wanted, 1 + (len(self.text.tokens) - self._size) // self._stride)
 
     def item(self, seed: int, index: int) -> Item:
         start = index * self._stride
-        return _halves((*self.prefix, *self.tokens[start : start + self._stride]))
+        tokens = (*self.text.prefix, *self.text.tokens[start : start + self._size])
+        return _cut(tokens, self.num_scored or self.num_tokens - self.num_tokens // 2)
 
 
 @dataclass(frozen=True)
@@ -81,14 +66,30 @@ class RandomWindows:
 
     def item(self, seed: int, index: int) -> Item:
         rng = random.Random(f"windows:{seed * SEED_STRIDE + index}")
-        return _halves(tuple(rng.choices(range(self.vocab_size), k=self.num_tokens)))
+        tokens = tuple(rng.choices(range(self.vocab_size), k=self.num_tokens))
+        return _cut(tokens, self.num_tokens - self.num_tokens // 2)
+
+
+class Windows(Protocol):
+    """Examples without verdicts; the methods are those of Task."""
+
+    @property
+    def seeded(self) -> bool: ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    def num_examples(self, wanted: int) -> int: ...
+
+    def item(self, seed: int, index: int) -> Item: ...
 
 
 @dataclass(frozen=True)
 class WindowTask:
-    """A task whose examples are windows, scored over their second halves."""
+    """A task whose examples are windows, scored over their ends."""
 
-    windows: TextWindows | RandomWindows
+    windows: Windows
+    name: str
     compares = False
 
     @property
@@ -108,16 +109,15 @@ class WindowTask:
 
 @dataclass(frozen=True)
 class Perplexity(WindowTask):
-    """exp of the mean negative log-likelihood over the second half of every window (teacher-forced); the
-    first half is the prompt. It does not see lost needles: never judge a policy by it alone."""
+    """exp of the mean negative log-likelihood over the end of every window (teacher-forced); what
+    stands before is the prompt. It does not see lost needles: never judge a policy by it alone."""
 
-    name = "perplexity"
     metric = Metric.PERPLEXITY
 
     def judge(self, item: Item, answer: Answer) -> Outcome:
-        return Outcome(points=-sum(answer.logprobs), out_of=len(answer.logprobs))
+        nll = -sum(answer.logprobs)
+        return Outcome(nll, len(answer.logprobs), extra={"nll": nll / len(answer.logprobs)})
 
 
-def _halves(tokens: tuple[int, ...]) -> Item:
-    middle = len(tokens) // 2
-    return Item(tokens[:middle], tokens[middle:])
+def _cut(tokens: tuple[int, ...], num_scored: int) -> Item:
+    return Item(tokens[:-num_scored], tokens[-num_scored:])

@@ -1,0 +1,60 @@
+"""Stretches of a text at many offsets, as tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.loader import Tokenizer
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, lie evenly between 0 and 1, however many of them there are."""
+
+
+@dataclass(frozen=True)
+class Passages:
+    """A text from which more windows are taken than it has disjoint ones: they begin at evenly spread
+    offsets and overlap.
+
+    tokens: of the whole text, without special tokens
+    prefix: what the tokenizer puts in front of every text (its begin token), or nothing
+    """
+
+    tokens: tuple[int, ...] = field(repr=False)
+    prefix: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, text: str) -> Passages:
+        begin = tokenizer.bos_token_id
+        prefix = (begin,) if begin is not None and begin in tokenizer.encode("") else ()
+        return cls(tuple(tokenizer.encode(text, add_special_tokens=False)), prefix)
+
+    @classmethod
+    def read(cls, tokenizer: Tokenizer, path: Path) -> Passages:
+        """Raises: InvalidArgumentError for a file that is missing or not UTF-8."""
+        try:
+            return cls.of(tokenizer, path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"the text {str(path)!r} cannot be read: {error}.") from error
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that decides the windows."""
+        return hashlib.sha256(repr((self.tokens, self.prefix)).encode()).hexdigest()[:24]
+
+    def check_room(self, num_tokens: int) -> int:
+        """At how many offsets a window may begin. Raises: InvalidArgumentError where the text is shorter."""
+        if num_tokens > len(self.tokens):
+            raise InvalidArgumentError(
+                f"the text has {len(self.tokens)} tokens, less than one window of {num_tokens}; pass a "
+                "longer text or lower the number of tokens."
+            )
+        return len(self.tokens) - num_tokens + 1
+
+    def window(self, number: int, num_tokens: int) -> list[int]:
+        """Window `number`. Raises: InvalidArgumentError where the text is shorter."""
+        start = int(number * GOLDEN % 1 * self.check_room(num_tokens))
+        return list(self.tokens[start : start + num_tokens])

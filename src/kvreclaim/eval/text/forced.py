@@ -1,0 +1,150 @@
+"""Text tasks whose answers are given (teacher forcing): a passage with facts in it, then questions and their
+answers, each token of an answer a verdict. No chat template and no parsing: any language model can be asked,
+and an early error spoils no later verdict."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
+from kvreclaim.model.loader import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Quiz:
+    """What one example asks.
+
+    facts:     sentences; each stands at a random place of the passage, or all at one place, together
+    questions: (text before the answer, answer, which fact holds it), in the order of asking
+    """
+
+    facts: Sequence[str]
+    questions: Sequence[tuple[str, str, int]]
+    together: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One judged token: its place in the continuation, and its evidence as a share of the sequence."""
+
+    place: int
+    evidence: float
+
+
+@dataclass(frozen=True)
+class ForcedTask(PlainTask):
+    """Sequences of exactly num_tokens tokens. A subclass writes the quiz.
+
+    known: the first question already stands at the prompt's end, and its answer alone is judged, but for its
+           first token, which the prompt's last row says before any compression; else all questions come
+           behind the prompt
+    """
+
+    tokenizer: Tokenizer
+    passages: Passages
+    num_tokens: int
+    known: bool = False
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The name, whether or not the question is known."""
+
+    @abstractmethod
+    def write(self, rng: random.Random) -> Quiz:
+        """The facts and questions of one example."""
+
+    @property
+    def name(self) -> str:
+        """As in the report."""
+        return f"{self.kind}:known" if self.known else self.kind
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"dialect": "text", "passages": self.passages.digest, "num_tokens": self.num_tokens}
+
+    def item(self, seed: int, index: int) -> Item:
+        rng = random.Random(f"{self.kind}:{seed}:{index}")
+        quiz = self.write(rng)
+        questions = quiz.questions[:1] if self.known else quiz.questions
+        asked = [self._answer(head, answer) for head, answer, _ in questions]
+        tail, continuation, judged = self._lay_out(asked)
+        facts = [self._encode(fact) for fact in quiz.facts]
+        prompt, starts = self._prompt(rng, facts, tail, len(continuation), quiz.together, seed, index)
+        verdicts = tuple(
+            Verdict(place, starts[questions[number][2]] / self.num_tokens) for place, number in judged
+        )
+        return Item(prompt, continuation, payload=verdicts)
+
+    def judge(self, item: Item, answer: Answer) -> Outcome:
+        verdicts: tuple[Verdict, ...] = item.payload
+        right = [answer.predicted[v.place] == item.continuation[v.place] for v in verdicts]
+        nll = -sum(answer.logprobs[v.place] for v in verdicts) / len(verdicts)
+        return Outcome(
+            points=sum(right),
+            out_of=len(right),
+            found=tuple(v.evidence for v, ok in zip(verdicts, right, strict=True) if ok),
+            lost=tuple(v.evidence for v, ok in zip(verdicts, right, strict=True) if not ok),
+            extra={"nll": nll},
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _answer(self, head: str, answer: str) -> tuple[list[int], list[int]]:
+        """Tokens of a question and of its answer, cut where the tokenizer cuts the whole line."""
+        before, line = self._encode(head), self._encode(head + answer)
+        cut = next((i for i, (a, b) in enumerate(zip(before, line, strict=False)) if a != b), len(before))
+        return line[:cut], line[cut:]
+
+    def _lay_out(
+        self, asked: Sequence[tuple[list[int], list[int]]]
+    ) -> tuple[list[int], tuple[int, ...], list[tuple[int, int]]]:
+        """The prompt's tail, the continuation, and (place in it, question) of each judged token."""
+        tail: list[int] = []
+        continuation: list[int] = []
+        judged: list[tuple[int, int]] = []
+        for number, (head, answer) in enumerate(asked):
+            if self.known:
+                tail += head
+            else:
+                continuation += head
+            places = range(len(continuation), len(continuation) + len(answer))
+            judged += [(place, number) for place in places[self.known :]]
+            continuation += answer
+        return tail, tuple(continuation), judged
+
+    def _prompt(
+        self,
+        rng: random.Random,
+        facts: Sequence[list[int]],
+        tail: list[int],
+        num_continuation: int,
+        together: bool,
+        seed: int,
+        index: int,
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """The passage with the facts in it, and where each fact begins."""
+        prefix = list(self.passages.prefix)
+        room = self.num_tokens - num_continuation - len(prefix) - len(tail) - sum(map(len, facts))
+        if room < len(facts):
+            raise InvalidArgumentError(
+                f"task {self.name} needs {self.num_tokens - room + len(facts)} tokens without any passage, "
+                f"but a sequence has {self.num_tokens}; raise the number of tokens."
+            )
+        passage = self.passages.window(seed * SEED_STRIDE + index, room)
+        cuts = sorted(rng.sample(range(1, room), 1 if together else len(facts)))
+        cuts = cuts * len(facts) if together else cuts
+        starts, prompt = [], prefix
+        for fact, begin, end in zip(facts, chain([0], cuts), cuts, strict=False):
+            prompt = prompt + passage[begin:end]
+            starts.append(len(prompt))
+            prompt = prompt + fact
+        return tuple(prompt + passage[cuts[-1] :] + tail), starts
