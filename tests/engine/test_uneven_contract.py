@@ -26,8 +26,6 @@ def heads(policy: str = "head-norm", **fields) -> CompressionConfig:
 def test_what_cannot_be_served_is_refused(make_llm):
     llm = make_llm(block_size=16)
     prompt = tiny.prompts((20,))
-    with pytest.raises(InvalidArgumentError, match=r"budget is 40 tokens.*blocks of 16.*such as 48"):
-        llm.generate(prompt, GREEDY, heads(budget=40))
     with pytest.raises(InvalidArgumentError, match=r"interval is 15 tokens.*at least 16"):
         llm.generate(prompt, GREEDY, heads(interval=15))
     with pytest.raises(InvalidArgumentError, match="a sliding window or attention sinks, and layer 0"):
@@ -37,6 +35,27 @@ def test_what_cannot_be_served_is_refused(make_llm):
     with pytest.raises(InvalidArgumentError, match="decides itself"):
         heads(mode="union")
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(("budget", "served"), [(40, 32), (41, 48), (48, 48), (17, 16), (15, 16)])
+def test_a_budget_is_rounded_to_blocks_and_the_output_says_so(make_llm, caplog, budget, served):
+    llm, prompts = make_llm(block_size=16), tiny.prompts((90,))
+    with caplog.at_level("INFO", logger="kvreclaim"):
+        (out,) = llm.generate(prompts, GREEDY, heads(budget=budget, interval=16))
+    (exact,) = llm.generate(prompts, GREEDY, heads(budget=served, interval=16))
+    assert out.outputs[0].token_ids == exact.outputs[0].token_ids
+    assert out.metrics.budget == exact.metrics.budget == served
+    assert (f"budget of {budget} tokens is served as {served}, in blocks of 16" in caplog.text) == (
+        budget != served
+    )
+    (plain,) = llm.generate(prompts, GREEDY)
+    assert plain.metrics.budget is None
+
+
+def test_a_rounded_budget_has_a_place_beside_the_protected_tokens(make_llm):
+    llm = make_llm(block_size=16)
+    (out,) = llm.generate(tiny.prompts((90,)), GREEDY, heads(budget=18, interval=16, sinks=4, recent=13))
+    assert (out.metrics.budget, out.error) == (32, None)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvreclaim.schedule import Account, Footprint, Way
+from kvreclaim.schedule.footprint import budget_in_blocks
 
 
 def random_footprint(rng: random.Random) -> Footprint:
@@ -99,3 +100,12 @@ def test_aligned_passes_give_back_whole_blocks_wherever_chunks_fall(seed):
             assert budget <= keep < budget + size
             assert (live - keep) % size == 0 < live - keep
             account.num_evicted, account.last_computed = computed - keep, computed
+
+
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_the_budget_of_whole_blocks_is_the_nearest_that_is_legal(size):
+    for protected in (0, 3, 15, 16, 33):
+        for budget in range(protected + 1, protected + 70):
+            legal = [n for n in range(size, budget + 100, size) if n > protected]
+            best = min(legal, key=lambda n: (abs(n - budget), n))
+            assert budget_in_blocks(budget, size, protected) == best

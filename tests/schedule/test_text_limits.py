@@ -41,6 +41,9 @@ def test_a_spec_with_settings():
     assert (found.way, found.budget, found.interval, found.sinks) == (Way.COMPACT, 512, 64, 4)
     assert (found.decode_cap, found.prompt_cap) == (576, 768)
     assert footprint("ada_kv(snapkv, alpha=0.1)").budget == 2048
+    assert footprint("shares(random, by=static):budget=452").budget == 448
+    assert footprint("pyramidkv:budget=137,sinks=8,recent=128", block_size=64).budget == 192
+    assert footprint("snapkv:budget=452").budget == 452
     assert footprint("snapkv(window=8) : budget=300 , recent=16").window == 8
 
 

@@ -13,7 +13,7 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.way import Way
 
 MAX_KEPT: Final = 16
@@ -26,7 +26,9 @@ class CompressionConfig(CompressionSettings):
     """How the KV cache of a sequence is compressed.
 
     policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)"
-    budget:         tokens kept per layer and KV head by a compression; more than sinks + recent
+    budget:         tokens kept per layer and KV head by a compression; more than sinks + recent. Where heads
+                    keep unequal numbers, whole blocks each, it is rounded (footprint.budget_in_blocks), and
+                    RequestMetrics.budget is what was used
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
@@ -69,6 +71,13 @@ class CompressionConfig(CompressionSettings):
     def make_policy(self) -> CompressionPolicy:
         """The policy with its options."""
         return make_policy(self.policy, self.options)
+
+    def in_blocks(self, block_size: int) -> CompressionConfig:
+        """The same with the budget that blocks of this size serve, where heads keep unequal numbers."""
+        if self.make_policy().way is not Way.CELLS:
+            return self
+        budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
+        return self if budget == self.budget else replace(self, budget=budget)
 
     def footprint(self, plain: Footprint) -> Footprint:
         """What holds for a sequence so compressed where `plain` holds for one that is not."""

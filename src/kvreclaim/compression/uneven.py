@@ -90,6 +90,7 @@ def choose_uneven(
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
     """
+    assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
     scores = _scores(compressor, questions, firsts)
     return [_choice(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)]

@@ -87,10 +87,7 @@ class BatchRunner:
                 said, outcomes = self._run_free(task, items, configs, said, outcomes)
             except InvalidArgumentError as error:  # a policy that needs the future, for one
                 note = f"not run freely: {error}"
-        return [
-            self._result(item, config, s, outcome, note)
-            for item, config, s, outcome in zip(items, configs, said, outcomes, strict=True)
-        ]
+        return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
 
     def _config(self, item: Item, setting: Setting) -> CompressionConfig | None:
         """Of one sequence; tried on the model, so that what cannot run is refused before anything does."""
@@ -198,13 +195,11 @@ class BatchRunner:
     def _blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
-    def _result(
-        self, item: Item, config: CompressionConfig | None, said: _Said, outcome: Outcome, note: str | None
-    ) -> Result:
+    def _result(self, item: Item, said: _Said, outcome: Outcome, note: str | None) -> Result:
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,
-            budget=item.num_tokens if config is None else config.budget,
+            budget=said.metrics.budget or item.num_tokens,
             full_blocks=self._blocks(item.num_tokens),
             timed_tokens=said.timed_tokens,
             elapsed_s=said.elapsed_s,

@@ -19,6 +19,13 @@ from kvreclaim.schedule.protection import kept_prompt_slots
 from kvreclaim.schedule.way import Way
 
 
+def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
+    """The budget that unequal heads are served with, who keep whole blocks: the nearest multiple of the block
+    size, of two the smaller, among those that leave a place beside the protected tokens."""
+    nearest = (budget + (block_size - 1) // 2) // block_size * block_size
+    return max(nearest, (protected // block_size + 1) * block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """How one request's cache grows and shrinks in one engine. All lengths in tokens per layer and KV head.

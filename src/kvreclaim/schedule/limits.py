@@ -17,7 +17,7 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.config import CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.spec import Spec, Value, parse_spec
 from kvreclaim.schedule.way import Way
 
@@ -75,7 +75,10 @@ def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Foot
     """What `policy[:setting=value,…]` lets a sequence hold. Raises: InvalidArgumentError."""
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
-    return replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
+    found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
+    if found.way is not Way.CELLS:
+        return found
+    return replace(found, budget=budget_in_blocks(found.budget, block_size, found.sinks + found.recent))
 
 
 def _split(text: str) -> tuple[str, CompressionSettings]:

@@ -11,7 +11,6 @@ from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
-from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
@@ -97,12 +96,7 @@ def _check_compression(footprint: Footprint, name: str) -> None:
     size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
     uneven, least = footprint.way is Way.CELLS, footprint.least_budget
     problem = None
-    if uneven and budget % size:
-        problem = (
-            f"budget is {budget} tokens, but {name} keeps unequal numbers per head, which are "
-            f"counted in blocks of {size}; pass a multiple, such as {blocks_for(budget, size) * size}"
-        )
-    elif uneven and interval < size:
+    if uneven and interval < size:
         problem = (
             f"interval is {interval} tokens, but under {name} heads trade whole blocks of {size}, "
             f"and would have none to trade after the first pass; raise the interval to at least {size}"

@@ -75,6 +75,8 @@ class CompletionOutput:
 class RequestMetrics:
     """What one request cost and gave back, over all its outputs.
 
+    budget:         tokens per layer and KV head that its compression keeps, or reads, in the blocks of this
+                    engine; None without compression
     tokens_evicted: slots per head whose token left the attention set
     blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
                     below 0 while others hold the shared blocks that it left
@@ -89,6 +91,7 @@ class RequestMetrics:
     queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
+    budget: int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_indexed_tokens: int = 0

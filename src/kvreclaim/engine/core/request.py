@@ -165,6 +165,7 @@ class Request:
     def collect_metrics(self) -> RequestMetrics:
         """Sum the sequences' figures into the request's."""
         m = self.metrics
+        m.budget = None if self.compressor is None else self.compressor.budget
         m.num_prompt_tokens = len(self.prompt_token_ids)
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
         accounts = [seq.account for seq in self.sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from kvreclaim.compression.refusals import STATISTICS, refuse_format
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 
+logger = logging.getLogger(__name__)
+
 
 class Compressors:
     """One compressor for each setting. A file of statistics is read once, on whatever many settings it bears,
@@ -23,7 +26,7 @@ class Compressors:
 
     stats_file: of settings that name none; it need not exist
     select_top: the op that finds the best of each row (Backend.select_top)
-    kv_format:  of the engine's cache
+    kv_format, block_size: of the engine's cache
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Compressors:
         stats_file: Path,
         select_top: Callable[[Tensor, int], Tensor],
         kv_format: KVFormat,
+        block_size: int,
     ) -> None:
         self._facts = facts
         self._kv_format = kv_format
+        self._block_size = block_size
         self._stats_file = stats_file
         self._select_top = select_top
         self._kept: dict[CompressionConfig, Compressor] = {}
@@ -66,7 +71,11 @@ class Compressors:
         refuse_format(config.make_policy(), self._kv_format)
         if config.stats is None and self._stats_file.is_file():
             config = replace(config, stats=self._stats_file)
-        return Compressor(config, self._facts, self._read_stats(config), self._select_top)
+        served = config.in_blocks(self._block_size)
+        if served is not config:
+            text = "%s: a budget of %d tokens is served as %d, in blocks of %d"
+            logger.info(text, config.policy, config.budget, served.budget, self._block_size)
+        return Compressor(served, self._facts, self._read_stats(config), self._select_top)
 
     def _read_stats(self, config: CompressionConfig) -> QueryStats | None:
         """Those of the file that the setting names, if its policy reads them."""

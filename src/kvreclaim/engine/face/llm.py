@@ -69,7 +69,8 @@ class LLM:
         self.loaded, self.stats_file = loaded, stats_file
         self.engine = Engine(loaded, choose_limits(config, loaded.facts))
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
-        self.compressors = Compressors(loaded.facts, stats_file, select_top, kv_format)
+        block_size = self.engine.config.block_size
+        self.compressors = Compressors(loaded.facts, stats_file, select_top, kv_format, block_size)
         self._ids = itertools.count()
         self.compression = compression
         if compression is not None:
