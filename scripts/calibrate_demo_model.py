@@ -1,15 +1,19 @@
-"""Measure a demo model's queries on its own tasks and put the statistics beside its weights."""
+"""Measure a demo model on its own tasks, try candidates on others of them, and put what was found beside its
+weights."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from kvreclaim import demo_model
+from kvreclaim import LLM, demo_model
 from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.engine.face.trial import try_candidates
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
-from kvreclaim.model.loader import load_model
+
+HELD_OUT_SEED = 1_000
+"""Of the first document that is tried: nothing is fitted to one of its kind."""
 
 
 def main() -> None:
@@ -17,17 +21,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=demo_model(), help="folder of the model")
     parser.add_argument("--tasks", nargs="+", choices=DEMO_TASKS, default=LEARNED_TASKS)
     parser.add_argument("--documents", type=int, default=20, help="examples that evaluation never draws")
+    parser.add_argument("--trial", type=int, default=8, help="more of them, to try candidates on")
     parser.add_argument("--tokens", type=int, default=2048, help="of a document")
     parser.add_argument("--centers", type=int, default=16)
     args = parser.parse_args()
-    stats = calibrate(
-        load_model(args.model),
-        calibration_documents(args.documents, args.tokens, args.tasks),
-        num_centers=args.centers,
-        show_progress=True,
-    )
-    stats.save(args.model / STATS_FILE)
+    llm = LLM(args.model, num_blocks=1, max_model_len=1)
+    documents = calibration_documents(args.documents, args.tokens, args.tasks)
+    stats = calibrate(llm.loaded, documents, num_centers=args.centers, show_progress=True)
+    tried = calibration_documents(args.trial, args.tokens, args.tasks, seed=HELD_OUT_SEED)
+    trial = try_candidates(llm, stats, tried, show_progress=True)
+    stats.with_trial(trial).save(args.model / STATS_FILE)
     print(f"{stats.metadata.num_tokens} tokens, {args.centers} centres per head: {STATS_FILE}")
+    print(f"policy auto: {trial.best}")
 
 
 if __name__ == "__main__":

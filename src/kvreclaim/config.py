@@ -18,7 +18,6 @@ KV_CACHE_DTYPE_ALIASES = MappingProxyType(
 )
 """What vLLM and PyTorch call some of them."""
 MAX_BIAS = 100.0
-DEFAULT_POLICY = "query_mixture"
 
 
 def format_name(name: object) -> str:
@@ -215,7 +214,10 @@ class CompressionSettings:
     """
 
     policy: str = option(
-        DEFAULT_POLICY, "Which tokens stay; the KV cache stays whole without.", flags=("--kv-compression",)
+        AUTO,
+        "Which tokens stay: a policy, or auto, the one that calibration found best for the model; the KV "
+        "cache stays whole without.",
+        flags=("--kv-compression",),
     )
     budget: int = option(
         2048, "Tokens kept per layer and KV head.", low=1, unit=" tokens", flags=("--kv-budget",)

@@ -58,3 +58,35 @@ def test_wrong_thresholds_are_one_sentence(text):
     )
     assert result.exit_code == 2
     assert "min_weight is 2.0; it must be a number from 0 to 1" in result.output
+
+
+def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
+    """Without --text, on what every machine has; `--show` says it again."""
+    output = tmp_path / "stats.safetensors"
+    options = ["--max-tokens", "2400", "--trial", "1", "--centers", "2", "--candidates", "random, knorm"]
+    result = CliRunner().invoke(
+        app, ["calibrate", "--model", str(tiny_dir("llama")), "-o", str(output), *options]
+    )
+    assert result.exit_code == 0, result.output
+    trial = QueryStats.load(output).metadata.trial
+    assert trial.policies[-2:] == ("random", "knorm")
+    assert trial.documents == 1
+    again = CliRunner().invoke(app, ["calibrate", "--show", str(output)])
+    assert again.exit_code == 0, again.output
+    assert f"policy auto: {trial.best}" in again.stdout
+    assert again.stdout.splitlines() == [
+        line for line in result.stdout.splitlines() if line in again.stdout.splitlines()
+    ]
+
+
+def test_no_file_is_one_sentence():
+    result = CliRunner().invoke(app, ["calibrate", "--model", "demo"])
+    assert result.exit_code == 2
+    assert "add --output FILE.safetensors" in result.output
+
+
+def test_a_text_that_the_model_does_not_know_is_refused(tmp_path):
+    output = str(tmp_path / "stats.safetensors")
+    result = CliRunner().invoke(app, ["calibrate", "--model", "demo", "-o", output])
+    assert result.exit_code == 2
+    assert "of the words of the text; pass a text of its own language with --text" in result.output

@@ -97,7 +97,8 @@ def test_calibrate_writes_statistics(tmp_path, example):
     result = run("calibrate", *DEMO, "--text", text, "-o", output, "--centers", 4)
     assert result.exit_code == 0, result.output
     stats = QueryStats.load(output)
-    assert result.stdout.count("concentration R") == stats.metadata.num_layers
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("concentration R by layer: ")]
+    assert len(line.partition(": ")[2].split()) == stats.metadata.num_layers
     assert stats.metadata.num_centers == 4
     assert stats.metadata.num_tokens > 900
     prompt = ("generate", *DEMO, "--prompt", "GO L8 START c3 ash .", "--kv-compression", "triattention")

@@ -29,7 +29,7 @@ def test_defaults_and_positional_order():
     assert (config.policy, config.budget, config.interval, config.sinks) == ("knorm", 300, 64, 2)
     assert (config.recent, config.protect_prompt, config.stats) == (10, True, "file.pt")
     default = CompressionConfig()
-    assert (default.policy, default.budget, default.interval) == ("query_mixture", 2048, 128)
+    assert (default.policy, default.budget, default.interval) == ("auto", 2048, 128)
     assert (default.sinks, default.recent, default.protect_prompt) == (4, 128, False)
     assert default.mode is default.stats is None
 
@@ -78,6 +78,10 @@ def test_statistics_are_a_path_or_themselves(stats):
         ({"policy": "evict-only(knorm)", "options": {"inner": 1}}, "no option 'inner'"),
         ({"policy": "triattention", "options": {"aggregate": "sum"}}, "must be one of mean, max"),
         ({"policy": "triattention", "options": {"use_trig": "no"}}, "true or false"),
+        (
+            {"policy": "auto", "options": {"keep": "large"}},
+            "options belong to a policy, and policy is 'auto'",
+        ),
         ({"options": {"offsets": []}}, "non-empty list"),
         ({"options": {"offsets": "16"}}, "non-empty list"),
         ({"options": {"offsets": [1, -2]}}, "an entry of query_mixture option 'offsets' is -2"),
@@ -89,7 +93,7 @@ def test_statistics_are_a_path_or_themselves(stats):
 )
 def test_every_mistake_is_named(fields, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
-        CompressionConfig(**fields)
+        CompressionConfig(**{"policy": "query_mixture", **fields})
     assert str(caught.value).endswith(".")
 
 

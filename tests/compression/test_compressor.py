@@ -48,7 +48,7 @@ class TestStatistics:
     def test_come_from_the_argument_the_config_or_its_file(self, tmp_path):
         stats = query_stats(FACTS)
         stats.save(tmp_path / "s.safetensors")
-        config = CompressionConfig(budget=6, sinks=1, recent=2)
+        config = CompressionConfig("query_mixture", budget=6, sinks=1, recent=2)
         given_each_way = [
             Compressor(config, FACTS, stats),
             Compressor(dataclasses.replace(config, stats=stats), FACTS),
@@ -71,7 +71,7 @@ class TestStatistics:
     def test_of_each_layer_serve_any_number_of_compressors(self):
         stats = query_stats(FACTS)
         ready = tuple(stats.layer(n) for n in range(3))
-        config = CompressionConfig(budget=6, sinks=1, recent=2, stats="absent.safetensors")
+        config = CompressionConfig("query_mixture", budget=6, sinks=1, recent=2, stats="absent.safetensors")
         compressor = Compressor(config, FACTS, ready)
         assert all(compressor.stats_of(n) is ready[n] for n in range(3))
         kept = Compressor(dataclasses.replace(config, stats=stats), FACTS).choose(kv(12), 12, 0, 12)
@@ -98,7 +98,7 @@ class TestStatistics:
             bare = dataclasses.replace(FACTS.layers[1], rope=None)
             facts, reason = dataclasses.replace(FACTS, layers=(FACTS.layers[0], bare)), "layer 1"
         with pytest.raises(InvalidArgumentError, match=reason):
-            Compressor(CompressionConfig(), facts, stats)
+            Compressor(CompressionConfig("query_mixture"), facts, stats)
         Compressor(CompressionConfig("knorm"), facts, stats)
 
     def test_reach_each_layer(self):
@@ -106,7 +106,7 @@ class TestStatistics:
         stats = query_stats(FACTS)
         order = [1, 0, 2]
         swapped = QueryStats(stats.metadata, *(getattr(stats, name)[order] for name in TENSORS))
-        config = CompressionConfig(budget=6, sinks=1, recent=2)
+        config = CompressionConfig("query_mixture", budget=6, sinks=1, recent=2)
         kept = Compressor(config, FACTS, stats).choose(kv(12), 12, 0, 12)
         other = Compressor(config, FACTS, swapped).choose(lambda n: kv(12)(order[n]), 12, 0, 12)
         assert torch.equal(other, kept[order])
@@ -144,7 +144,9 @@ class TestChoose:
         assert calls == []
 
     def test_repeats_exactly(self):
-        compressor = Compressor(CompressionConfig(budget=6, sinks=1, recent=2), FACTS, query_stats(FACTS))
+        compressor = Compressor(
+            CompressionConfig("query_mixture", budget=6, sinks=1, recent=2), FACTS, query_stats(FACTS)
+        )
         assert torch.equal(compressor.choose(kv(12), 12, 0, 40), compressor.choose(kv(12), 12, 0, 40))
 
     @pytest.mark.parametrize(

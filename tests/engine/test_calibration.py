@@ -125,7 +125,7 @@ class TestReadDocuments:
         def read(text: str, **limits) -> list[str]:
             file = tmp_path / "text.txt"
             file.write_text(text, encoding="utf-8")
-            documents = read_documents(loaded, file, **{"max_tokens": 1000, **limits})
+            documents = read_documents(loaded, file, **{"max_tokens": 1000, "context": 8192, **limits})
             assert all(documents)
             return [loaded.tokenizer.decode(document) for document in documents]
 
@@ -170,11 +170,11 @@ class TestReadDocuments:
         if content is not None:
             (tmp_path / "text.txt").write_bytes(content)
         with pytest.raises(InvalidArgumentError, match="cannot be read"):
-            read_documents(load("llama", tiny_dir), tmp_path / "text.txt", max_tokens=10)
+            read_documents(load("llama", tiny_dir), tmp_path / "text.txt", max_tokens=10, context=10)
 
     def test_a_model_without_tokenizer_reads_no_text(self, tiny_dir, tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="has no tokenizer"):
-            read_documents(load("qwen3", tiny_dir), tmp_path / "text.txt", max_tokens=10)
+            read_documents(load("qwen3", tiny_dir), tmp_path / "text.txt", max_tokens=10, context=10)
 
 
 def paid_the_first_copy(model, document: list[int]) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvreclaim.compression import CompressionConfig, policy_names
+from kvreclaim.compression.trial import Outcome, Said, Trial
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, is_bounded
+from kvreclaim.testing.toys import model_facts, query_stats
 
 PLAIN = {"policy": "streaming_llm", "budget": 512, "interval": 64}
 FULL = PLAIN | {
@@ -212,3 +214,39 @@ def test_most_tokens_is_budget_interval_and_a_chunk() -> None:
     assert whole.bound(32, 2048) is None
     assert not is_bounded(whole.settings)
     assert read().bound(32, 256) == 512 + 63 + 256
+
+
+class TestAuto:
+    """The best of the trial that goes inside vLLM; other processes are told its name."""
+
+    @pytest.fixture
+    def file(self, tmp_path) -> str:
+        def outcome(policy: str, once: float) -> Outcome:
+            return Outcome(
+                policy=policy, fraction=0.2, budget=64, once=once, once_right=0, again=1, again_right=0
+            )
+
+        losses = {"shares(surrogate)": 1.0, "knorm(keep=large)": 1.2, "query_mixture": 1.1, "snapkv": 1.05}
+        rows = tuple(outcome(policy, loss) for policy, loss in losses.items())
+        full = Said(once=1, once_right=0, again=1, again_right=0)
+        found = Trial(documents=1, tokens=320, full=full, outcomes=rows)
+        path = tmp_path / "trial.safetensors"
+        query_stats(model_facts(2)).with_trial(found).save(path)
+        return str(path)
+
+    def test_is_the_best_with_equal_heads_that_vllm_has_all_for(self, file) -> None:
+        options = read(policy="auto", stats=file)
+        assert options.settings.policy == options.as_json()["policy"] == "query_mixture"
+        assert Options.read({"budget": 512, "stats": file}, "the test").settings.policy == "query_mixture"
+        asked = options.of_request({"kv_compression": {"policy": "auto", "budget": 300}})
+        assert (asked.policy, asked.budget) == ("query_mixture", 300)
+
+    def test_without_statistics_or_trial_says_what_to_name(self, tmp_path) -> None:
+        with pytest.raises(InvalidArgumentError, match=r'no statistics are named: name a file .* as "stats"'):
+            read(policy="auto")
+        path = tmp_path / "bare.safetensors"
+        query_stats(model_facts(2)).save(path)
+        with pytest.raises(
+            InvalidArgumentError, match="hold no trial, which policy auto needs; name a policy"
+        ):
+            read(policy="auto", stats=str(path))

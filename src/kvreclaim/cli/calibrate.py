@@ -1,17 +1,27 @@
-"""`kvreclaim calibrate`: statistics of a model, for the policies that read them."""
+"""`kvreclaim calibrate`: statistics of a model, and which policy they make its best."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
+from kvreclaim.checks import require
 from kvreclaim.cli.options import Device, DType, ModelOption, model_of
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
+
+if TYPE_CHECKING:
+    from kvreclaim.compression import QueryStats
+    from kvreclaim.compression.trial import Trial
+    from kvreclaim.engine.face.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +29,8 @@ class Reading:
     """What is read of the text."""
 
     max_tokens: int = option(32_768, "Tokens of the text that are read.", low=1)
-    context: int | None = option(None, "Tokens per window of the text.", low=1)
+    trial: int = option(4, "Documents held out of them to try the candidates on; 0: no trial.", low=0)
+    candidates: tuple[str, ...] = option((), "Policies to try; more or others than those tried anyway.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -41,10 +52,21 @@ class Measuring:
 
 @takes
 def calibrate(
-    text: Annotated[Path, typer.Option(help='UTF-8 text; a line "---" begins a new document.')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file to write.")],
     reading: Annotated[Reading, Takes(config=Reading)],
     measuring: Annotated[dict[str, Any], Takes(config=Measuring, build=dict)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The .safetensors file to write.")
+    ] = None,
+    show: Annotated[
+        Path | None, typer.Option(help="Print what such a file says of the trial, and measure nothing.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help='UTF-8 text; a line "---" begins a new document. Where not said: documentation inside '
+            "Python's standard library."
+        ),
+    ] = None,
     model: ModelOption = None,
     covariance: Annotated[
         bool | None,
@@ -56,23 +78,103 @@ def calibrate(
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure a model's queries before rotation and fit its surrogate, for the policies that read them."""
+    """Measure a model once for the policies that read statistics, and find the policy that is best for it."""
     from kvreclaim.compression import QueryStats
-    from kvreclaim.engine.face.calibration import calibrate as measure
-    from kvreclaim.engine.face.calibration import read_documents
-    from kvreclaim.model.loader import hide_progress_bars, load_model
+    from kvreclaim.engine.face.llm import LLM
+    from kvreclaim.model.loader import hide_progress_bars
 
-    hide_progress_bars()
-    QueryStats.check_target(output)
-    loaded = load_model(model_of(model), dtype=dtype, device=device)
-    documents = read_documents(loaded, text, **asdict(reading))
-    stats = measure(loaded, documents, show_progress=True, covariance=covariance, **measuring)
-    stats.save(output)
     console = Console()
-    for layer, value in enumerate(stats.mean_concentration([x.rope for x in loaded.facts.layers]).tolist()):
-        console.print(f"layer {layer:3d}  concentration R {value:.3f}")
+    if show is not None:
+        _show(console, QueryStats.load(show))
+        return
+    require(output is not None, "no file is named to write; add --output FILE.safetensors.")
+    assert output is not None
+    QueryStats.check_target(output)
+    hide_progress_bars()
+    llm = LLM(model_of(model), dtype=dtype, device=device, num_blocks=1, max_model_len=1)
+    stats = _measure(llm, text, reading, {"covariance": covariance, **measuring}, console)
+    stats.save(output)
+    found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()
+    console.print(f"concentration R by layer: {' '.join(f'{value:.3f}' for value in found)}")
+    _show(console, stats)
+    console.print(f"[green]{output}[/green]: {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _measure(
+    llm: LLM, text: Path | None, reading: Reading, measuring: dict[str, Any], console: Console
+) -> QueryStats:
+    """Statistics of one part of the text, and a trial on another."""
+    from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
+    from kvreclaim.engine.face import trial
+    from kvreclaim.engine.face.calibration import calibrate as measure
+    from kvreclaim.engine.face.calibration import held_out, read_documents
+
+    found = read_documents(
+        llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
+    )
+    documents, tried = held_out(found, reading.trial)
+    candidates = tuple(dict.fromkeys((*CANDIDATES, *reading.candidates)))
+    _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), console)
+    stats = measure(llm.loaded, documents, show_progress=True, **measuring)
+    if not tried:
+        return stats
+    found_best = trial.try_candidates(llm, stats, tried, candidates=candidates, show_progress=True)
+    return stats.with_trial(found_best)
+
+
+def _announce(
+    llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, console: Console
+) -> None:
+    """How long it will take, from one forward pass."""
+    from kvreclaim.engine.face.trial import num_tokens
+    from kvreclaim.model.capture import capture_queries
+
+    started = time.perf_counter()
+    capture_queries(llm.loaded, [documents[0]], lambda *_: None)
+    per_token = (time.perf_counter() - started) / len(documents[0])
+    fitted = sum(map(len, documents))
+    tokens = 3 * fitted + sum(num_tokens(1, len(document), num_settings) for document in tried)
+    console.print(
+        f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
+        f"{max(1, math.ceil(tokens * per_token / 60))} min"
+    )
+
+
+def _show(console: Console, stats: QueryStats) -> None:
     found = stats.metadata
     owner = "KV head" if found.shared_centers else "head"
     extra = ", with covariance" if found.covariance else ""
     extra += ", with a surrogate" if found.features else ", without a surrogate"
-    console.print(f"{found.num_tokens} tokens, {found.num_centers} centres per {owner}{extra}: {output}")
+    extra += ", with shares of heads" if found.fractions else ", without shares of heads"
+    console.print(
+        f"{found.model_name}: {found.num_tokens} tokens, {found.num_centers} centres per {owner}{extra}"
+    )
+    if found.trial is None:
+        console.print("no trial: policy auto needs one (longer text, or --trial above 0)")
+    else:
+        _show_trial(console, found.trial)
+
+
+def _show_trial(console: Console, trial: Trial) -> None:
+    full = trial.full
+    table = Table("policy", title=f"trial: {trial.documents} held-out documents, {trial.tokens} tokens")
+    for name in ("kept", "goes on: nats lost", "said again: nats lost", "right, of the full cache's", "loss"):
+        table.add_column(name, justify="right")
+    table.add_row("full", "100%", f"({full.once:.3f})", f"({full.again:.3f})", f"({full.again_right:.3f})")
+    for policy in trial.ranked:
+        for row in (row for row in trial.outcomes if row.policy == policy):
+            right = row.again_right / full.again_right if full.again_right else math.nan
+            table.add_row(
+                policy,
+                f"{row.fraction:.0%}",
+                f"{row.once - full.once:+.3f}",
+                f"{row.again - full.again:+.3f}",
+                f"{right:.1%}",
+                f"{trial.loss(policy):.3f}",
+            )
+    console.print(table)
+    for policy, reason in trial.refused.items():
+        console.print(f"not tried: {policy}: {reason}", markup=False)
+    if not trial.reads_back:
+        console.print("said again does not count: with all of its cache the model does not read it back")
+    console.print(f"policy auto: [bold]{trial.best}[/bold]")

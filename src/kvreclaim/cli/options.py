@@ -54,7 +54,7 @@ def compression_of(policy: str | None = None, **settings: Any) -> CompressionCon
     if settings:
         raise InvalidArgumentError(
             f"{', '.join(settings)} set for the KV compression, but no policy is; "
-            "add --kv-compression, for example --kv-compression query_mixture."
+            "add --kv-compression, for example --kv-compression auto."
         )
     return None
 

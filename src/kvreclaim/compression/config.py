@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvreclaim.checks import check_choice
+from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.compression.stats import QueryStats
-from kvreclaim.config import CompressionSettings
+from kvreclaim.compression.stats import RECALIBRATE, QueryStats
+from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.way import Way
@@ -25,7 +25,8 @@ StatsSource = str | os.PathLike[str] | QueryStats
 class CompressionConfig(CompressionSettings):
     """How the KV cache of a sequence is compressed.
 
-    policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)"
+    policy:         which tokens stay, as docs/policies.md writes it: "knorm", "segments(snapkv, n=4)";
+                    "auto": the best of the trial in the statistics, see resolved
     budget:         tokens kept per layer and KV head by a compression; more than sinks + recent. Where heads
                     keep unequal numbers, whole blocks each, it is rounded (footprint.budget_in_blocks), and
                     RequestMetrics.budget is what was used
@@ -61,6 +62,9 @@ class CompressionConfig(CompressionSettings):
         if not isinstance(self.options, Mapping):
             raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
         object.__setattr__(self, "options", dict(self.options))
+        if self.policy == AUTO:
+            require(not self.options, "options belong to a policy, and policy is 'auto'; name one, or none.")
+            return
         policy = self.make_policy()
         if policy.way in (Way.BLOCKS, Way.CELLS, Way.READS) and self.mode not in (None, policy.default_mode):
             raise InvalidArgumentError(
@@ -68,8 +72,30 @@ class CompressionConfig(CompressionSettings):
                 "leave mode out."
             )
 
+    def resolved(self, stats: QueryStats | None, whose: str) -> CompressionConfig:
+        """With a policy that has a name of its own in the place of "auto"; itself otherwise.
+
+        stats: of the model; whose: what an error calls it
+
+        Raises: InvalidArgumentError where nothing says which policy is best.
+        """
+        if self.policy != AUTO:
+            return self
+        trial = None if stats is None else stats.metadata.trial
+        if trial is None:
+            lack = "there are no statistics" if stats is None else "the statistics hold no trial"
+            raise InvalidArgumentError(
+                f"policy auto is what calibration finds best, and {lack} of {whose}; {RECALIBRATE}, "
+                "or name a policy, such as streaming_llm."
+            )
+        return replace(self, policy=trial.best)
+
     def make_policy(self) -> CompressionPolicy:
-        """The policy with its options."""
+        """The policy with its options. Raises: InvalidArgumentError for one that is not resolved."""
+        require(
+            self.policy != AUTO,
+            "policy auto is known where the model's statistics are; name a policy, such as streaming_llm.",
+        )
         return make_policy(self.policy, self.options)
 
     def in_blocks(self, block_size: int) -> CompressionConfig:

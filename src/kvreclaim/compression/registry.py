@@ -32,7 +32,6 @@ from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
-from kvreclaim.config import DEFAULT_POLICY
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
@@ -128,8 +127,7 @@ def _build(spec: Spec, options: Mapping[str, object]) -> CompressionPolicy:
         for option in given.keys() & options.keys():
             raise InvalidArgumentError(f"policy {cls.name} is given the option {option!r} twice; keep one.")
         return cls(**_known_options(cls, {**given, **options}))
-    default = cls.default_inner if issubclass(cls, Wrapper) else DEFAULT_POLICY
-    inner = given.get(_WRAPPED, default)
+    inner = given.get(_WRAPPED, getattr(cls, "default_inner", Wrapper.default_inner))
     if isinstance(inner, str):
         inner = Spec(inner)
     if not isinstance(inner, Spec):

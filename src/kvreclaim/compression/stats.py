@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvreclaim.compression.public_stats import read_public_stats
+from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.rope import RopeLayout, to_bands
@@ -34,6 +35,7 @@ class StatsMetadata(BaseModel):
     covariance:     the covariance of the queries is there
     features:       numbers of a cached token that the surrogate weighs; 0: it is not there
     fractions:      of a text, falling, for which shares of heads are there; empty: they are not
+    trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -52,6 +54,7 @@ class StatsMetadata(BaseModel):
     covariance: bool = False
     features: NonNegativeInt = 0
     fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
+    trial: Trial | None = None
     source: str
 
     @property
@@ -163,6 +166,10 @@ class QueryStats:
             meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
             **{name: tensor[:, own.get(name, heads)] for name, tensor in self._present().items()},
         )
+
+    def with_trial(self, trial: Trial) -> QueryStats:
+        """The same, with what a trial has found."""
+        return replace(self, metadata=self.metadata.model_copy(update={"trial": trial}))
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""

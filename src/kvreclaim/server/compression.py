@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from kvreclaim.checks import require
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.config import AUTO
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import KVCompression
 
 
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What the policy auto is for the served model; error: why it is none."""
+
+    policy: str | None
+    error: KVReclaimError | None
+
+    @classmethod
+    def of(cls, llm: LLM) -> Auto:
+        """By the server's own statistics; reads a file."""
+        own = CompressionConfig() if llm.compression is None else llm.compression
+        try:
+            return cls(llm.resolved(dataclasses.replace(own, policy=AUTO, options={})).policy, None)
+        except KVReclaimError as error:
+            return cls(None, error)
+
+    def named(self) -> str:
+        """Raises: KVReclaimError."""
+        if self.policy is None:
+            assert self.error is not None
+            raise self.error
+        return self.policy
+
+
 def compression_of(
-    given: KVCompression | None, own: CompressionConfig | None, limits: ServerConfig
+    given: KVCompression | None, own: CompressionConfig | None, auto: Auto, limits: ServerConfig
 ) -> CompressionConfig | None:
     """None takes the server's own settings. What is left out comes from these, if they are of the same
     policy; statistics always do. Raises: ApiError 400."""
@@ -21,6 +48,8 @@ def compression_of(
         return None
     fields = given.model_dump(exclude_none=True)
     try:
+        if fields.get("policy", AUTO if own is None else own.policy) == AUTO:
+            fields["policy"] = auto.named()
         if own is None:
             settings = CompressionConfig(**fields)
         elif fields.get("policy", own.policy) == own.policy:
@@ -28,7 +57,7 @@ def compression_of(
         else:
             settings = CompressionConfig(**fields, stats=own.stats)
         check_limits(settings, own, limits)
-    except InvalidArgumentError as error:
+    except KVReclaimError as error:
         raise ApiError(400, f"kv_compression: {error}", "kv_compression") from error
     return settings
 

@@ -20,7 +20,7 @@ from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
 from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.engine.face.stream import RequestStream, Update
-from kvreclaim.server.compression import compression_of
+from kvreclaim.server.compression import Auto, compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
@@ -49,6 +49,7 @@ class Service:
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
+        self.auto = Auto.of(engine.llm)
         self.draining = asyncio.Event()
         self.started_s = time.time()
         self.requests_of: dict[str, list[EngineRequest]] = {}
@@ -100,7 +101,7 @@ class Service:
 
     def compression(self, given: KVCompression | None) -> CompressionConfig | None:
         """What a request's `kv_compression` says; None: the server's own. Raises: ApiError 400."""
-        return compression_of(given, self.engine.llm.compression, self.config)
+        return compression_of(given, self.engine.llm.compression, self.auto, self.config)
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:

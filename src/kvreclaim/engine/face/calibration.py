@@ -12,44 +12,72 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvreclaim import texts
 from kvreclaim.checks import check_int
 from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
 from kvreclaim.compression.surrogate import SurrogateFit
+from kvreclaim.engine.face.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import NEAR, capture_queries, say_twice
 from kvreclaim.model.loader import LoadedModel
 
 SURROGATE_PIECES, SURROGATE_TOKENS = 16, 1024
 LEAST_TOKENS = 2 * NEAR
+MAX_UNKNOWN = 0.1
+"""Share of unknown words above which a text is in another language than the model's."""
 
 
 def read_documents(
-    loaded: LoadedModel, path: str | os.PathLike[str], *, max_tokens: int, context: int | None = None
+    loaded: LoadedModel, path: str | os.PathLike[str] | None, *, max_tokens: int, context: int
 ) -> list[list[int]]:
-    """Cut a UTF-8 text file into token windows of at most `context` tokens (None: the model's limit,
-    at most 8,192), until max_tokens are reached. A line that holds only "---" begins a new document.
+    """Cut a UTF-8 text file into token windows of at most `context` tokens, or of the model's limit, until
+    max_tokens are reached. A line that holds only "---" begins a new document. None: text that every machine
+    has (texts.prose).
 
-    Raises: InvalidArgumentError if the file is missing, not text, or empty.
+    Raises: InvalidArgumentError if the file is missing, not text or empty, or the model does not know it.
     """
     if loaded.tokenizer is None:
         raise InvalidArgumentError(f"{loaded.facts.name} has no tokenizer; it cannot read a text file.")
+    context = min(context, loaded.facts.max_position)
+    documents: list[list[int]] = []
+    left = max_tokens
+    for part in re.split(r"^---(?:\n|$)", _text(path), flags=re.MULTILINE):
+        tokens = loaded.tokenizer.encode(part.removesuffix("\n"))[:left] if left else []
+        documents += [tokens[i : i + context] for i in range(0, len(tokens), context)]
+        left -= len(tokens)
+    named = "the text" if path is None else f"calibration text {os.fspath(path)!r}"
+    if not documents:
+        raise InvalidArgumentError(f"{named} is empty; pass coherent text.")
+    tokens = [token for document in documents for token in document]
+    unknown = tokens.count(loaded.tokenizer.unk_token_id) / len(tokens)
+    if unknown > MAX_UNKNOWN:
+        raise InvalidArgumentError(
+            f"{loaded.facts.name!r} does not know {unknown:.0%} of the words of {named}; pass a text of "
+            "its own language with --text."
+        )
+    return documents
+
+
+def _text(path: str | os.PathLike[str] | None) -> str:
+    if path is None:
+        return texts.prose().calibration
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
             f"calibration text {os.fspath(path)!r} cannot be read: {error}."
         ) from error
-    context = min(context or 8192, loaded.facts.max_position)
-    documents: list[list[int]] = []
-    left = max_tokens
-    for part in re.split(r"^---(?:\n|$)", text, flags=re.MULTILINE):
-        tokens = loaded.tokenizer.encode(part.removesuffix("\n"))[:left] if left else []
-        documents += [tokens[i : i + context] for i in range(0, len(tokens), context)]
-        left -= len(tokens)
-    if not documents:
-        raise InvalidArgumentError(f"calibration text {os.fspath(path)!r} is empty; pass coherent text.")
-    return documents
+
+
+def held_out(documents: Sequence[list[int]], count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Documents to fit to, and up to `count` for a trial, evenly among those that are long enough for one; at
+    most every third of these."""
+    fit = [n for n, document in enumerate(documents) if len(document) >= LEAST_TRIAL]
+    count = min(count, len(fit) // 3)
+    chosen = {fit[(2 * i + 1) * len(fit) // (2 * count)] for i in range(count)}
+    rest = [document for n, document in enumerate(documents) if n not in chosen]
+    return rest, [documents[n] for n in sorted(chosen)]
 
 
 @torch.inference_mode()

@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 
 from torch import Tensor
 
 from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
-from kvreclaim.compression.config import MAX_KEPT
+from kvreclaim.compression.config import MAX_KEPT, StatsSource
 from kvreclaim.compression.refusals import STATISTICS, refuse_format
+from kvreclaim.config import AUTO
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 
@@ -44,7 +45,7 @@ class Compressors:
         self._select_top = select_top
         self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
-        self._making, self._looking = Lock(), Lock()
+        self._making, self._looking = RLock(), Lock()
 
     def kept(self, config: CompressionConfig) -> Compressor | None:
         """The setting's compressor if it has been made and is kept still; never waits for one to be made."""
@@ -67,21 +68,41 @@ class Compressors:
                         del self._kept[next(iter(self._kept))]
             return compressor
 
+    def resolved(self, config: CompressionConfig) -> CompressionConfig:
+        """The setting with the policy that the model's statistics name where it says "auto"; it may read a
+        file the first time.
+
+        Raises: InvalidArgumentError, StatsMismatchError.
+        """
+        if config.policy != AUTO:
+            return config
+        with self._making:
+            source = self._source(config)
+            stats = None if source is None else self._read(source)
+        if stats is not None:
+            stats.check_model(self._facts)
+        return config.resolved(stats, repr(self._facts.name))
+
     def _make(self, config: CompressionConfig) -> Compressor:
-        refuse_format(config.make_policy(), self._kv_format)
-        if config.stats is None and self._stats_file.is_file():
-            config = replace(config, stats=self._stats_file)
-        served = config.in_blocks(self._block_size)
-        if served is not config:
+        config = self.resolved(config)
+        policy, source = config.make_policy(), self._source(config)
+        refuse_format(policy, self._kv_format)
+        stats = self._read(source) if source is not None and policy.needs & STATISTICS else None
+        served = replace(config, stats=source).in_blocks(self._block_size)
+        if served.budget != config.budget:
             text = "%s: a budget of %d tokens is served as %d, in blocks of %d"
             logger.info(text, config.policy, config.budget, served.budget, self._block_size)
-        return Compressor(served, self._facts, self._read_stats(config), self._select_top)
+        return Compressor(served, self._facts, stats, self._select_top)
 
-    def _read_stats(self, config: CompressionConfig) -> QueryStats | None:
-        """Those of the file that the setting names, if its policy reads them."""
-        source = config.stats
-        if source is None or isinstance(source, QueryStats) or not config.make_policy().needs & STATISTICS:
-            return None
+    def _source(self, config: CompressionConfig) -> StatsSource | None:
+        """Of a setting's statistics: its own, or the file beside the weights if there is one."""
+        if config.stats is None and self._stats_file.is_file():
+            return self._stats_file
+        return config.stats
+
+    def _read(self, source: StatsSource) -> QueryStats:
+        if isinstance(source, QueryStats):
+            return source
         name = os.fspath(source)
         if name not in self._stats:
             self._stats[name] = QueryStats.load(source).to(self._facts.device)

@@ -72,9 +72,9 @@ class LLM:
         block_size = self.engine.config.block_size
         self.compressors = Compressors(loaded.facts, stats_file, select_top, kv_format, block_size)
         self._ids = itertools.count()
-        self.compression = compression
-        if compression is not None:
-            self.compressor(compression)
+        self.compression = None if compression is None else self.resolved(compression)
+        if self.compression is not None:
+            self.compressor(self.compression)
 
     def sibling(self, **changes: Any) -> LLM:
         """Another engine over the same weights, with a pool of its own until nothing refers to it.
@@ -242,6 +242,11 @@ class LLM:
             continuation=continuation,
             priority=priority,
         )
+
+    def resolved(self, config: CompressionConfig) -> CompressionConfig:
+        """The config with the policy that this model's statistics name where it says "auto"."""
+        _check_type(config, CompressionConfig, "compression")
+        return self.compressors.resolved(config)
 
     def compressor(self, config: CompressionConfig) -> Compressor:
         """The config bound to this model, with the statistics beside the weights if it names none."""

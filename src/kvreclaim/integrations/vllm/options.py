@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
-from kvreclaim.compression import CompressionConfig, CompressionPolicy, Signal
+from kvreclaim.compression import CompressionConfig, CompressionPolicy, QueryStats, Signal, make_policy
 from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.schedule.footprint import Footprint
@@ -82,6 +84,8 @@ class Options:
         assert isinstance(value, Mapping)
         _check_names(value, (*_FIELDS, "stats", "opt_in"), where)
         rest = {name: value[name] for name in value if name in _FIELDS}
+        if rest.get("policy", AUTO) == AUTO:
+            rest["policy"] = _best_that_fits(value.get("stats"), where)
         options = cls(
             _changed(CompressionConfig(), rest, where), value.get("stats"), value.get("opt_in", False)
         )
@@ -120,6 +124,8 @@ class Options:
             "(as JSON text where only text can be sent).",
         )
         _check_names(wanted, _FIELDS, KEY)
+        if wanted.get("policy") == AUTO:
+            wanted = {**wanted, "policy": self.settings.policy}
         if "policy" in wanted and wanted["policy"] != self.settings.policy:
             wanted = {"options": {}, **wanted}
         settings = _changed(self.settings, wanted, KEY)
@@ -191,6 +197,30 @@ def check_policy(policy: CompressionPolicy) -> None:
             not holds,
             f"policy {policy.name!r} {reason}; inside vLLM use {SUPPORTED}.",
         )
+
+
+def _best_that_fits(stats: object, where: str) -> str:
+    """What the policy auto is inside vLLM: the best of the statistics' trial among those with equal heads.
+
+    Raises: InvalidArgumentError, StatsMismatchError.
+    """
+    named = f"; name a policy in {where}, such as streaming_llm."
+    require(
+        isinstance(stats, str),
+        "policy auto is what calibration finds best, and no statistics are named: name a file of `kvreclaim "
+        f'calibrate` as "stats"{named}',
+    )
+    assert isinstance(stats, str)
+    trial = QueryStats.load(stats).metadata.trial
+    require(trial is not None, f"the statistics {stats!r} hold no trial, which policy auto needs{named}")
+    assert trial is not None
+    for policy in trial.ranked:
+        with suppress(InvalidArgumentError):
+            check_policy(make_policy(policy))
+            return policy
+    raise InvalidArgumentError(
+        f"no policy of the trial in {stats!r} goes inside vLLM ({', '.join(trial.ranked)}){named}"
+    )
 
 
 def _unless_full(settings: CompressionConfig) -> CompressionConfig | None:

@@ -15,10 +15,10 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from kvreclaim.compression import CompressionConfig, Compressor, Wrapper, policy_class, policy_names
-from kvreclaim.config import DEFAULT_POLICY
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.server.compression import Auto
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import Feed
@@ -32,7 +32,7 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 INDEX = "index.html"
-CONTROL = f"evict-only({DEFAULT_POLICY})"
+CONTROL = f"evict-only({Wrapper.default_inner})"
 """The same choice without moving anything: what compaction adds is seen beside it."""
 
 
@@ -83,7 +83,7 @@ def install_page(app: FastAPI, service: Service) -> None:
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:
         service = service_of(request)
-        made = await asyncio.to_thread(_compressors, service.engine.llm)
+        made = await asyncio.to_thread(_compressors, service.engine.llm, service.auto)
         return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine, made)))
 
     @router.get("/page/example")
@@ -95,12 +95,14 @@ def install_page(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def _compressors(llm: LLM) -> dict[str, Compressor]:
-    """Of every policy that this model can have, as it is written and with its defaults; reads files."""
+def _compressors(llm: LLM, auto: Auto) -> dict[str, Compressor]:
+    """Of every policy that this model can have, as it is written and with its defaults, the one that auto
+    stands for first; reads files."""
     made = {}
-    for name in (DEFAULT_POLICY, CONTROL, *policy_names()):
+    first = (auto.policy or Wrapper.default_inner, CONTROL)
+    for name in (*first, *policy_names()):
         with suppress(KVReclaimError):
-            if name == CONTROL or (name != "full" and not issubclass(policy_class(name), Wrapper)):
+            if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
                 made[name] = llm.compressor(CompressionConfig(name))
     return made
 

@@ -1,0 +1,104 @@
+"""What became of a model's held-out documents under candidate policies, and which of them is its best.
+
+Neither of equal and unequal heads, neither of learned scores and mixtures of queries is right for all models,
+so calibration tries them and the statistics file holds what it has found.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+
+CANDIDATES = (
+    "shares(surrogate)",
+    "query_mixture",
+    "triattention",
+    "knorm(keep=large)",
+    "streaming_llm",
+)
+"""What is tried where nothing else is asked for; of equals the first is taken."""
+FRACTIONS = (0.2, 0.1)
+"""Of a document that stays."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Said(_Frozen):
+    """What the model gave to tokens: nats below certainty, mean over them; share of them it said itself.
+
+    The document goes on (`once`), and stretches of it are said again (`again`).
+    """
+
+    once: FiniteFloat
+    once_right: float = Field(ge=0, le=1)
+    again: FiniteFloat
+    again_right: float = Field(ge=0, le=1)
+
+
+class Outcome(Said):
+    """The same under a policy that keeps a fraction of the document; budget in tokens, mean."""
+
+    policy: str
+    fraction: float = Field(gt=0, lt=1)
+    budget: float = Field(gt=0)
+
+
+class Trial(_Frozen):
+    """All outcomes beside the full cache's; every policy was tried at every fraction.
+
+    version:   of how documents are cut and what is counted
+    documents: held out from everything that was fitted
+    tokens:    of them, those that stood in the cache when it was compressed
+    refused:   candidates that the model, its engine or its statistics cannot serve, and why
+    """
+
+    version: Literal[1] = 1
+    documents: PositiveInt
+    tokens: PositiveInt
+    full: Said
+    outcomes: tuple[Outcome, ...] = Field(min_length=1)
+    refused: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Trial:
+        cells = {(outcome.policy, outcome.fraction) for outcome in self.outcomes}
+        if len(cells) != len(self.outcomes) or len(cells) != len(self.policies) * len(self.fractions):
+            raise ValueError("a trial has one outcome of every policy at every fraction")
+        return self
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """In the order in which they were tried."""
+        return tuple(dict.fromkeys(outcome.policy for outcome in self.outcomes))
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        return tuple(dict.fromkeys(outcome.fraction for outcome in self.outcomes))
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether the model says what stands in its cache better than what it has not read; one that cannot
+        do so with all of the cache is not judged by it."""
+        return self.full.again < self.full.once
+
+    def lost(self, outcome: Outcome) -> float:
+        """Nats per token against the full cache: going on and, if the model reads back, saying again."""
+        again = outcome.again - self.full.again if self.reads_back else 0.0
+        return outcome.once - self.full.once + again
+
+    def loss(self, policy: str) -> float:
+        """What decides: nats per token lost, mean over the fractions."""
+        return mean(self.lost(outcome) for outcome in self.outcomes if outcome.policy == policy)
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        """The policies, the one with the smallest loss first; equals in the order of the trial."""
+        return tuple(sorted(self.policies, key=self.loss))
+
+    @property
+    def best(self) -> str:
+        return self.ranked[0]

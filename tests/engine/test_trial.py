@@ -1,0 +1,152 @@
+"""A trial measures what serving would do, and its verdict is what `auto` becomes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny
+import torch
+from settings import assert_idle
+from transformers import AutoModelForCausalLM
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.compression import QueryStats
+from kvreclaim.compression.trial import Trial
+from kvreclaim.engine.face.calibration import held_out
+from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.engine.face.trial import num_tokens, try_candidates, window
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+
+DOCUMENTS = tiny.prompts((340, 400), seed=4)
+CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")
+
+
+@pytest.fixture(scope="module")
+def stats(calibrated_dir) -> QueryStats:
+    return QueryStats.load(calibrated_dir("llama") / STATS_FILE)
+
+
+@pytest.fixture(scope="module")
+def found(calibrated_dir, stats) -> Trial:
+    llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=8)
+    return try_candidates(llm, stats, DOCUMENTS, candidates=CANDIDATES)
+
+
+def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
+    """Mean negative log-likelihood of tokens behind a context, and the share that is the likeliest."""
+    with torch.no_grad():
+        rows = model(torch.tensor([context + tokens])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
+    wanted = torch.tensor(tokens)
+    lost = -rows.gather(1, wanted[:, None]).mean()
+    return float(lost), float((rows.argmax(-1) == wanted).double().mean())
+
+
+def test_the_full_caches_row_is_what_transformers_says(found, tiny_dir) -> None:
+    """The last eighth goes on; 64 of every 256 tokens of what stands before are said again."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir("llama"), dtype=torch.float32)
+    rows = []
+    for document in DOCUMENTS:
+        first = len(document) * 7 // 8
+        prompt = document[:first]
+        again = prompt[:64] + prompt[256:320]
+        rows.append((*nats(model, prompt, document[first:]), *nats(model, prompt, again)))
+    once, once_right, again, again_right = torch.tensor(rows).mean(0).tolist()
+    assert found.full.once == pytest.approx(once, abs=1e-4)
+    assert found.full.again == pytest.approx(again, abs=1e-4)
+    assert (found.full.once_right, found.full.again_right) == pytest.approx((once_right, again_right))
+    assert found.tokens == sum(len(document) * 7 // 8 for document in DOCUMENTS)
+
+
+def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, calibrated_dir) -> None:
+    llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
+    (row,) = [row for row in found.outcomes if (row.policy, row.fraction) == ("query_mixture", 0.2)]
+    budgets, lost = [], []
+    for document in DOCUMENTS:
+        prompt = document[: len(document) * 7 // 8]
+        budgets.append(round(len(prompt) * 0.2 / 16) * 16)
+        recent = min(64, (budgets[-1] - 4) // 2)
+        config = CompressionConfig("query_mixture", budgets[-1], 128, 4, recent, stats=stats)
+        (output,) = llm.score([prompt], [document[len(prompt) :]], config)
+        assert output.metrics.tokens_evicted > 0
+        lost.append(-sum(output.logprobs) / len(output.logprobs))
+    assert row.budget == sum(budgets) / 2
+    assert row.once == pytest.approx(sum(lost) / 2, abs=1e-6)
+
+
+def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
+    assert found.policies == ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o")
+    assert "shares" in found.refused["shares(h2o)"]
+    assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
+
+
+def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, make_llm) -> None:
+    llm = make_llm("llama", num_blocks=8)
+    assert try_candidates(llm, stats, DOCUMENTS, candidates=CANDIDATES) == found
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("documents", [[], [[5] * 319]])
+def test_documents_too_short_for_a_tenth_are_refused(documents, stats, make_llm) -> None:
+    with pytest.raises(InvalidArgumentError, match="documents of 320 tokens and more"):
+        try_candidates(make_llm("llama"), stats, documents)
+
+
+def test_nobody_to_try_is_an_error(stats, make_llm) -> None:
+    with pytest.raises(InvalidArgumentError, match="no candidate can run: policy shares keeps"):
+        try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["shares(h2o)"])
+
+
+def test_the_longest_document_can_be_said_again(make_llm) -> None:
+    llm = make_llm("llama")
+    length = window(llm.loaded.facts)
+    prompt = length * 7 // 8
+    assert prompt + -(-prompt // 256) * 64 <= llm.loaded.facts.max_position
+    assert num_tokens(2, 2048, 3) == 2 * (1792 + 3 * (256 + 448))
+
+
+def test_documents_are_held_out_evenly_among_those_that_are_long_enough() -> None:
+    long, short = [[n] * 320 for n in range(9)], [[99] * 319]
+    fit, tried = held_out([*long, *short], 2)
+    assert [document[0] for document in tried] == [2, 6]
+    assert [document[0] for document in fit] == [0, 1, 3, 4, 5, 7, 8, 99]
+    assert [len(tried) for _, tried in (held_out(long, 4), held_out(long, 0), held_out(short, 4))] == [
+        3,
+        0,
+        0,
+    ]
+
+
+class TestAuto:
+    """The default of every face, from the file beside the weights or the one that is named."""
+
+    @pytest.fixture
+    def file(self, tmp_path, stats, found):
+        path = tmp_path / "trial.safetensors"
+        stats.with_trial(found).save(path)
+        return path
+
+    def test_is_the_trials_best_everywhere_behind(self, make_llm, file, found) -> None:
+        config = CompressionConfig(budget=24, interval=8, sinks=2, recent=8, stats=file)
+        llm = make_llm("llama", compression=config)
+        assert llm.compression.policy == found.best
+        assert llm.compressor(config).policy == llm.compressor(llm.compression).policy
+        assert llm.compressor(config).config.policy == found.best
+        greedy = SamplingParams(temperature=0, max_tokens=20)
+        prompts = tiny.prompts((60,), seed=9)
+        auto, named = (
+            llm.generate(prompts, greedy, compression)[0].outputs[0].token_ids
+            for compression in (None, CompressionConfig(found.best, 24, 8, 2, 8, stats=file))
+        )
+        assert auto == named
+
+    def test_without_a_trial_says_what_to_run(self, make_llm, tiny_dir) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"hold no trial of .*run `kvreclaim calibrate`"):
+            make_llm("llama", compression=CompressionConfig())
+        plain = LLM(tiny_dir("llama"), device="cpu", num_blocks=8)
+        with pytest.raises(InvalidArgumentError, match=r"no statistics of .*run `kvreclaim calibrate`"):
+            plain.generate([[5, 6]], compression=CompressionConfig())
+
+    def test_of_another_model_is_refused(self, make_llm, file) -> None:
+        with pytest.raises(StatsMismatchError, match="do not fit the model"):
+            make_llm("qwen3", compression=CompressionConfig(stats=file))
