@@ -100,9 +100,14 @@ def naive(scores, free, floor):
     lengths=st.lists(st.lists(st.integers(6, 12), min_size=2, max_size=2), min_size=1, max_size=3),
     free=st.integers(1, 6),
     floor=st.sampled_from([0.0, 0.3, 1.0]),
+    grain=st.sampled_from([1e-6, 0.5, 3.0]),
 )
-def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor):
-    scores = [[noise(10 * n + h, length) for h, length in enumerate(row)] for n, row in enumerate(lengths)]
+def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor, grain):
+    """Also where many scores are equal, or all of them."""
+    scores = [
+        [(noise(10 * n + h, length) / grain).round() for h, length in enumerate(row)]
+        for n, row in enumerate(lengths)
+    ]
     found = Shares(Knorm(), floor).counts(CountsQuestion(scores, 3, 3 + free, 0))
     assert (found - 3).flatten().tolist() == naive(scores, free, floor)
     assert found.mean().item() == pytest.approx(3 + free)

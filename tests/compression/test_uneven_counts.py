@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from compression_oracles import model_facts, noise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CountsQuestion, LayerSignals, LayerStats, LayerView
+from kvreclaim.compression import (
+    CompressionConfig,
+    Compressor,
+    CountsQuestion,
+    LayerSignals,
+    LayerStats,
+    LayerView,
+    Mode,
+)
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
-from kvreclaim.compression.uneven import head_view, round_to_blocks
+from kvreclaim.compression.select import select
+from kvreclaim.compression.uneven import HeadsQuestion, choose_uneven, head_view, round_to_blocks
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 
@@ -102,3 +114,51 @@ def test_one_head_sees_what_is_its_own():
     assert torch.equal(view.signals.queries, signals.queries[2:4])
     assert torch.equal(view.signals.output_projection, signals.output_projection[2:4])
     assert view.signals.mass is None
+
+
+@given(
+    first=st.booleans(),
+    protect=st.booleans(),
+    any_heads=st.booleans(),
+    prompt=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)
+def test_every_head_keeps_what_selecting_among_its_tiers_gives(first, protect, any_heads, prompt, seed):
+    """All heads at once, from runs of slots, against one head at a time by the tiers of its tokens."""
+    size, facts = 4, model_facts(2)
+    config = CompressionConfig(
+        "ada_kv(knorm(keep=large))", 24, sinks=3, recent=6, protect_prompt=protect, interval=8
+    )
+    compressor = Compressor(config, facts)
+    rng = np.random.default_rng(seed)
+    tokens = np.full((2, 2), 40) if first else rng.integers(24, 60, (2, 2))
+    prompts = np.full((2, 2), min(prompt, 40)) if first else np.minimum(prompt, tokens)
+    keys = [[noise(seed + 2 * n + h, 1, int(tokens[n, h]), 8).round() for h in (0, 1)] for n in (0, 1)]
+
+    def source(layer, head):
+        rows = torch.cat(keys[layer]) if head is None else keys[layer][head]
+        return DenseSource(rows, rows)
+
+    question = HeadsQuestion(source, lambda _: LayerSignals(), tokens, prompts, 60, first)
+    with patch.object(Knorm, "any_heads", any_heads):
+        (choice,) = choose_uneven(compressor, [question], size)
+    assert sum(len(slots) for rows in choice.kept for slots in rows) == 24 * 4
+    for layer, head in np.ndindex(2, 2):
+        kept, held = choice.kept[layer][head], int(tokens[layer, head])
+        scores = torch.linalg.vector_norm(keys[layer][head], dim=-1)[None]
+        tiers = compressor.tiers(held, int(prompts[layer, head]))
+        wanted = select(scores, len(kept), tiers, Mode.PER_LAYER_HEAD)[0, 0]
+        assert kept.tolist() == wanted.tolist()
+
+
+def test_a_score_that_is_no_number_is_refused():
+    facts = model_facts(2)
+    compressor = Compressor(CompressionConfig("shares(knorm)", 24, sinks=3, recent=6), facts)
+    rows = noise(1, 2, 40, 8)
+    rows[1, 20] = torch.nan
+    tokens = np.full((2, 2), 40)
+    question = HeadsQuestion(
+        lambda layer, head: DenseSource(rows, rows), lambda _: LayerSignals(), tokens, 0 * tokens, 40, True
+    )
+    with pytest.raises(InvalidArgumentError, match="a score is NaN"):
+        choose_uneven(compressor, [question], 4)

@@ -22,7 +22,7 @@ from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, re
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.protection import Rules, candidates
 from kvreclaim.schedule.way import Way
@@ -92,6 +92,7 @@ class Compressor:
         alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
+        self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
 
     @property
@@ -190,6 +191,14 @@ class Compressor:
     def stats_of(self, layer: int) -> LayerStats | None:
         """The statistics of one layer, if the policy needs any."""
         return None if self.stats is None else self.stats[layer]
+
+    def of_head(self, layer: int, head: int) -> tuple[LayerFacts, LayerStats | None]:
+        """Facts and statistics of one KV head and its query heads, made once."""
+        if (layer, head) not in self._heads:
+            facts, stats = self.facts.layers[layer], self.stats_of(layer)
+            own = None if stats is None else stats.kv_head(head, facts.num_kv_heads)
+            self._heads[layer, head] = facts.kv_head(head), own
+        return self._heads[layer, head]
 
     def score(self, views: Sequence[LayerView]) -> list[Tensor]:
         """The policy's scores [K, T] of one layer of each sequence.

@@ -159,6 +159,7 @@ class CompressionPolicy(ABC):
     prompt_only:    True if it compresses once, when the prompt has been computed, and never again
     cache_relative: True if a token's position is its slot: keys are turned again when they move
     lifts:          True if it raises some scores within a head, which says nothing between heads
+    any_heads:      True if score_many takes views of one KV head each, of whatever layers
     """
 
     name: ClassVar[str]
@@ -188,6 +189,10 @@ class CompressionPolicy(ABC):
         return False
 
     @property
+    def any_heads(self) -> bool:
+        return False
+
+    @property
     def needs(self) -> frozenset[Signal]:
         """What it must be given; a subclass overrides this with a plain class attribute."""
         return frozenset()
@@ -203,8 +208,9 @@ class CompressionPolicy(ABC):
         are. Pure: no state, clock, log or I/O; depends on nothing but the view."""
 
     def score_many(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """The scores of the same layer of several sequences: for each, to the last bit, what score gives of
-        its view alone. Overridden where work can be shared (see score_all)."""
+        """The scores of the same layer of several sequences, or (any_heads) of several KV heads: for each, to
+        the last bit, what score gives of its view alone. Overridden where work can be shared (see
+        score_all)."""
         return [self.score(view) for view in views]
 
     def counts(self, question: CountsQuestion) -> Tensor:
@@ -283,6 +289,7 @@ class Wrapper(CompressionPolicy):
     prompt_only = _of_inner("prompt_only")
     cache_relative = _of_inner("cache_relative")
     lifts = _of_inner("lifts")
+    any_heads = _of_inner("any_heads")
     needs = _of_inner("needs")
     default_mode = _of_inner("default_mode")
 

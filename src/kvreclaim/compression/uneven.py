@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor, SignalSource
-from kvreclaim.compression.policy import CountsQuestion, LayerView, Mode
-from kvreclaim.compression.select import select
+from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView
+from kvreclaim.compression.select import refuse_nan
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.key_source import KeySource
@@ -101,18 +102,13 @@ def _choice(
 ) -> UnevenChoice:
     recent, tokens = compressor.config.recent, question.tokens
     free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
+    refuse_nan(torch.cat([row for rows in scores for row in rows]).isnan().any())
     asked = CountsQuestion(free, first + recent, compressor.budget, question.logical_len, compressor.stats)
     counts = _checked(compressor, compressor.policy.counts(asked), tokens)
     total = tokens.size * compressor.budget // block_size
     least = blocks_for(first + recent, block_size)
     blocks = round_to_blocks(counts, block_size, least, tokens // block_size, total)
-    kept = [list(rows) for rows in scores]
-    for layer, head in np.ndindex(blocks.shape):
-        prompt_slots, num_kept = (
-            int(question.prompt_slots[layer, head]),
-            int(blocks[layer, head]) * block_size,
-        )
-        kept[layer][head] = _keep(compressor, scores[layer][head], prompt_slots, num_kept)
+    kept = _kept(compressor, question, scores, blocks * block_size)
     return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
 
 
@@ -131,32 +127,33 @@ def _free(first: int, num_tokens: int, recent: int) -> slice:
 
 
 def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> list[Heads]:
-    """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head; each for all
-    sequences at once. firsts: the first slot that may go."""
-    found: list[Heads] = [[] for _ in questions]
-    even = [i for i, question in enumerate(questions) if question.first]
-    uneven = [i for i, question in enumerate(questions) if not question.first]
-    for layer in range(compressor.facts.num_layers):
-        views = [_view(compressor, layer, *each) for each in zip(questions, firsts, strict=True)]
-        for i, scores in zip(even, compressor.score([views[i] for i in even]) if even else (), strict=True):
-            found[i].append(list(scores))
-        for i in uneven:
-            found[i].append([])
-        for head in range(compressor.facts.layers[layer].num_kv_heads if uneven else 0):
-            alone = []
-            for i in uneven:
-                source = questions[i].source(layer, head)
-                span = _free(firsts[i], source.shape[1], compressor.config.recent)
-                alone.append(head_view(views[i], head, source, span))
-            for i, scores in zip(uneven, compressor.score(alone), strict=True):
-                found[i][layer].append(scores[0])
+    """[T] fp32 each: whole layers while all heads hold the same tokens, else head by head, each for all
+    sequences at once; or all heads of all at once, if the policy can. firsts: the first slot that may go."""
+    num_layers, num_heads = compressor.facts.num_layers, compressor.facts.layers[0].num_kv_heads
+    found: list[Heads] = [[[] for _ in range(num_layers)] for _ in questions]
+    together = compressor.policy.any_heads
+    whole = [i for i, question in enumerate(questions) if question.first and not together]
+    alone = [i for i in range(len(questions)) if i not in whole]
+    for layer in range(num_layers if whole else 0):
+        views = [_view(compressor, layer, questions[i], firsts[i]) for i in whole]
+        for i, scores in zip(whole, compressor.score(views), strict=True):
+            found[i][layer] = list(scores)
+    signals = [lru_cache(1)(question.signals) for question in questions]
+    places = [(i, n, h) for n in range(num_layers) for h in range(num_heads) for i in alone]
+    step = len(places) if together else len(alone)
+    for start in range(0, len(places), max(1, step)):
+        some = places[start : start + step]
+        views = [_head_view(compressor, n, h, questions[i], firsts[i], signals[i](n)) for i, n, h in some]
+        for (i, layer, _), scores in zip(some, compressor.score(views), strict=True):
+            found[i][layer].append(scores[0])
     return found
 
 
 def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
+    """Of all heads."""
     return LayerView(
         layer,
-        question.source(layer, None if question.first else 0),
+        question.source(layer, None),
         question.logical_len,
         compressor.facts.layers[layer],
         compressor.stats_of(layer),
@@ -164,6 +161,26 @@ def _view(compressor: Compressor, layer: int, question: HeadsQuestion, first: in
         signals=question.signals(layer),
         first=question.first,
         budget=compressor.budget,
+    )
+
+
+def _head_view(
+    compressor: Compressor, layer: int, head: int, question: HeadsQuestion, first: int, signals: LayerSignals
+) -> LayerView:
+    """Of one head. signals: of all heads of the layer"""
+    source = question.source(layer, head)
+    facts, stats = compressor.of_head(layer, head)
+    return LayerView(
+        layer,
+        source,
+        question.logical_len,
+        facts,
+        stats,
+        _free(first, source.shape[1], compressor.config.recent),
+        signals=head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads),
+        first=question.first,
+        budget=compressor.budget,
+        first_head=head,
     )
 
 
@@ -183,34 +200,54 @@ def _checked(compressor: Compressor, counts: Tensor, tokens: np.ndarray) -> np.n
     return found
 
 
-def _keep(compressor: Compressor, scores: Tensor, prompt_slots: int, num_kept: int) -> Tensor:
-    """[num_kept] ascending slots of one head."""
-    tiers = compressor.tiers(scores.shape[0], prompt_slots)
-    rows = scores[None, None]
-    return select(rows, num_kept, tiers, Mode.PER_LAYER_HEAD, compressor.select_top)[0, 0]
+def _kept(compressor: Compressor, question: HeadsQuestion, scores: Heads, keep: np.ndarray) -> Heads:
+    """The slots that stay, ascending, so many of each head [L, K].
 
-
-def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) -> LayerView:
-    """A view of one KV head and its query heads; what it holds of all heads is sliced, not copied.
-
-    source: of this head, K = 1
+    Protected tokens make a head's slots three runs: those before the rivals stay, and so do those from the
+    recent ones on; the places left go to the best of the rivals between them.
     """
-    facts, stats, signals = view.facts, view.stats, view.signals
-    heads = facts.num_kv_heads
-    own_signals = {
-        field.name: tensor.unflatten(0, (heads, -1))[head]
+    config, tokens = compressor.config, question.tokens
+    places = keep - config.sinks - config.recent
+    last = tokens - config.recent
+    start, end = np.full_like(tokens, config.sinks), last
+    if config.protect_prompt:
+        prompt = np.clip(question.prompt_slots, config.sinks, last)
+        whole = prompt - config.sinks <= places
+        start, end = np.where(whole, prompt, start), np.where(whole, last, prompt)
+        places = np.where(whole, places - (prompt - config.sinks), places)
+    slots = torch.arange(int(tokens.max()), device=scores[0][0].device)
+
+    def of(layer: int, head: int) -> Tensor:
+        begin, stop, recent = (int(x[layer, head]) for x in (start, end, last))
+        rivals = scores[layer][head][None, begin:stop]
+        best = compressor.select_top(rivals, int(places[layer, head]))[0] + begin
+        return torch.cat([slots[:begin], best, slots[recent : int(tokens[layer, head])]])
+
+    return [[of(layer, head) for head in range(len(rows))] for layer, rows in enumerate(scores)]
+
+
+def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
+    """What one KV head and its query heads have of them; sliced, not copied."""
+    own = {
+        field.name: tensor.unflatten(0, (num_kv_heads, -1))[head]
         for field in fields(signals)
         if isinstance(tensor := getattr(signals, field.name), Tensor)
     }
-    softmax, sinks = facts.softmax, facts.softmax.sinks
-    if sinks is not None:
-        softmax = replace(softmax, sinks=sinks.unflatten(0, (heads, -1))[head])
+    return replace(signals, **own) if own else signals
+
+
+def head_view(view: LayerView, head: int, source: KeySource, candidates: slice) -> LayerView:
+    """A view of one KV head and its query heads.
+
+    source: of this head, K = 1
+    """
+    heads = view.facts.num_kv_heads
     return replace(
         view,
         source=source,
-        facts=replace(facts, num_heads=facts.group_size, num_kv_heads=1, softmax=softmax),
-        stats=None if stats is None else stats.kv_head(head, heads),
+        facts=view.facts.kv_head(head),
+        stats=None if view.stats is None else view.stats.kv_head(head, heads),
         candidates=candidates,
-        signals=replace(signals, **own_signals),
+        signals=head_signals(view.signals, head, heads),
         first_head=head,
     )

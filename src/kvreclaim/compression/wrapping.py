@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import Mode, Trait, Wrapper
+from kvreclaim.ops.moving import move
 from kvreclaim.schedule.way import Way
 
 _MARGIN = 2.0**-10
@@ -36,17 +37,26 @@ class Uneven(Wrapper):
 
 def top_counts(heads: Sequence[Tensor], safe: int, places: int) -> Tensor:
     """How many of the best `places` scores belong to each of some heads, after its own best `safe`: [heads]
-    float64. Ties: the first head, the first token."""
-    ranked = [_with_safe(head.detach().cpu(), safe) for head in heads]
-    owner = torch.cat([torch.full((len(head),), k) for k, head in enumerate(ranked)])
-    best = torch.cat(ranked).argsort(descending=True, stable=True)[:places]
-    return torch.bincount(owner[best], minlength=len(heads)).to(torch.float64)
+    float64 on the CPU. Ties: the first head, the first token. No sort: the last score that has a place is
+    found, and all are compared with it.
+
+    heads: [T] each, no NaN
+    """
+    flat = torch.cat([_with_safe(head, safe) if safe else head for head in heads])
+    if places == 0:
+        return torch.zeros(len(heads), dtype=torch.float64)
+    last = flat.kthvalue(len(flat) - places + 1).values
+    owners = torch.arange(len(heads)).repeat_interleave(torch.tensor([len(head) for head in heads]))
+    owners = move(owners, flat.device)
+    above, ties = (owners[mask].bincount(minlength=len(heads)) for mask in (flat > last, flat == last))
+    earlier = ties.cumsum(0) - ties
+    return (above + (places - above.sum() - earlier).clamp(min=0).minimum(ties)).double().cpu()
 
 
 def _with_safe(scores: Tensor, safe: int) -> Tensor:
     """The scores of one head, its best `safe` ones above everything."""
-    order = scores.argsort(descending=True, stable=True)[:safe]
-    return scores.clone().index_fill_(0, order, torch.inf)
+    best = scores.topk(min(safe, len(scores)), sorted=False).indices
+    return scores.clone().index_fill_(0, best, torch.inf)
 
 
 def lift(scores: Tensor, chosen: Tensor, factor: float = 1.0) -> Tensor:

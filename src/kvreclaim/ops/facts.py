@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,13 @@ class LayerFacts:
     def key_dims(self) -> int:
         """Dims of a key that the cache stores beside the value."""
         return self.head_dim - self.v_head_dim if self.latent else self.head_dim
+
+    def kv_head(self, head: int) -> LayerFacts:
+        """Of one KV head and its query heads alone."""
+        sinks = self.softmax.sinks
+        own = None if sinks is None else sinks.unflatten(0, (self.num_kv_heads, -1))[head]
+        softmax = replace(self.softmax, sinks=own)
+        return replace(self, num_heads=self.group_size, num_kv_heads=1, softmax=softmax)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ class Surrogate(CompressionPolicy):
 
     name = "surrogate"
     needs = frozenset({Signal.SURROGATE})
+    any_heads = True
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]

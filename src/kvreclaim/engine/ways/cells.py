@@ -45,15 +45,18 @@ class UnevenPass:
         pages, cells = self.pages, job.seq.state.cells
         tokens = head_lengths(cells, job.num_slots, pages.cache)
         blocks, present = pages.index(job), grown_cells(cells, np.array(job.plan.source_ids), pages.cache)
+        ids, layers = (
+            torch.from_numpy(present.astype(np.int64)).to(pages.cache.device),
+            cell_layers(pages.cache),
+        )
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
                 whole = PagedTokens(pages.cache.layers[layer], blocks, job.num_slots)
                 return PagedSource(pages.backend, whole)
             num_tokens = int(tokens[layer, head])
-            row = present[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
-            ids = torch.from_numpy(row.astype(np.int64)).to(pages.cache.device)
-            return PagedSource(pages.backend, PagedTokens(cell_layers(pages.cache)[layer], ids, num_tokens))
+            own = ids[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
+            return PagedSource(pages.backend, PagedTokens(layers[layer], own, num_tokens))
 
         prompt_slots, signals = _prompt_slots(job, tokens.shape), pages.question(job).signals
         return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, cells is None)
@@ -104,10 +107,11 @@ def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
 
 def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
     """[L, K] how many kept slots lie in the prompt."""
-    left = np.zeros_like(prompt_slots)
-    for layer, head in np.ndindex(*prompt_slots.shape):
-        left[layer, head] = int((kept[layer][head] < int(prompt_slots[layer, head])).sum())
-    return left
+    heads = [slots for rows in kept for slots in rows]
+    ends = np.cumsum([len(slots) for slots in heads])
+    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
+    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
+    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
 
 
 def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
@@ -165,7 +169,7 @@ def assign_cells(
     for at in np.ndindex(wanted.shape):
         cells = present[at][: held[at]]
         own[at] = cells[is_target[blocks_of(cache, cells)]][: wanted[at]]
-    spare = np.setdiff1d(every, np.concatenate(list(own.values())))
+    spare = np.sort(np.setdiff1d(every, np.concatenate(list(own.values())), assume_unique=True))
     givers = [at for at in own if len(own[at]) == wanted[at]]
     takers = [at for at in own if len(own[at]) < wanted[at]]
     table = np.empty((*wanted.shape, int(wanted.max())), dtype=np.int32)
