@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionPolicy, LayerSignals, LayerView, Mode, Signal, registry
+from kvreclaim.compression import (
+    CompressionPolicy,
+    CountsQuestion,
+    LayerSignals,
+    LayerView,
+    Mode,
+    Signal,
+    registry,
+)
 from kvreclaim.compression.compressor import STATISTICS
 from kvreclaim.schedule.way import Way
 
+ONE_MORE_PASS = {Signal.FUTURE_QUERIES, Signal.READ_AGAIN}
 NEEDS = {
     "queries": frozenset({Signal.RECENT_QUERIES}),
     "mass": frozenset({Signal.ATTENTION_MASS}),
     "positions": frozenset({Signal.POSITIONS}),
     "projection": frozenset({Signal.OUTPUT_PROJECTION}),
     "future": frozenset({Signal.FUTURE_QUERIES}),
-    "observed": frozenset(Signal) - STATISTICS - {Signal.FUTURE_QUERIES, Signal.OUTPUT_PROJECTION},
-    "all": frozenset(Signal) - STATISTICS - {Signal.FUTURE_QUERIES},
+    "again": frozenset({Signal.READ_AGAIN}),
+    "observed": frozenset(Signal) - STATISTICS - ONE_MORE_PASS - {Signal.OUTPUT_PROJECTION},
+    "all": frozenset(Signal) - STATISTICS - ONE_MORE_PASS,
 }
 
 
@@ -44,6 +53,7 @@ def copied(signals: LayerSignals) -> LayerSignals:
         copy(signals.positions),
         signals.output_projection,
         copy(signals.future_queries),
+        copy(signals.read_again),
     )
 
 
@@ -98,9 +108,9 @@ class UnevenRecorder(Recorder):
     name = "uneven-recorder"
     way = Way.CELLS
 
-    def counts(self, scores: Sequence[Sequence[Tensor]], protected: int, budget: int) -> Tensor:
-        share = torch.tensor([[2 / 3, 4 / 3]]).repeat(len(scores), len(scores[0]) // 2)
-        return protected + (budget - protected) * share
+    def counts(self, question: CountsQuestion) -> Tensor:
+        layers, heads = question.limit.shape
+        return question.protected + question.free * torch.tensor([[2 / 3, 4 / 3]]).repeat(layers, heads // 2)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monk
 
     monkeypatch.setattr(Compressor, "_scores", watched)
     llm.generate(prompt, PARAMS, config)
-    stats = llm.compressor(config)._stats
+    stats = llm.compressor(config).stats
     facts = llm.loaded.facts.layers[0]
     scores = []
     for layer, (keys, values) in enumerate(sources[: llm.loaded.facts.num_layers]):

@@ -58,7 +58,7 @@ def test_future_queries_attend_as_the_rows_to_come(family, policy, make_llm, cal
 def test_future_queries_are_forgotten_with_their_request(make_llm):
     llm = make_llm()
     llm.score(tiny.prompts((50, 60)), tiny.prompts((30, 20), seed=1), config("future"))
-    assert llm.engine.signals._future == {}
+    assert llm.engine.signals._passes == {}
 
 
 @pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
@@ -120,7 +120,7 @@ class Graphs:
         self.refusals.append(reason)
 
 
-@pytest.mark.parametrize("want", [name for name in NEEDS if name != "future"])
+@pytest.mark.parametrize("want", [name for name in NEEDS if name not in ("future", "again")])
 def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
     llm = make_llm()
     llm.engine.runner.graphs = graphs = Graphs()

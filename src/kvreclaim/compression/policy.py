@@ -42,6 +42,8 @@ class Signal(Enum):
     """The weights that carry each head's output into the residual stream."""
     FUTURE_QUERIES = auto()
     """The queries still to come: only where the whole text is given (LLM.score)."""
+    READ_AGAIN = auto()
+    """What the prompt's tokens are paid when the model repeats it: only where prompt_only."""
 
 
 class Mode(StrEnum):
@@ -65,6 +67,7 @@ class LayerSignals:
     positions:         [K, T] int32 logical positions, ascending
     output_projection: [H, Dv, M] the layer's W_o by query head; M the model's hidden size
     future_queries:    [H, N, D] rotated, of the tokens from the next one on, N >= 0
+    read_again:        [K, T] fp32, the most attention that a query of a repetition has paid
     """
 
     queries: Tensor | None = None
@@ -72,6 +75,7 @@ class LayerSignals:
     positions: Tensor | None = None
     output_projection: Tensor | None = None
     future_queries: Tensor | None = None
+    read_again: Tensor | None = None
 
 
 NO_SIGNALS = LayerSignals()

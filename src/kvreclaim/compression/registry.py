@@ -15,6 +15,7 @@ from kvreclaim.compression.policies.full import Full
 from kvreclaim.compression.policies.h2o import H2O
 from kvreclaim.compression.policies.keydiff import KeyDiff
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.kvzip import KVzip
 from kvreclaim.compression.policies.lagkv import LagKV
 from kvreclaim.compression.policies.oracle import Oracle
 from kvreclaim.compression.policies.paged_eviction import PagedEviction
@@ -45,6 +46,7 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
             TriAttention,
             ExpectedAttention,
             Surrogate,
+            KVzip,
             SnapKV,
             RKV,
             H2O,

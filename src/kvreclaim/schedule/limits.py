@@ -43,6 +43,7 @@ _TRAITS: Mapping[str, Footprint] = MappingProxyType(
         "snapkv": Footprint(Way.COMPACT, window=32),
         "r_kv": Footprint(Way.COMPACT, window=8),
         "h2o": Footprint(Way.COMPACT, window=None),
+        "kvzip": Footprint(Way.COMPACT, prompt_only=True),
         "paged_eviction": Footprint(Way.BLOCKS),
         "quest": Footprint(Way.READS),
         "full": Footprint(Way.KEEP),

@@ -131,6 +131,7 @@ def layer_signals(facts: LayerFacts, num_tokens: int, logical_len: int, seed: in
         positions=positions,
         output_projection=noise(seed + 2, heads, facts.v_head_dim, 6),
         future_queries=noise(seed + 3, heads, 5, facts.head_dim),
+        read_again=noise(seed + 4, kv_heads, num_tokens).sigmoid(),
     )
 
 

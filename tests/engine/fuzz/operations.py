@@ -16,6 +16,7 @@ POLICIES = (
     "surrogate",
     "shares(surrogate, floor=0.2)",
     "shares(streaming_llm, by=static)",
+    "shares(kvzip)",
     "r_kv(window=3)",
     "h2o",
     "tova",

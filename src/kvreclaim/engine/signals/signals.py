@@ -15,11 +15,12 @@ from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.capture import capture_queries
+from kvreclaim.model.capture import capture_queries, read_again
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import output_projections
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
 
 QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
@@ -59,7 +60,7 @@ class Signals:
         self.room = Room(max_bytes)
         self._mass = MassStore(loaded.facts, self.room)
         self.digests = DigestStore(loaded.facts, cache.number, self.room)
-        self._future: dict[int, list[Tensor]] = {}
+        self._passes: dict[int, list[Tensor]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 
     def check(self, compressor: Compressor | None, *, scored: bool) -> None:
@@ -79,6 +80,8 @@ class Signals:
             ),
             "needs queries at their positions, but turns keys to positions relative to the cache, where the "
             "two no longer fit; keep the original positions": needs & QUERIES and policy.cache_relative,
+            "needs the prompt read again, which is there whole for a first pass at its end alone; let it be "
+            "prompt_only": Signal.READ_AGAIN in needs and not policy.prompt_only,
         }
         for problem, holds in problems.items():
             require(not holds, f"policy {policy.name} {problem}.", "compression")
@@ -109,10 +112,18 @@ class Signals:
         for item in step:
             self.digests.drop(item.seq.seq_id)
 
-    def of(self, seq: Sequence, layer: int, num_slots: int, live: Tensor | None = None) -> LayerSignals:
+    def of(
+        self,
+        seq: Sequence,
+        layer: int,
+        num_slots: int,
+        source: Callable[[int], KeySource],
+        live: Tensor | None = None,
+    ) -> LayerSignals:
         """What the sequence's policy needs of one layer, for the num_slots slots written so far.
 
-        live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
+        source: layer -> its keys and values in these slots
+        live:   [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
         """
         needs = needs_of(seq.request.compressor)
         if not needs:
@@ -126,14 +137,17 @@ class Signals:
             mass, positions = (
                 None if x is None else x.take_along_dim(live[layer], -1) for x in (mass, positions)
             )
-        queries = projection = future = None
+        queries = projection = future = again = None
         if Signal.RECENT_QUERIES in needs:
             queries = self._queries[window_of(seq)].last(seq.seq_id, layer, seq.num_computed)
         if Signal.OUTPUT_PROJECTION in needs:
             projection = self._output_projection(layer)
         if Signal.FUTURE_QUERIES in needs:
-            future = self._future_queries(seq)[layer][:, seq.num_computed :]
-        return LayerSignals(queries, mass, positions, projection, future)
+            future = self._one_more_pass(seq, source)[layer][:, seq.num_computed :]
+        if Signal.READ_AGAIN in needs:
+            assert num_slots == seq.num_computed, f"{num_slots} slots of {seq.num_computed} tokens are left"
+            again = self._one_more_pass(seq, source)[layer]
+        return LayerSignals(queries, mass, positions, projection, future, again)
 
     def positions(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
         """[K, num_slots] int32 logical position of every slot written so far."""
@@ -148,9 +162,7 @@ class Signals:
     @torch.inference_mode()
     def compacted(self, seq: Sequence, kept: Tensor) -> None:
         """The slots kept [L | 1, K | 1, M] have moved to slots 0 .. M - 1, and what follows is empty."""
-        if seq.request.compressor is not None and seq.request.compressor.policy.prompt_only:
-            self.drop(seq.seq_id)
-        elif seq.seq_id in self._mass:
+        if seq.seq_id in self._mass:
             self._mass.move(seq.seq_id, kept)
 
     @torch.inference_mode()
@@ -164,7 +176,7 @@ class Signals:
         for store in (*self._queries.values(), self._mass):
             store.drop(seq_id)
         self.digests.drop(seq_id)
-        self.room.change(sum(queries.nbytes for queries in self._future.pop(seq_id, [])), 0)
+        self.room.change(sum(tensor.nbytes for tensor in self._passes.pop(seq_id, [])), 0)
 
     def _query_write(
         self, window: int, items: list[tuple[Scheduled, int]]
@@ -229,18 +241,23 @@ class Signals:
             self._projections = output_projections(self.loaded.model, self.loaded.facts)
         return self._projections[layer]
 
-    def _future_queries(self, seq: Sequence) -> list[Tensor]:
-        """Per layer [H, T - 1, D]: the queries of the whole text under full attention, in the model's
-        dtype. The last token is never computed, so it asks nothing."""
-        if seq.seq_id not in self._future:
-            facts = self.loaded.facts
+    def _one_more_pass(self, seq: Sequence, source: Callable[[int], KeySource]) -> list[Tensor]:
+        """What a forward pass beside the engine's own has shown of each layer, kept until the sequence is
+        dropped. Future queries: [H, T - 1, D] of the whole text under full attention, in the model's dtype;
+        the last token is never computed, so it asks nothing. Read again: [K, T] fp32 (capture.read_again)."""
+        if seq.seq_id not in self._passes:
             found: list[Tensor] = []
-            capture_queries(
-                self.loaded,
-                [seq.token_ids[:-1]],
-                lambda _, queries: found.append(queries.to(facts.dtype)),
-                rotated=True,
-            )
-            self.room.change(0, sum(queries.nbytes for queries in found))
-            self._future[seq.seq_id] = found
-        return self._future[seq.seq_id]
+            if Signal.FUTURE_QUERIES in needs_of(seq.request.compressor):
+                dtype = self.loaded.facts.dtype
+                capture_queries(
+                    self.loaded,
+                    [seq.token_ids[:-1]],
+                    lambda _, queries: found.append(queries.to(dtype)),
+                    rotated=True,
+                )
+            else:
+                context = seq.token_ids[: seq.num_computed]
+                found = read_again(self.loaded, context, lambda layer: source(layer).tensors())
+            self.room.change(0, sum(tensor.nbytes for tensor in found))
+            self._passes[seq.seq_id] = found
+        return self._passes[seq.seq_id]

@@ -79,8 +79,6 @@ class UnevenPass:
             )
         prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
         state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
-        if job.compressor.policy.prompt_only:
-            self.pages.signals.drop(job.seq.seq_id)
         state.rounded += choice.moved
         job.seq.cell_cache = None
         return Done(kept)

@@ -59,7 +59,7 @@ class Pages:
             job.plan.prompt_slots,
             job.next_position,
             positions,
-            lambda layer: self.signals.of(job.seq, layer, job.num_slots, live),
+            lambda layer: self.signals.of(job.seq, layer, job.num_slots, source, live),
             job.plan.first,
         )
 

@@ -47,6 +47,9 @@ class CompressionPass:
             choice if isinstance(choice, Exception) else _tried(self.ways[job.plan.way].apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
+        for job in jobs:
+            if job.compressor.policy.prompt_only:
+                self.pages.signals.drop(job.seq.seq_id)
         self.totals.score_s += scored - started
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes

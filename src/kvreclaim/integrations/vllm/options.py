@@ -31,6 +31,7 @@ _MISSING = {
     Signal.POSITIONS: "the position of each kept token",
     Signal.OUTPUT_PROJECTION: "the weights of the output projection",
     Signal.FUTURE_QUERIES: "the queries still to come",
+    Signal.READ_AGAIN: "the prompt once more",
 }
 
 

@@ -1,0 +1,35 @@
+"""KVzip: what the model looks at to repeat its context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
+
+
+@dataclass(frozen=True)
+class KVzip(CompressionPolicy):
+    """Keeps what the model attends to when it is asked to repeat the prompt, which serves questions that are
+    not known yet:
+
+        score_j = max over the repetition's queries, and the query heads of the KV head, of softmax_j(s q.K)
+
+    The softmax runs over the whole prompt and the repetition so far (as published: over a part of the prompt
+    at a time). It means the same in all layers and heads, so let them compete: shares(kvzip).
+
+    Paper: arXiv 2505.23416.
+
+    Compresses once, at the end of the prompt, which must fit into the pool whole; what is generated stays.
+    Cost: the prompt is computed once more, attending to twice as many tokens; state: one number per token,
+    during the pass.
+    """
+
+    name = "kvzip"
+    needs = frozenset({Signal.READ_AGAIN})
+    prompt_only = True
+
+    def score(self, view: LayerView) -> Tensor:
+        assert view.signals.read_again is not None, f"layer {view.layer}: the prompt was not read again"
+        return view.signals.read_again
