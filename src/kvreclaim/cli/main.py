@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvreclaim import __version__, demo_model
+from kvreclaim import __version__, demo_model, real_model
 from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.eval import evaluate
@@ -54,16 +54,21 @@ def demo(
     engine: Annotated[EngineConfig, KVCacheDType],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the chart.")] = Path("demo_out"),
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads; the model is too small for more.")] = 1,
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads of the demo model, which is too small for more.")
+    ] = 1,
 ) -> None:
-    """Show on real output what eviction, compaction and query mixtures do to memory and accuracy."""
+    """Show what eviction, compaction and learned scores do to memory and accuracy: on the demo model, then on
+    the real one, if `kvreclaim fetch` has brought it."""
     import torch
 
-    from kvreclaim.demo.main import present, run_demo
+    from kvreclaim.demo.main import add_real, present, run_demo
+    from kvreclaim.demo.real import RealPlan
     from kvreclaim.demo.runs import DemoPlan
     from kvreclaim.model.loader import hide_progress_bars
 
     console = Console()
+    all_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     hide_progress_bars()
     chosen = engine.kv_cache_dtype
@@ -71,6 +76,12 @@ def demo(
     report = run_demo(
         demo_model(), DemoPlan(kv_cache_dtype=chosen), console, command=f"kvreclaim demo{option}"
     )
+    real = real_model()
+    if real is None:
+        console.print("No real language model is here; `make real-model` brings one, and the demo ends on it.")
+    else:
+        torch.set_num_threads(all_threads)
+        add_real(report, real, RealPlan(), console)
     present(report, console, out, json_file)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvreclaim.demo.real import RealPlan, run_real
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
-from kvreclaim.demo.show import draw_report, show_report
+from kvreclaim.demo.show import draw_real, draw_report, show_real, show_report
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 
@@ -59,13 +60,28 @@ def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> 
     )
 
 
+def add_real(report: DemoReport, model: Path, plan: RealPlan, console: Console) -> None:
+    """Let the demo end on a real model."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{model.name}: load", total=2 + len(plan.settings()))
+        report.real = run_real(
+            model, plan, lambda label: progress.update(task, description=label, advance=1)
+        )
+    report.elapsed_s += report.real.elapsed_s
+
+
 def present(report: DemoReport, console: Console, out: Path, json_file: Path | None) -> None:
-    """Print tables and charts; write the PNG and, if asked for, the JSON."""
+    """Print tables and charts; write the PNGs and, if asked for, the JSON."""
     show_report(console, report)
     out.mkdir(parents=True, exist_ok=True)
-    picture = out / "blocks_over_time.png"
-    draw_report(report, picture)
-    console.print(f"\nchart: {picture}")
+    pictures = [out / "blocks_over_time.png"]
+    draw_report(report, pictures[0])
+    if report.real is not None:
+        show_real(console, report.real)
+        pictures.append(out / "real_model.png")
+        draw_real(report.real, pictures[1])
+    console.print(f"\ncharts: {', '.join(map(str, pictures))}")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from kvreclaim.eval.report import EvalRow
+
 
 class PoolRun(BaseModel):
     """One batch of generations in the demo's pool under one policy.
@@ -62,6 +64,35 @@ class LoadRun(PoolRun):
     mean_running: float
 
 
+class Asked(BaseModel):
+    """A code of a text, asked in a conversation. answers: by policy and budget, as they came."""
+
+    question: str
+    code: str
+    answers: dict[str, str]
+
+
+class RealReport(BaseModel):
+    """What the demo found on a real language model.
+
+    rows: codes and perplexity in real text, as `kvreclaim eval` reports them; num_tokens of each document
+    load: conversations of num_talk_tokens at once in num_blocks
+    """
+
+    model: str
+    dtype: str
+    device: str
+    kernels: str
+    block_size: int
+    num_blocks: int
+    num_tokens: int
+    num_talk_tokens: int
+    rows: list[EvalRow]
+    asked: list[Asked]
+    load: list[LoadRun]
+    elapsed_s: float
+
+
 class DemoReport(BaseModel):
     """Everything the demo measured, and what it was measured on."""
 
@@ -81,3 +112,4 @@ class DemoReport(BaseModel):
     elapsed_s: float
     runs: list[PolicyRun]
     load: list[LoadRun]
+    real: RealReport | None = None

@@ -120,9 +120,8 @@ def run_load(plan: DemoPlan, llm: LLM, on_progress: OnProgress) -> list[LoadRun]
     for policy, fraction in (("full", None), (HEADLINE, plan.load_fraction)):
         on_progress(f"load, {policy}")
         _, steps, figures = _generate(llm, examples, plan.compression(policy, fraction))
-        running = [step.num_running for step in steps]
-        figures |= plan.names(policy, fraction) | {"num_requests": len(examples)}
-        runs.append(LoadRun(most_running=max(running), mean_running=mean(running), **figures))
+        figures |= plan.names(policy, fraction) | load_figures(steps)
+        runs.append(LoadRun(num_requests=len(examples), **figures))
     return runs
 
 
@@ -134,14 +133,23 @@ def _score(scorer: LLM, examples: Sequence[Example], config: CompressionConfig |
 def _generate(
     llm: LLM, examples: Sequence[Example], config: CompressionConfig | None
 ) -> tuple[list[RequestOutput], list[StepStats], dict[str, Any]]:
-    """One batch of greedy generations, each to its trace's length, in a pool that starts empty and without
-    cached prefixes. Returns: outputs, what each step did, and the fields of PoolRun that the batch tells."""
+    """The examples' prompts continued greedily, each to its trace's length."""
+    params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
+    return generate_batch(llm, [list(e.prompt) for e in examples], params, config)
+
+
+def generate_batch(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    config: CompressionConfig | None,
+) -> tuple[list[RequestOutput], list[StepStats], dict[str, Any]]:
+    """One batch of generations in a pool that starts empty and without cached prefixes. Returns: outputs,
+    what each step did, and the fields of PoolRun that the batch tells."""
     memory = llm.engine.memory
     memory.reset_prefix_cache()
     memory.pool.reset_peak()
     steps: list[StepStats] = []
-    params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
-    prompts = [list(e.prompt) for e in examples]
     outputs, elapsed_s = timed(lambda: llm.generate(prompts, params, config, on_step=steps.append))
     return (
         outputs,
@@ -154,6 +162,12 @@ def _generate(
             "blocks_over_time": [step.blocks_in_use for step in steps],
         },
     )
+
+
+def load_figures(steps: Sequence[StepStats]) -> dict[str, Any]:
+    """How many ran at once."""
+    running = [step.num_running for step in steps]
+    return {"most_running": max(running), "mean_running": mean(running)}
 
 
 def _accuracies(examples: Sequence[Example], scored: list[ScoreOutput]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import Columns, cells
-from kvreclaim.demo.report import DemoReport, PolicyRun, PoolRun
+from kvreclaim.demo.real import TASKS as REAL_TASKS
+from kvreclaim.demo.report import DemoReport, PolicyRun, PoolRun, RealReport
 
 POLICY = {"policy": "{policy}", "keeps": "{keeps}"}
 COST = POLICY | {
@@ -38,6 +40,16 @@ LOAD = POLICY | {
     "tok/s": "{tokens_per_s:,.0f}",
     "secs": "{elapsed_s:.1f}",
     "faster": "{faster:.2f}x",
+}
+TEXT = {
+    "policy": "{policy}",
+    "of the\nbytes": "{fraction:.0%}",
+    "digits\nright": "{needles:.3f}",
+    "of full": "{of_full:.3f}",
+    "perplexity\nof prose": "{perplexity:.2f}",
+    "KiB held,\nmost": "{kib:,.0f}",
+    "blocks\nfreed": "{blocks_freed:,}",
+    "effi-\nciency": "{reclaim_efficiency:.2f}",
 }
 BARS = " ▁▂▃▄▅▆▇█"
 CHART_WIDTH = 56
@@ -68,6 +80,43 @@ def show_report(console: Console, report: DemoReport) -> None:
     crowd = f"{report.load[0].num_requests} requests at once in the same {report.num_blocks} blocks"
     console.print(_table(crowd, LOAD, report.load, ruled=False))
     _print_charts(console, "blocks in use over time, under load", report.load, report.num_blocks)
+
+
+def show_real(console: Console, report: RealReport) -> None:
+    """Print what happened on the real model."""
+    console.print(f"\n{report.model}, {report.dtype} on {report.device}: a real language model", style="bold")
+    console.print(_text_table(report))
+    console.print(
+        f"Prose of {report.num_tokens} tokens with eight codes in it, compressed before anything is asked; "
+        "then digits of the codes, teacher-forced, and the perplexity of what the prose goes on to say.",
+        style="dim",
+    )
+    console.print(f"\nA conversation about {report.num_talk_tokens} tokens of text", style="bold")
+    for asked in report.asked:
+        console.print(f"{asked.question} [dim](it is {asked.code})[/dim]")
+        for label, answer in asked.answers.items():
+            console.print(f"{label:>24}  {'right' if asked.code in answer else 'wrong'}  {answer!r}")
+    crowd = f"{report.load[0].num_requests} such conversations at once in {report.num_blocks} blocks"
+    console.print(_table(crowd, LOAD, report.load, ruled=False))
+    _print_charts(console, "blocks in use over time", report.load, report.num_blocks)
+
+
+def _text_table(report: RealReport) -> Table:
+    """A line for each policy and budget, both tasks side by side."""
+    table = Table(title="\nWhat stays", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(TEXT):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    needles, prose = ([row for row in report.rows if row.task == task] for task in REAL_TASKS)
+    pairs = sorted(zip(needles, prose, strict=True), key=lambda pair: -pair[0].fraction)
+    rows = [
+        asked.model_dump()
+        | {"needles": asked.value, "perplexity": read.value}
+        | {"kib": None if asked.kv_bytes is None else asked.kv_bytes / 2**10}
+        for asked, read in pairs
+    ]
+    for line, (row, _), after in zip(cells(TEXT, rows), pairs, [*pairs[1:], pairs[-1]], strict=True):
+        table.add_row(*line, end_section=after[0].fraction != row.fraction)
+    return table
 
 
 def _chances(report: DemoReport) -> str:
@@ -129,5 +178,32 @@ def draw_report(report: DemoReport, path: Path) -> None:
         axis.set_xlabel("engine step")
         axis.set_ylabel(f"blocks in use (of {report.num_blocks})")
         axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def draw_real(report: RealReport, path: Path) -> None:
+    """Write the PNG: what each policy keeps of the codes over its bytes, and blocks in use under load."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = [row for row in report.rows if row.task == REAL_TASKS[0]]
+    whole = next(row for row in rows if row.fraction == 1)
+    for policy in dict.fromkeys(row.policy for row in rows if row is not whole):
+        points = sorted((row.fraction, row.value) for row in rows if row.policy == policy)
+        left.plot(*zip(*points, (1.0, whole.value), strict=True), marker="o", label=policy)
+    left.set_xscale("log")
+    left.set_xticks([1.0, *sorted({row.fraction for row in rows})], labels=None)
+    left.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    left.xaxis.set_minor_formatter(NullFormatter())
+    left.set_xlabel("share of the full cache's bytes")
+    left.set_ylabel("digits of the codes right")
+    left.set_ylim(0, 1)
+    for load in report.load:
+        right.plot(load.blocks_over_time, label=load.label)
+    right.axhline(report.num_blocks, color="grey", linewidth=0.8, linestyle=":")
+    right.set_xlabel(f"engine step; {report.load[0].num_requests} requests at once")
+    right.set_ylabel(f"blocks in use (of {report.num_blocks})")
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)

@@ -1,0 +1,170 @@
+"""The demo on a real language model: codes in real text, a conversation about it, and many of them at once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import SamplingParams
+from kvreclaim.demo.report import Asked, LoadRun, RealReport
+from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
+from kvreclaim.engine.face.chat import render_chat
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.eval.compare import evaluate
+from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.plan import TaskOptions
+from kvreclaim.eval.text.codes import draw_facts, fact_text
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.texts import prose
+
+TASKS = ("needles", "perplexity:prose")
+
+
+@dataclass(frozen=True)
+class RealPlan:
+    """Sizes of this part of the demo; the defaults take about two minutes on two cores.
+
+    policies:    beside the full cache; the first talks and carries the load
+    num_tokens:  of a document with its questions, and with its continuation
+    num_facts:   codes in the text that is talked about, each asked
+    pool_share:  blocks of the load's pool over what the full cache of all its requests would need
+    """
+
+    policies: tuple[str, ...] = ("shares(surrogate)", "query_mixture", "snapkv", "streaming_llm")
+    fractions: tuple[float, ...] = (0.25, 0.1)
+    num_tokens: int = 2048
+    num_examples: int = 8
+    num_facts: int = 4
+    num_load: int = 8
+    num_talk_tokens: int = 1536
+    num_answer_tokens: int = 96
+    pool_share: float = 0.4
+    block_size: int = 16
+
+    def settings(self) -> list[tuple[str, float | None]]:
+        """(policy, fraction) of what is generated."""
+        return [("full", None), *((self.policies[0], fraction) for fraction in self.fractions)]
+
+    def budget(self, fraction: float | None, num_tokens: int) -> int | None:
+        """That share of so many tokens, in whole blocks."""
+        if fraction is None:
+            return None
+        return int(num_tokens * fraction) // self.block_size * self.block_size
+
+    def compression(self, policy: str, fraction: float | None, num_tokens: int) -> CompressionConfig | None:
+        budget = self.budget(fraction, num_tokens)
+        return None if budget is None else CompressionConfig(policy, budget)
+
+
+def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport:
+    """Everything, on a model that chats."""
+    started = time.perf_counter()
+    longest = plan.num_tokens + plan.num_answer_tokens
+    llm = LLM(
+        model,
+        num_blocks=plan.num_examples * blocks_for(longest, plan.block_size),
+        block_size=plan.block_size,
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+    )
+    on_progress("codes and text")
+    options = TaskOptions(num_tokens=plan.num_tokens, dialect="text")
+    grid = evaluate(
+        llm,
+        ["full", *plan.policies],
+        plan.fractions,
+        TASKS,
+        options=options,
+        num_examples=plan.num_examples,
+        batch_size=plan.num_examples,
+    )
+    talks = Talks(llm, plan)
+    on_progress("a conversation")
+    asked = talks.ask()
+    load = []
+    for policy, fraction in plan.settings():
+        on_progress(f"load, {policy}")
+        load.append(talks.load(policy, fraction))
+    return RealReport(
+        model=llm.loaded.facts.name,
+        dtype=grid.header.dtype,
+        device=grid.header.device,
+        kernels=llm.engine.kernels,
+        block_size=plan.block_size,
+        num_blocks=talks.num_blocks,
+        num_tokens=plan.num_tokens,
+        num_talk_tokens=plan.num_talk_tokens,
+        rows=grid.rows,
+        asked=asked,
+        load=load,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+class Talks:
+    """Conversations about passages of prose with codes in them.
+
+    num_blocks: of the load's pool
+    """
+
+    def __init__(self, llm: LLM, plan: RealPlan) -> None:
+        self.llm = llm
+        self.plan = plan
+        self.passages = Passages.of(llm.tokenizer, prose().evaluation)
+        whole = plan.num_load * blocks_for(plan.num_talk_tokens + plan.num_answer_tokens, plan.block_size)
+        self.num_blocks = int(whole * plan.pool_share)
+
+    def ask(self) -> list[Asked]:
+        """Every code of one text, asked of the full cache and of ours: the answers as they come."""
+        text, facts = self._text(0)
+        asked = []
+        for name, code in facts:
+            question = f"What is the access code of {name}?"
+            prompt = self._prompt(text, question)
+            answers = {}
+            for policy, fraction in self.plan.settings():
+                config = self.plan.compression(policy, fraction, len(prompt))
+                params = SamplingParams(temperature=0.0, max_tokens=24)
+                out = self.llm.generate([prompt], params, config)[0]
+                answers[label(policy, fraction)] = out.outputs[0].text.strip()
+            asked.append(Asked(question=question, code=code, answers=answers))
+        return asked
+
+    def load(self, policy: str, fraction: float | None) -> LoadRun:
+        """Many conversations at once in a pool that the full cache of all of them does not fit."""
+        plan = self.plan
+        llm = self.llm.sibling(num_blocks=self.num_blocks, max_num_batched_tokens=512)
+        prompts = [
+            self._prompt(self._text(1 + i)[0], "What is this text about? Answer in a few sentences.")
+            for i in range(plan.num_load)
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=plan.num_answer_tokens, ignore_eos=True)
+        config = plan.compression(policy, fraction, plan.num_talk_tokens)
+        _, steps, figures = generate_batch(llm, prompts, [params] * len(prompts), config)
+        budget = plan.budget(fraction, plan.num_talk_tokens)
+        names = {"policy": policy, "fraction": fraction, "budget": budget}
+        return LoadRun(**figures, **load_figures(steps), **names, num_requests=len(prompts))
+
+    def _prompt(self, text: str, question: str) -> list[int]:
+        content = f"Read this text.\n\n{text}\n\n{question}"
+        return render_chat(self.llm.loaded, [{"role": "user", "content": content}])
+
+    def _text(self, number: int) -> tuple[str, list[tuple[str, str]]]:
+        """A passage with codes in it, and the codes by what they open."""
+        rng = random.Random(f"talk:{number}")
+        facts = draw_facts(rng, self.plan.num_facts)
+        tokens = self.passages.window(number, self.plan.num_talk_tokens - 100)
+        cuts = [0, *sorted(rng.sample(range(40, len(tokens) - 40), len(facts))), len(tokens)]
+        decode = self.llm.tokenizer.decode
+        parts = [decode(tokens[first:last]) for first, last in pairwise(cuts)]
+        said = [f" {fact_text(*fact)}" for fact in facts]
+        return "".join(a + b for a, b in zip(parts, [*said, ""], strict=True)), facts
+
+
+def label(policy: str, fraction: float | None) -> str:
+    return policy if fraction is None else f"{policy} {fraction:.0%}"
