@@ -1,4 +1,4 @@
-"""Print the README's table of policies, and one per task, from the JSON of `kvreclaim eval`."""
+"""Print the table of policies in docs/policies.md, and one per task, from the JSON of `kvreclaim eval`."""
 
 import argparse
 import json
