@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from guess import POLICIES, SMALL, Guess
 
-from kvreclaim import LLM, CompressionConfig
+from kvreclaim import LLM, CompressionConfig, demo_model
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, Outcome, evaluate
 from kvreclaim.eval.runner import BatchRunner
 
@@ -173,3 +174,16 @@ def test_a_small_pool_only_makes_batches_smaller(llm, report):
     again = evaluate(small, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
     assert [row.value for row in again.rows] == [row.value for row in report.rows]
     assert [row.preemptions for row in again.rows] == [0] * 5
+
+
+def test_auto_is_what_the_statistics_name():
+    llm = LLM(demo_model(), num_blocks=200)
+    best = llm.resolved(CompressionConfig()).policy
+    report = evaluate(llm, ["full", "auto", best], [0.25], ["chain"], num_examples=1)
+    assert [row.policy for row in report.rows] == ["full", best]
+    assert report.rows[1].blocks_freed > 0
+
+
+def test_auto_without_a_trial_is_one_sentence(llm):
+    with pytest.raises(InvalidArgumentError, match="policy auto is what calibration finds best"):
+        evaluate(llm, ["auto"], [0.5], [Guess()], **SMALL)

@@ -78,7 +78,9 @@ def demo(
     )
     real = real_model()
     if real is None:
-        console.print("No real language model is here; `make real-model` brings one, and the demo ends on it.")
+        console.print(
+            "No real language model is here; `make real-model` brings the one that the demo ends on."
+        )
     else:
         torch.set_num_threads(all_threads)
         add_real(report, real, RealPlan(), console)

@@ -64,10 +64,8 @@ def add_real(report: DemoReport, model: Path, plan: RealPlan, console: Console) 
     """Let the demo end on a real model."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{model.name}: load", total=2 + len(plan.settings()))
-        report.real = run_real(
-            model, plan, lambda label: progress.update(task, description=label, advance=1)
-        )
+        task = progress.add_task(f"{model.name}: load", total=2 + len(plan.shares))
+        report.real = run_real(model, plan, lambda label: progress.update(task, description=label, advance=1))
     report.elapsed_s += report.real.elapsed_s
 
 

@@ -1,10 +1,9 @@
-"""The demo on a real language model: codes in real text, a conversation about it, and many of them at once."""
+"""The demo on a real language model: codes in real text, a conversation about it, and many at once."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +28,13 @@ TASKS = ("needles", "perplexity:prose")
 class RealPlan:
     """Sizes of this part of the demo; the defaults take about two minutes on two cores.
 
-    policies:    beside the full cache; the first talks and carries the load
+    others:      policies beside the full cache and auto, which talks and carries the load
     num_tokens:  of a document with its questions, and with its continuation
     num_facts:   codes in the text that is talked about, each asked
     pool_share:  blocks of the load's pool over what the full cache of all its requests would need
     """
 
-    policies: tuple[str, ...] = ("shares(surrogate)", "query_mixture", "snapkv", "streaming_llm")
+    others: tuple[str, ...] = ("query_mixture", "snapkv", "streaming_llm")
     fractions: tuple[float, ...] = (0.25, 0.1)
     num_tokens: int = 2048
     num_examples: int = 8
@@ -44,21 +43,19 @@ class RealPlan:
     num_talk_tokens: int = 1536
     num_answer_tokens: int = 96
     pool_share: float = 0.4
+    recent: int = 64
     block_size: int = 16
 
-    def settings(self) -> list[tuple[str, float | None]]:
-        """(policy, fraction) of what is generated."""
-        return [("full", None), *((self.policies[0], fraction) for fraction in self.fractions)]
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        """Of the full cache, and of what is compared with it."""
+        return (None, *self.fractions)
 
     def budget(self, fraction: float | None, num_tokens: int) -> int | None:
         """That share of so many tokens, in whole blocks."""
         if fraction is None:
             return None
         return int(num_tokens * fraction) // self.block_size * self.block_size
-
-    def compression(self, policy: str, fraction: float | None, num_tokens: int) -> CompressionConfig | None:
-        budget = self.budget(fraction, num_tokens)
-        return None if budget is None else CompressionConfig(policy, budget)
 
 
 def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport:
@@ -74,22 +71,24 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
     )
     on_progress("codes and text")
     options = TaskOptions(num_tokens=plan.num_tokens, dialect="text")
+    best = llm.resolved(CompressionConfig()).policy
     grid = evaluate(
         llm,
-        ["full", *plan.policies],
+        ["full", best, *plan.others],
         plan.fractions,
         TASKS,
         options=options,
         num_examples=plan.num_examples,
         batch_size=plan.num_examples,
+        recent=plan.recent,
     )
-    talks = Talks(llm, plan)
+    talks = Talks(llm, plan, best)
     on_progress("a conversation")
     asked = talks.ask()
     load = []
-    for policy, fraction in plan.settings():
-        on_progress(f"load, {policy}")
-        load.append(talks.load(policy, fraction))
+    for fraction in plan.shares:
+        on_progress(f"load, {label(best, fraction)}")
+        load.append(talks.load(fraction))
     return RealReport(
         model=llm.loaded.facts.name,
         dtype=grid.header.dtype,
@@ -107,14 +106,15 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
 
 
 class Talks:
-    """Conversations about passages of prose with codes in them.
+    """Conversations about passages of prose with codes in them, with the full cache and under a policy.
 
     num_blocks: of the load's pool
     """
 
-    def __init__(self, llm: LLM, plan: RealPlan) -> None:
+    def __init__(self, llm: LLM, plan: RealPlan, policy: str) -> None:
         self.llm = llm
         self.plan = plan
+        self.policy = policy
         self.passages = Passages.of(llm.tokenizer, prose().evaluation)
         whole = plan.num_load * blocks_for(plan.num_talk_tokens + plan.num_answer_tokens, plan.block_size)
         self.num_blocks = int(whole * plan.pool_share)
@@ -127,15 +127,14 @@ class Talks:
             question = f"What is the access code of {name}?"
             prompt = self._prompt(text, question)
             answers = {}
-            for policy, fraction in self.plan.settings():
-                config = self.plan.compression(policy, fraction, len(prompt))
+            for fraction in self.plan.shares:
                 params = SamplingParams(temperature=0.0, max_tokens=24)
-                out = self.llm.generate([prompt], params, config)[0]
-                answers[label(policy, fraction)] = out.outputs[0].text.strip()
+                out = self.llm.generate([prompt], params, self._compression(fraction, len(prompt)))[0]
+                answers[label(self.policy, fraction)] = out.outputs[0].text.strip()
             asked.append(Asked(question=question, code=code, answers=answers))
         return asked
 
-    def load(self, policy: str, fraction: float | None) -> LoadRun:
+    def load(self, fraction: float | None) -> LoadRun:
         """Many conversations at once in a pool that the full cache of all of them does not fit."""
         plan = self.plan
         llm = self.llm.sibling(num_blocks=self.num_blocks, max_num_batched_tokens=512)
@@ -144,11 +143,20 @@ class Talks:
             for i in range(plan.num_load)
         ]
         params = SamplingParams(temperature=0.0, max_tokens=plan.num_answer_tokens, ignore_eos=True)
-        config = plan.compression(policy, fraction, plan.num_talk_tokens)
+        config = self._compression(fraction, plan.num_talk_tokens)
         _, steps, figures = generate_batch(llm, prompts, [params] * len(prompts), config)
-        budget = plan.budget(fraction, plan.num_talk_tokens)
-        names = {"policy": policy, "fraction": fraction, "budget": budget}
-        return LoadRun(**figures, **load_figures(steps), **names, num_requests=len(prompts))
+        return LoadRun(
+            policy="full" if fraction is None else self.policy,
+            fraction=fraction,
+            budget=None if config is None else config.budget,
+            num_requests=len(prompts),
+            **figures,
+            **load_figures(steps),
+        )
+
+    def _compression(self, fraction: float | None, num_tokens: int) -> CompressionConfig | None:
+        budget = self.plan.budget(fraction, num_tokens)
+        return None if budget is None else CompressionConfig(self.policy, budget, recent=self.plan.recent)
 
     def _prompt(self, text: str, question: str) -> list[int]:
         content = f"Read this text.\n\n{text}\n\n{question}"
@@ -160,11 +168,13 @@ class Talks:
         facts = draw_facts(rng, self.plan.num_facts)
         tokens = self.passages.window(number, self.plan.num_talk_tokens - 100)
         cuts = [0, *sorted(rng.sample(range(40, len(tokens) - 40), len(facts))), len(tokens)]
-        decode = self.llm.tokenizer.decode
-        parts = [decode(tokens[first:last]) for first, last in pairwise(cuts)]
         said = [f" {fact_text(*fact)}" for fact in facts]
-        return "".join(a + b for a, b in zip(parts, [*said, ""], strict=True)), facts
+        text = ""
+        for (first, last), fact in zip(pairwise(cuts), [*said, ""], strict=True):
+            text += f"{self.llm.tokenizer.decode(tokens[first:last])}{fact}"
+        return text, facts
 
 
 def label(policy: str, fraction: float | None) -> str:
-    return policy if fraction is None else f"{policy} {fraction:.0%}"
+    """As the tables name it."""
+    return "full" if fraction is None else f"{policy} {fraction:.0%}"

@@ -65,6 +65,7 @@ def run_plan(
 
     on_start: told the number of examples of the whole grid, returns what is told of each batch
     """
+    plan = plan.resolved(llm)
     with Journal(out) as journal:
         grid = Grid(llm, plan, tasks, journal)
         if on_start is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig, QueryStats
+    from kvreclaim.engine.face.llm import LLM
 
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")
@@ -23,7 +24,7 @@ def is_full(policy: str) -> bool:
     """Whether a policy is the full cache. Raises: InvalidArgumentError for one that is not known."""
     from kvreclaim.compression.registry import make_policy
 
-    return make_policy(policy).name == FULL
+    return policy != AUTO and make_policy(policy).name == FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Setting:
 class EvalPlan:
     """The grid policy x budget x KV format x task x seed, and the settings that all cells share.
 
-    policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets
+    policies:       specs as in CompressionConfig.policy; "full" is run once, whatever the budgets; "auto" is
+                    reported as the policy that it stands for
     budgets:        shares of the full cache's bytes at each sequence's final length, in (0, 1]
     kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
                     is what all others are compared with
@@ -103,6 +105,16 @@ class EvalPlan:
             check_int("a seed", seed, 0)
         most = 10**9  # budgets are checked per sequence; everything else that a config refuses, here
         CompressionConfig(FULL, most, **self.shared)
+
+    def resolved(self, llm: LLM) -> EvalPlan:
+        """With the policy that the model's statistics name in the place of "auto". Raises:
+        InvalidArgumentError where nothing says which."""
+        from kvreclaim.compression import CompressionConfig
+
+        if AUTO not in self.policies:
+            return self
+        best = llm.resolved(CompressionConfig(stats=self.stats)).policy
+        return replace(self, policies=[best if policy == AUTO else policy for policy in self.policies])
 
     def settings(self) -> list[Setting]:
         """All columns; the full cache once for each KV format."""
