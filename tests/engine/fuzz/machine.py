@@ -54,6 +54,8 @@ class Machine:
 
     def __init__(self, directory: Path) -> None:
         path = tiny.save_model("llama", directory, **SHAPE)
+        for file in path.glob("token*"):  # of more ids than this model has
+            file.unlink()
         llm = LLM(path, dtype="float32", device="cpu", num_blocks=8)
         lengths = (60, 60, 60, 140)
         *texts, long = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts(lengths, seed=5)]
