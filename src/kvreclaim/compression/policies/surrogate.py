@@ -11,6 +11,9 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
 from kvreclaim.compression.surrogate import num_features
 from kvreclaim.ops.key_source import surrogate_scores
 
+GRAIN = 2**-8
+"""Nats; a difference below it says nothing."""
+
 
 @dataclass(frozen=True)
 class Surrogate(CompressionPolicy):
@@ -20,6 +23,8 @@ class Surrogate(CompressionPolicy):
 
     about the logarithm of the most attention that a later query will pay the token. It means the same in all
     layers and heads, so let them compete: shares(surrogate). With equal heads it loses most of its worth.
+    Scores are whole GRAINs: the same token at two places has the same key but for rotation's rounding, at
+    least in the first layer, and which of the two stays must not hang on its last bit.
 
     Source: ours; the target is KVzip's, arXiv 2505.23416.
 
@@ -43,7 +48,8 @@ class Surrogate(CompressionPolicy):
         for places in alike.values():
             group = [views[i] for i in places]
             scores = surrogate_scores([view.source for view in group], _weights(group), group[0].facts.rope)
-            found.update(zip(places, scores, strict=True))
+            whole = ((rows / GRAIN).round_().mul_(GRAIN) for rows in scores)
+            found.update(zip(places, whole, strict=True))
         return [found[i] for i in range(len(views))]
 
 
