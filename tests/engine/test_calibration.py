@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import QueryStats
 from kvreclaim.compression.head_shares import FRACTIONS
-from kvreclaim.engine.face.calibration import calibrate, read_documents
+from kvreclaim.engine.face.calibration import calibrate, pieces, read_documents
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
-from kvreclaim.model.capture import say_twice
+from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import load_model
 
 DOCUMENTS = tiny.prompts((40, 3, 25), seed=8)
@@ -195,11 +195,20 @@ def test_what_the_second_copy_pays_the_first_is_what_transformers_says(family, t
         tiny_dir(family), dtype=torch.float32, attn_implementation="eager"
     )
     found = {}
-    say_twice(loaded, document, lambda layer, keys, values, reached: found.update({layer: (keys, reached)}))
+    queries, once = {}, {}
+
+    def on_reached(layer, index, keys, values, reached) -> None:
+        assert index == 1, "the first is too short"
+        found[layer] = keys, reached
+
+    documents = [document[:30], document]
+    capture_queries(loaded, documents, queries.__setitem__, on_reached=on_reached)
+    capture_queries(loaded, documents, once.__setitem__)
     expected = paid_the_first_copy(reference, document)
     assert len(found) == len(expected)
     for layer, wanted in enumerate(expected):
         keys, reached = found[layer]
+        torch.testing.assert_close(queries[layer], once[layer], atol=1e-4, rtol=1e-4)
         assert keys.shape[:2] == reached.shape == wanted.shape
         torch.testing.assert_close(reached, wanted, atol=1e-5, rtol=1e-4)
 
@@ -215,9 +224,6 @@ def test_a_surrogate_is_fitted_where_a_document_is_long_enough(tiny_dir, tmp_pat
     torch.testing.assert_close(stats.head_shares.mean(dim=(0, 1)), torch.tensor(FRACTIONS), atol=1e-3, rtol=0)
     assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").head_shares, stats.head_shares)
     assert calibrate(loaded, [short], num_centers=0).surrogate is None
-    bare = calibrate(loaded, [long], num_centers=0, surrogate=0)
+    bare = calibrate(loaded, [long], num_centers=0, surrogate=False)
     assert bare.surrogate is bare.head_shares is None
-    with pytest.raises(InvalidArgumentError, match="no document has more than 128 tokens"):
-        calibrate(loaded, [short], num_centers=0, surrogate=4)
-    with pytest.raises(InvalidArgumentError, match=r"300 tokens cannot be said twice.*pass 65 to 256"):
-        say_twice(loaded, long, lambda *_: None)
+    assert [len(piece) for piece in pieces([long, short], 128)] == [128, 128, 44, 100]

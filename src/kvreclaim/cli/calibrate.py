@@ -45,8 +45,9 @@ class Measuring:
     min_weight: float = option(0.0, "Drop centres of a smaller share of the queries.")
     min_distance: float = option(0.0, "Pool centres closer than this share of the spread.")
     seed: int = option(0, "Of the clusters' start.")
-    surrogate: int | None = option(
-        None, "Pieces of 1,024 tokens that the surrogate is fitted to; 16 where not said, 0 leaves it out."
+    surrogate: bool = option(True, "Say the text twice, and learn which tokens and heads it needs.")
+    max_points: int = option(
+        4096, "Queries per head, evenly over the text, that centres are found among.", low=1
     )
 
 
@@ -107,12 +108,13 @@ def _measure(
     from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
     from kvreclaim.engine.face import trial
     from kvreclaim.engine.face.calibration import calibrate as measure
-    from kvreclaim.engine.face.calibration import held_out, read_documents
+    from kvreclaim.engine.face.calibration import held_out, pieces, read_documents
 
     found = read_documents(
         llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
     )
-    documents, tried = held_out(found, reading.trial)
+    rest, tried = held_out(found, reading.trial)
+    documents = pieces(rest)
     candidates = tuple(dict.fromkeys((*CANDIDATES, *reading.candidates)))
     _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), console)
     stats = measure(llm.loaded, documents, show_progress=True, **measuring)

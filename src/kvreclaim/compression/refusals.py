@@ -13,8 +13,8 @@ from kvreclaim.schedule.way import Way
 _PARTS = {
     Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),
     Signal.QUERY_COVARIANCE: ("q_cov", "the covariance of the queries", "with --covariance"),
-    Signal.SURROGATE: ("surrogate", "a surrogate", "without --surrogate 0"),
-    Signal.HEAD_SHARES: ("head_shares", "shares of heads", "without --surrogate 0"),
+    Signal.SURROGATE: ("surrogate", "a surrogate", "without --no-surrogate"),
+    Signal.HEAD_SHARES: ("head_shares", "shares of heads", "without --no-surrogate"),
 }
 """Parts of statistics that may be absent: the tensor, what it is, how it is calibrated."""
 STATISTICS = frozenset({Signal.QUERY_STATS, *_PARTS})

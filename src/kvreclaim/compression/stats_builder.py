@@ -30,6 +30,7 @@ class Clustering:
     seed:         of the k-means start
     min_weight:   clusters with a smaller share of the queries are dropped (merging.merge_clusters)
     min_distance: clusters closer than this, in spreads of the head, are pooled (likewise)
+    max_points:   queries of a head, evenly over the text, that are divided; None: all
 
     Raises: InvalidArgumentError.
     """
@@ -39,6 +40,7 @@ class Clustering:
     seed: int = 0
     min_weight: float = 0.0
     min_distance: float = 0.0
+    max_points: int | None = None
 
     def __post_init__(self) -> None:
         check_int("num_centers", self.num_centers, 0)
@@ -46,6 +48,8 @@ class Clustering:
         check_int("seed", self.seed, 0)
         check_number("min_weight", self.min_weight, 0, 1)
         check_number("min_distance", self.min_distance, 0, math.inf)
+        if self.max_points is not None:
+            check_int("max_points", self.max_points, 1)
 
     @property
     def merges(self) -> bool:
@@ -53,6 +57,9 @@ class Clustering:
 
     def find(self, points: Tensor, layer: int) -> Clusters:
         """Clusters of points [H, T, D], or [K, G T, D], of a layer."""
+        count = points.shape[1]
+        if self.max_points is not None and count > self.max_points:
+            points = points[:, torch.arange(self.max_points, device=points.device) * count // self.max_points]
         clusters = kmeans(points, self.num_centers, self.seed + layer)
         return merge_clusters(clusters, self.min_weight, self.min_distance) if self.merges else clusters
 

@@ -3,7 +3,7 @@ store nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.dense import probabilities
 from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.reference import causal_attention
 from kvreclaim.ops.rope import rotate
 from kvreclaim.ops.scoring import MAX_LOGITS
 
 OnQueries = Callable[[int, Tensor], None]
-OnReached = Callable[[int, Tensor, Tensor, Tensor], None]
+OnReached = Callable[[int, int, Tensor, Tensor, Tensor], None]
 OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
 """Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
@@ -36,34 +35,60 @@ class _Capture:
 
     Queries reach an attention function after q_norm and rotation, at known positions; turning them
     back gives the pre-RoPE query exactly, for every model that the probe has understood.
+
+    lengths: of the documents; spans: of what is computed of them, twice a length where one is said twice
+    first:   rows of first copies, where not all are
     """
 
     facts: ModelFacts
     lengths: list[int]
+    spans: list[int]
     positions: Tensor
+    first: Tensor | None
     on_queries: OnQueries
+    on_reached: OnReached | None
     rotated: bool
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.on_queries(call.layer, self._shown(call))
-        parts = zip(
-            call.q.split(self.lengths), call.k.split(self.lengths), call.v.split(self.lengths), strict=True
-        )
-        softmax = self.facts.layers[call.layer].softmax
-        return torch.cat([causal_attention(q, k, v, softmax) for q, k, v in parts])
+        parts = zip(call.q.split(self.spans), call.k.split(self.spans), call.v.split(self.spans), strict=True)
+        return torch.cat([self._attend(call.layer, n, *part) for n, part in enumerate(parts)])
+
+    def _attend(self, layer: int, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        softmax, length = self.facts.layers[layer].softmax, self.lengths[n]
+        if self.spans[n] == length:
+            return causal_attention(q, k, v, softmax)
+        assert self.on_reached is not None
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        out, reached = _attend_and_watch(q, keys, values, softmax, length, NEAR)
+        self.on_reached(layer, n, keys[:, :length], values[:, :length], reached)
+        return out
 
     def _shown(self, call: AttentionCall) -> Tensor:
-        queries = call.q.transpose(0, 1)
+        rows, positions = call.q, self.positions
+        if self.first is not None:
+            rows, positions = rows[self.first], positions[self.first]
+        queries = rows.transpose(0, 1)
         if self.rotated:
             return queries
         rope = self.facts.layers[call.layer].rope
         assert rope is not None, f"layer {call.layer}: {self.facts.rope_problem}"
-        return rotate(queries.float(), self.positions, rope, inverse=True)
+        return rotate(queries.float(), positions, rope, inverse=True)
+
+
+def can_say_twice(facts: ModelFacts, document: Sequence[int]) -> bool:
+    """Whether a document is long enough for what is far away to matter, and short enough for the model."""
+    return 2 * NEAR < len(document) <= facts.max_position // 2
 
 
 @torch.inference_mode()
 def capture_queries(
-    loaded: LoadedModel, documents: list[list[int]], on_queries: OnQueries, *, rotated: bool = False
+    loaded: LoadedModel,
+    documents: Sequence[Sequence[int]],
+    on_queries: OnQueries,
+    *,
+    rotated: bool = False,
+    on_reached: OnReached | None = None,
 ) -> None:
     """Run the model once over all documents and hand each layer's queries to the callback.
 
@@ -72,6 +97,11 @@ def capture_queries(
         on_queries: (layer, queries [H, T, D] fp32 before rotation, T = tokens of all documents);
                     called in the order of the layers; queries are not kept
         rotated:    hand them over as attention sees them instead, in the model's dtype
+        on_reached: where given, each document that can be (can_say_twice) is said twice, without a word
+                    between; on_queries gets what the first copy asks, and this, for each such document of a
+                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32)
+                    of its first copy: reached is the most that a query more than NEAR tokens later pays a
+                    token, over the query heads of its KV head. Nothing is kept
 
     Memory: activations of T tokens and the queries of one layer.
     Raises: InvalidArgumentError if there is no document, or one of them is empty.
@@ -80,32 +110,27 @@ def capture_queries(
         raise InvalidArgumentError(
             "a document is empty, or there is none; pass some of at least one token each."
         )
-    lengths = [len(document) for document in documents]
+    twice = [on_reached is not None and can_say_twice(loaded.facts, document) for document in documents]
+    said = [list(d) * 2 if again else list(d) for d, again in zip(documents, twice, strict=True)]
     device = loaded.facts.device
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    tokens = torch.tensor([[token for document in documents for token in document]], device=device)
+    positions = torch.cat([torch.arange(len(text)) for text in said]).to(device)
+    firsts = [torch.arange(len(text)) < len(d) for text, d in zip(said, documents, strict=True)]
     loaded.model(
-        input_ids=tokens,
+        input_ids=torch.tensor([[token for text in said for token in text]], device=device),
         position_ids=positions[None],
         use_cache=False,
         logits_to_keep=1,
-        kv_batch=_Capture(loaded.facts, lengths, positions, on_queries, rotated),
+        kv_batch=_Capture(
+            loaded.facts,
+            [len(document) for document in documents],
+            [len(text) for text in said],
+            positions,
+            torch.cat(firsts).to(device) if any(twice) else None,
+            on_queries,
+            on_reached,
+            rotated,
+        ),
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Twice:
-    """A KVBatch over one document said twice: causal attention, no cache."""
-
-    facts: ModelFacts
-    length: int
-    on_reached: OnReached
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        softmax, keys, values = self.facts.layers[call.layer].softmax, *_by_head(call)
-        out, reached = _attend_and_watch(call.q, keys, values, softmax, self.length, NEAR)
-        self.on_reached(call.layer, keys[:, : self.length], values[:, : self.length], reached)
-        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +147,7 @@ class _Again:
     def attend(self, call: AttentionCall) -> Tensor:
         held = self.cached(call.layer)
         keys, values = (
-            torch.cat([a.float(), b.float()], 1) for a, b in zip(held, _by_head(call), strict=True)
+            torch.cat([a.float(), b.float()], 1) for a, b in zip(held, (call.k.transpose(0, 1), call.v.transpose(0, 1)), strict=True)
         )
         softmax, length = self.facts.layers[call.layer].softmax, held[0].shape[1]
         out, paid = _attend_and_watch(call.q, keys, values, softmax, length, 0)
@@ -130,63 +155,45 @@ class _Again:
         return out
 
 
-def _by_head(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Its keys [K, T, D] and values [K, T, Dv]."""
-    return call.k.transpose(0, 1), call.v.transpose(0, 1)
-
-
 def _attend_and_watch(
     q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, watched: int, near: int
 ) -> tuple[Tensor, Tensor]:
     """q [N, H, D] of the last N of T tokens, keys [K, T, D], values [K, T, Dv]: what they attend to,
     [N, H, Dv] in q's dtype, and [K, watched] fp32 the most that a query more than `near` tokens later pays
-    each of the first tokens."""
-    keys, values = keys.float(), values.float()
+    each of the first tokens. Logits and their softmax are fp32; values are weighed in their own dtype."""
+    keys = keys.float()
     heads, group, num_keys = len(keys), q.shape[1] // len(keys), keys.shape[1]
     before = num_keys - len(q)
     columns = torch.arange(num_keys, device=q.device)
     reached, parts = keys.new_zeros(heads, watched), []
     for rows in columns[: len(q)].split(max(1, min(_ROWS, MAX_LOGITS // (q.shape[1] * num_keys)))):
-        seen = before + int(rows[-1]) + 1
+        first, seen = before + int(rows[0]), before + int(rows[-1]) + 1
         ahead = before + rows[:, None] - columns[:seen]
-        mask = ahead >= 0
-        if softmax.window is not None:
-            mask &= ahead < softmax.window
-        paid = probabilities(q[rows][None].float(), keys[None, :, :seen], mask[None, None], softmax)[0]
-        out = (paid @ values[:, :seen]).unflatten(1, (group, -1))
+        folded = q[rows].float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        paid = _probabilities(folded, keys[:, :seen], ahead.repeat(group, 1), first, softmax)
+        out = (paid.to(values.dtype) @ values[:, :seen]).unflatten(1, (group, -1))
         parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
-        far = paid.unflatten(1, (group, -1))[..., :watched] * (ahead[:, :watched] > near)
-        width = far.shape[-1]
-        reached[:, :width] = torch.maximum(reached[:, :width], far.amax(dim=(1, 2)))
+        width, close = min(watched, seen), max(0, first - near)
+        if close < width:  # columns that some of the rows are not far from
+            paid[..., close:width] *= (ahead[:, close:width] > near).repeat(group, 1)
+        reached[:, :width] = torch.maximum(reached[:, :width], paid[..., :width].amax(dim=1))
     return torch.cat(parts).to(q.dtype), reached
 
 
-@torch.inference_mode()
-def say_twice(loaded: LoadedModel, document: list[int], on_reached: OnReached) -> None:
-    """Run the model over a document and the same document again, without a word between.
-
-    Args:
-        document:   n token ids, more than NEAR, at most half of what the model has positions for
-        on_reached: (layer, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32) of the first copy;
-                    reached: the most that a query of a later token pays it, over the query heads of its KV
-                    head. Called in the order of the layers; nothing is kept
-
-    Raises: InvalidArgumentError if the document is too short or too long.
-    """
-    length, most = len(document), loaded.facts.max_position // 2
-    if not NEAR < length <= most:
-        raise InvalidArgumentError(
-            f"a document of {length} tokens cannot be said twice to {loaded.facts.name!r}; "
-            f"pass {NEAR + 1} to {most} tokens."
-        )
-    device = loaded.facts.device
-    loaded.model(
-        input_ids=torch.tensor([document * 2], device=device),
-        position_ids=torch.arange(2 * length, device=device)[None],
-        use_cache=False,
-        logits_to_keep=1,
-        kv_batch=_Twice(loaded.facts, length, on_reached),
-    )
+def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Softmax) -> Tensor:
+    """q [K, R, D], k [K, C, D], ahead [R, C] how far a row is behind a column: [K, R, C], all fp32. Columns
+    before `first` are before every row."""
+    scores = (q * softmax.scale) @ k.transpose(1, 2)
+    if softmax.softcap is not None:
+        scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
+    if softmax.window is not None:
+        scores.masked_fill_(ahead >= softmax.window, float("-inf"))
+    scores[..., first:].masked_fill_(ahead[:, first:] < 0, float("-inf"))
+    if softmax.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    rows = softmax.sinks.view(len(q), -1, 1)
+    rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1)
+    return torch.softmax(torch.cat([scores, rows], dim=-1), dim=-1)[..., :-1]
 
 
 @torch.inference_mode()

@@ -13,17 +13,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim import texts
-from kvreclaim.checks import check_int
 from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
 from kvreclaim.compression.surrogate import SurrogateFit
 from kvreclaim.engine.face.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.capture import NEAR, capture_queries, say_twice
+from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.facts import ModelFacts
 
-SURROGATE_PIECES, SURROGATE_TOKENS = 16, 1024
-LEAST_TOKENS = 2 * NEAR
+PIECE_TOKENS = 1024
+"""Of a document that is said twice; a longer one is cut. More cost more per token and tell nothing new."""
 MAX_UNKNOWN = 0.1
 """Share of unknown words above which a text is in another language than the model's."""
 
@@ -80,6 +80,11 @@ def held_out(documents: Sequence[list[int]], count: int) -> tuple[list[list[int]
     return rest, [documents[n] for n in sorted(chosen)]
 
 
+def pieces(documents: Sequence[Sequence[int]], size: int = PIECE_TOKENS) -> list[list[int]]:
+    """Documents cut into parts of at most `size` tokens."""
+    return [list(text[i : i + size]) for text in documents for i in range(0, len(text), size)]
+
+
 @torch.inference_mode()
 def calibrate(
     loaded: LoadedModel,
@@ -90,28 +95,30 @@ def calibrate(
     shared_centers: bool = False,
     min_weight: float = 0.0,
     min_distance: float = 0.0,
+    max_points: int | None = None,
     covariance: bool | None = None,
-    surrogate: int | None = None,
+    surrogate: bool = True,
     show_progress: bool = False,
 ) -> QueryStats:
-    """Statistics of the pre-RoPE queries of one forward pass over the documents, and the surrogate and the
-    shares of heads of one over pieces of them, each said twice.
+    """All that one forward pass over the documents tells, each said twice where the model has positions for
+    it: statistics of the queries before rotation (of first copies), a surrogate, and shares of heads.
 
-    Serves triattention (moments), query_mixture (centres), expected_attention (covariance) and surrogate.
-    Only one layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15 rounds
-    for the centres; compression/surrogate.py.
+    Serves triattention (moments), query_mixture (centres), expected_attention (covariance), surrogate and
+    shares. Only one layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15
+    rounds for the centres; compression/surrogate.py; compression/head_shares.py.
 
-    num_centers, seed, shared_centers, min_weight, min_distance: see compression.Clustering
+    num_centers, seed, shared_centers, min_weight, min_distance, max_points: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
-    surrogate:  pieces of at most SURROGATE_TOKENS tokens that it is fitted to, evenly over the documents;
-                0: it and the shares of heads are left out. None: SURROGATE_PIECES, where a document is long
-                enough
+    surrogate:  True cuts documents to half of what the model has positions for, so that they can be said
+                twice (if they are not too short: capture.can_say_twice); where none can be, and with False,
+                surrogate and shares are left out
     Raises: InvalidArgumentError.
     """
-    clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance)
-    if surrogate is not None:
-        check_int("surrogate", surrogate, 0)
+    clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance, max_points)
     builder = StatsBuilder(loaded.facts, clustering, covariance)
+    learnt = _Learnt(loaded.facts)
+    if surrogate and all(documents):
+        documents = pieces(documents, loaded.facts.max_position // 2)
     bar = tqdm(total=loaded.facts.num_layers, desc="calibrate", unit="layer", disable=not show_progress)
 
     def on_queries(layer: int, queries: Tensor) -> None:
@@ -119,40 +126,29 @@ def calibrate(
         bar.update()
 
     with bar:
-        capture_queries(loaded, [list(document) for document in documents], on_queries)
-    stats = builder.build()
-    if surrogate == 0:
-        return stats
-    pieces = _pieces(loaded, documents)
-    if not pieces and surrogate is None:
-        return stats
-    return _with_surrogate(loaded, stats, pieces, surrogate or SURROGATE_PIECES, show_progress)
+        capture_queries(loaded, documents, on_queries, on_reached=learnt.add if surrogate else None)
+    return learnt.added_to(builder.build())
 
 
-def _pieces(loaded: LoadedModel, documents: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Those that can be said twice and are long enough for it to be worth it."""
-    size = min(SURROGATE_TOKENS, loaded.facts.max_position // 2)
-    found = (list(text[i : i + size]) for text in documents for i in range(0, len(text), size))
-    return [piece for piece in found if len(piece) > LEAST_TOKENS]
+class _Learnt:
+    """What documents said twice teach: a surrogate of what a token is worth, and the shares of heads."""
 
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
+        self._fit = SurrogateFit(facts)
+        self._shares: dict[int, SharesFit] = {}
 
-def _with_surrogate(
-    loaded: LoadedModel, stats: QueryStats, pieces: list[list[int]], count: int, show_progress: bool
-) -> QueryStats:
-    """The statistics with a surrogate and shares of heads, from `count` of the pieces or all there are."""
-    if not pieces:
-        raise InvalidArgumentError(
-            f"no document has more than {LEAST_TOKENS} tokens, and a surrogate is fitted to nothing shorter; "
-            "pass a longer text, or surrogate=0 to leave it out."
+    def add(self, layer: int, document: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
+        """OnReached of capture_queries."""
+        self._fit.add(layer, keys, values, reached)
+        self._shares.setdefault(document, SharesFit(self._facts)).add(layer, reached)
+
+    def added_to(self, stats: QueryStats) -> QueryStats:
+        """The statistics as they are if no document was said twice."""
+        if not self._shares:
+            return stats
+        shares = torch.stack([fit.build() for fit in self._shares.values()]).mean(dim=0)
+        metadata = stats.metadata.model_copy(
+            update={"features": self._fit.num_features, "fractions": FRACTIONS}
         )
-    chosen = [pieces[i * len(pieces) // count] for i in range(count)] if count < len(pieces) else pieces
-    fit, shares = SurrogateFit(loaded.facts), SharesFit(loaded.facts)
-
-    def on_reached(layer: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
-        fit.add(layer, keys, values, reached)
-        shares.add(layer, reached)
-
-    for piece in tqdm(chosen, desc="said twice", unit="piece", disable=not show_progress):
-        say_twice(loaded, piece, on_reached)
-    metadata = stats.metadata.model_copy(update={"features": fit.num_features, "fractions": FRACTIONS})
-    return replace(stats, metadata=metadata, surrogate=fit.build(), head_shares=shares.build())
+        return replace(stats, metadata=metadata, surrogate=self._fit.build(), head_shares=shares)
