@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.engine.face.trial import try_candidates
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
+from kvreclaim.places import STATS_FILE
 
 HELD_OUT_SEED = 1_000
 """Of the first document that is tried: nothing is fitted to one of its kind."""

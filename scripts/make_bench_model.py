@@ -22,8 +22,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.logging import disable_progress_bar
 
 from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.model.loader import load_model
+from kvreclaim.places import STATS_FILE
 
 MAX_POSITION = 163_840
 EMBEDDING_STD = 0.1

@@ -13,6 +13,9 @@ REAL_MODEL = "SmolLM2-135M-Instruct"
 SOURCE_FILE = "kvreclaim_source.json"
 """Beside the weights of a fetched model: what it was made of, and its files with their sizes in bytes."""
 
+STATS_FILE = "kvreclaim_stats.safetensors"
+"""In a model's directory: what calibration has found, read when a policy needs it and no file is named."""
+
 LAYOUT = 1
 """Raised when a conversion comes to write other files, so that what is there is not taken for them."""
 
@@ -28,6 +31,11 @@ def real_model() -> Path | None:
     """Directory of the language model that `make real-model` or `kvreclaim fetch` brings; None before."""
     directory = models_home() / REAL_MODEL
     return directory if lacks(directory) is None else None
+
+
+def shipped_statistics(name: str) -> Path:
+    """Where the package holds statistics of a model that it can fetch."""
+    return Path(__file__).parent / "assets" / f"{name}.safetensors"
 
 
 def lacks(directory: Path) -> str | None:

@@ -27,6 +27,18 @@ class TestOwnFile:
         assert same_stats(stats, loaded)
         assert [file.name for file in tmp_path.iterdir()] == ["stats.safetensors"]
 
+    def test_half_precision_rounds_the_centres_and_nothing_else(self, tmp_path):
+        stats, path = query_stats(FACTS), tmp_path / "stats.safetensors"
+        stats.save(path)
+        whole = path.stat().st_size
+        stats.save(path, half=True)
+        loaded = QueryStats.load(path)
+        halved = {name: getattr(stats, name).half().float() for name in ("centers", "center_var")}
+        assert same_stats(loaded, dataclasses.replace(stats, **halved))
+        assert not same_stats(loaded, stats)
+        saved = sum(2 * tensor.numel() for tensor in halved.values())
+        assert whole - path.stat().st_size == pytest.approx(saved, abs=16)
+
     def test_truncated_and_foreign_files(self, tmp_path):
         path = tmp_path / "stats.safetensors"
         query_stats(FACTS).save(path)

@@ -165,3 +165,14 @@ def test_merged_centres_leave_no_empty_places_in_every_head():
 def test_wrong_clusterings(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         Clustering(**options)
+
+
+def test_centres_of_a_sample_are_those_of_the_queries_evenly_over_the_text():
+    points = noise(3, 2, 10, 8)
+    sampled = Clustering(3, max_points=4).find(points, 1)
+    plain = Clustering(3).find(points[:, [0, 2, 5, 7]], 1)
+    assert torch.equal(sampled.centers, plain.centers)
+    assert torch.equal(sampled.weights, plain.weights)
+    assert torch.equal(
+        Clustering(3, max_points=10).find(points, 1).centers, Clustering(3).find(points, 1).centers
+    )

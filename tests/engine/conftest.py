@@ -10,7 +10,7 @@ import tiny
 
 from kvreclaim import LLM
 from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.places import STATS_FILE
 
 
 @pytest.fixture(scope="session")

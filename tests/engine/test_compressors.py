@@ -9,7 +9,7 @@ from settings import small
 
 from kvreclaim.compression import QueryStats
 from kvreclaim.compression.config import MAX_KEPT
-from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.places import STATS_FILE
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from kvreclaim.compression import make_policy, policy_class, policy_names
 from kvreclaim.compression.policy import Wrapper
 from kvreclaim.config import KV_CACHE_DTYPES
 from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS
+from kvreclaim.places import STATS_FILE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

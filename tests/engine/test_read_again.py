@@ -66,12 +66,17 @@ def test_a_token_is_worth_what_a_repetition_pays_it(family, policy, make_llm, ca
 def test_latents_sinks_and_partial_rotations_are_read_again(family, make_llm):
     """Over the cache as over the keys and values of a dense pass."""
     llm = make_llm(family, max_num_batched_tokens=32)
-    (prompt,) = tiny.prompts((70,), seed=6)
+    (prompt,) = tiny.prompts((140,), seed=6)
     (out,) = llm.generate([prompt], GREEDY, config())
     assert out.error is None
     found = [seen.signals.read_again for seen in Recorder.seen]
     held = {}
-    capture.say_twice(llm.loaded, prompt, lambda layer, keys, values, _: held.update({layer: (keys, values)}))
+    capture.capture_queries(
+        llm.loaded,
+        [prompt],
+        lambda *_: None,
+        on_reached=lambda layer, _, keys, values, __: held.update({layer: (keys, values)}),
+    )
     expected = capture.read_again(llm.loaded, prompt, held.__getitem__)
     for ours, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)

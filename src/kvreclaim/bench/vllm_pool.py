@@ -19,8 +19,8 @@ from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.checks import require
-from kvreclaim.engine.face.llm import STATS_FILE
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.places import STATS_FILE
 
 BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes for all models; tokens."""

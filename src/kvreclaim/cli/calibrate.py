@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Reading:
     """What is read of the text."""
 
-    max_tokens: int = option(32_768, "Tokens of the text that are read.", low=1)
+    max_tokens: int = option(25_600, "Tokens of the text that are read.", low=1)
     trial: int = option(4, "Documents held out of them to try the candidates on; 0: no trial.", low=0)
     candidates: tuple[str, ...] = option((), "Policies to try; more or others than those tried anyway.")
 
@@ -76,6 +76,7 @@ def calibrate(
             help="Keep the covariance of the queries (expected_attention); where not said, up to 128 MiB.",
         ),
     ] = None,
+    half: Annotated[bool, typer.Option("--half", help="Write centres in fp16: half the file.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
@@ -94,7 +95,7 @@ def calibrate(
     hide_progress_bars()
     llm = LLM(model_of(model), dtype=dtype, device=device, num_blocks=1, max_model_len=1)
     stats = _measure(llm, text, reading, {"covariance": covariance, **measuring}, console)
-    stats.save(output)
+    stats.save(output, half=half)
     found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()
     console.print(f"concentration R by layer: {' '.join(f'{value:.3f}' for value in found)}")
     _show(console, stats)

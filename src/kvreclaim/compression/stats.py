@@ -25,6 +25,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
+_HALVED = ("centers", "center_var")
 _TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", "surrogate", "head_shares")
 
 
@@ -217,14 +218,16 @@ class QueryStats:
                 f"{facts.name!r}: {'; '.join(differ)}; {RECALIBRATE}."
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a .safetensors file, whole or not at all."""
+    def save(self, path: str | os.PathLike[str], *, half: bool = False) -> None:
+        """Write a .safetensors file, whole or not at all; half: centres and their variances in fp16."""
         target = Path(path)
         self.check_target(target)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             header = {_HEADER: self.metadata.model_dump_json()}
-            save_file({n: t.contiguous() for n, t in self._present().items()}, temporary, metadata=header)
+            halved = _HALVED if half else ()
+            tensors = {n: t.half() if n in halved else t for n, t in self._present().items()}
+            save_file({n: t.contiguous() for n, t in tensors.items()}, temporary, metadata=header)
             temporary.chmod(0o644)  # safetensors creates it for its owner alone
             os.replace(temporary, target)
         finally:
@@ -292,6 +295,9 @@ def _load_own(path: Path) -> QueryStats:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(_HEADER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors |= {
+                n: tensors[n].float() for n in _HALVED if n in tensors and tensors[n].dtype is torch.half
+            }
         if header is None:
             raise StatsMismatchError(f"{path} has no {_HEADER!r} metadata: it is no statistics file of ours.")
         metadata = StatsMetadata.model_validate(json.loads(header))

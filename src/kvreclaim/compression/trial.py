@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, mod
 
 CANDIDATES = (
     "shares(surrogate)",
+    "shares(knorm(keep=large), by=static)",
     "query_mixture",
     "triattention",
     "knorm(keep=large)",

@@ -147,7 +147,8 @@ class _Again:
     def attend(self, call: AttentionCall) -> Tensor:
         held = self.cached(call.layer)
         keys, values = (
-            torch.cat([a.float(), b.float()], 1) for a, b in zip(held, (call.k.transpose(0, 1), call.v.transpose(0, 1)), strict=True)
+            torch.cat([a.float(), b.float()], 1)
+            for a, b in zip(held, (call.k.transpose(0, 1), call.v.transpose(0, 1)), strict=True)
         )
         softmax, length = self.facts.layers[call.layer].softmax, held[0].shape[1]
         out, paid = _attend_and_watch(call.q, keys, values, softmax, length, 0)

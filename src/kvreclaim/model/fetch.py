@@ -24,7 +24,15 @@ from safetensors import SafetensorError
 
 from kvreclaim.errors import FetchError
 from kvreclaim.model.gguf import check_packages, convert_gguf
-from kvreclaim.places import REAL_MODEL, lacks, models_home, source_of, write_source
+from kvreclaim.places import (
+    REAL_MODEL,
+    STATS_FILE,
+    lacks,
+    models_home,
+    shipped_statistics,
+    source_of,
+    write_source,
+)
 
 Say = Callable[[str], object]
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -191,11 +199,15 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
         output: the directory; None: by the source's name in models_home()
         say:    told what takes long, before it begins
 
+    Statistics of the model, where the package has some, are put beside the weights unless some are there.
+    They are none of the files that make the directory whole: one's own may take their place.
+
     Raises: FetchError; what was begun is then gone again.
     """
     target = (output or models_home() / source.name).absolute()
     try:
         if _is_there(target, source):
+            _add_statistics(target, source)
             return target
         existing = next(parent for parent in target.parents if os.path.exists(parent))
         with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=existing) as made:
@@ -204,6 +216,7 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
             work.mkdir()
             source.write(directory, work, say)
             write_source(directory, source.identity())
+            _add_statistics(directory, source)
             _put(directory, target, source)
     except (OSError, SafetensorError) as error:
         raise FetchError(
@@ -224,6 +237,13 @@ def _is_there(target: Path, source: Source) -> bool:
     if reason is not None:
         raise FetchError(f"{str(target)!r} is there, but it {reason}; pass another --output, or remove it.")
     return True
+
+
+def _add_statistics(directory: Path, source: Source) -> None:
+    shipped, own = shipped_statistics(source.name), directory / STATS_FILE
+    if isinstance(source, PackagedModel) and shipped.is_file() and not own.exists():
+        with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=directory) as made:
+            os.replace(shutil.copyfile(shipped, Path(made, STATS_FILE)), own)
 
 
 def _put(directory: Path, target: Path, source: Source) -> None:

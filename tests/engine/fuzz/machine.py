@@ -21,7 +21,7 @@ from kvreclaim.compression import Compressor, LayerView, registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.llm import STATS_FILE
+from kvreclaim.places import STATS_FILE
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96

@@ -22,9 +22,7 @@ from kvreclaim.engine.face.chat import Message, render_chat
 from kvreclaim.engine.face.compressors import Compressors
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
-
-STATS_FILE = "kvreclaim_stats.safetensors"
-"""Looked up in the model's directory when a policy needs statistics and none are named."""
+from kvreclaim.places import STATS_FILE
 
 Prompt = str | list[int]
 OnStep = Callable[[StepStats], None]
