@@ -9,7 +9,7 @@ import pytest
 from kvreclaim.compression import Signal, make_policy, policy_class, policy_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
-LINES = PAGE.split("Beside prefix sharing:")[0] + PAGE.split("## Wrappers")[1]
+LINES = PAGE.split("Beside prefix sharing:")[0] + PAGE.split("## Wrappers")[1].split("\n## ")[0]
 ROWS = {match[1]: match[0] for match in re.finditer(r"^\| `([\w-]+)[`(].*$", LINES, re.MULTILINE)}
 NEEDS = {
     Signal.QUERY_STATS: "statistics",

@@ -70,6 +70,13 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
         )
     }
 )
+_NOT_SERVED: Mapping[str, str] = MappingProxyType(
+    {
+        "kvzap": "it scores the hidden state of each token, which is gone when a cache is compressed; use "
+        "shares(surrogate), which learns the same target from cached keys and values"
+    }
+)
+"""Known methods that are not here: why, and what to use instead."""
 _WRAPPED = "inner"
 
 
@@ -89,6 +96,8 @@ def policy_class(name: str) -> type[CompressionPolicy]:
                 f"policy {name!r} is {place!r}, which is no dataclass derived from CompressionPolicy."
             )
         return cls
+    if reason := _NOT_SERVED.get(name):
+        raise InvalidArgumentError(f"policy {name!r} is not served: {reason}.")
     raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")
 
 
