@@ -116,16 +116,18 @@ def test_text_windows_are_the_text_in_pieces(llm, tmp_path):
     assert text.startswith(llm.tokenizer.decode(joined))
 
 
-def test_overlapping_windows_score_each_token_once(llm):
-    passages = Passages(tuple(range(1000)), (7,))
-    windows = TextWindows(passages, 301, 50)
+def test_overlapping_windows_score_each_token_once_and_lie_evenly_over_the_text():
+    windows = TextWindows(Passages(tuple(range(1000)), (7,)), 301, 50)
     count = windows.num_examples(10**6)
     items = [windows.item(0, index) for index in range(count)]
-    scored = [token for item in items for token in item.continuation]
-    assert scored == list(range(250, 250 + 50 * count))
     assert count == 15
-    assert {len(item.prompt) for item in items} == {251}
-    assert all((*item.prompt[1:], *item.continuation)[0] == 50 * i for i, item in enumerate(items))
+    assert sorted(token for item in items for token in item.continuation) == list(range(250, 1000))
+    for item in items:
+        tokens = (*item.prompt[1:], *item.continuation)
+        assert item.prompt[0] == 7
+        assert tokens == tuple(range(tokens[0], tokens[0] + 300))
+        assert len(item.continuation) == 50
+    assert [item.prompt[1] for item in items[:3]] == [0, 450, 200]
 
 
 def test_a_text_too_short_or_missing_is_refused(llm, tmp_path):

@@ -14,6 +14,15 @@ GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, lie evenly between 0 and 1, however many of them there are."""
 
 
+def spread_order(count: int) -> list[int]:
+    """0 .. count - 1 in an order of which every beginning lies evenly over them."""
+    by_place = sorted(range(count), key=lambda number: number * GOLDEN % 1)
+    order = [0] * count
+    for place, number in enumerate(by_place):
+        order[number] = place
+    return order
+
+
 @dataclass(frozen=True)
 class Passages:
     """A text from which more windows are taken than it has disjoint ones: they begin at evenly spread

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.passages import Passages, spread_order
 from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Metric, Outcome
 
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Windows of a text, in its order; the first ones where more exist than are wanted. No token is scored
-    twice.
+    """Windows of a text, of which no token is scored twice.
 
-    num_scored: of a window's last tokens. None: its second half, and windows are disjoint; else the next
-                window begins so many tokens later
+    num_scored: of a window's last tokens; the next window begins so many tokens later, and any number of
+                examples lies evenly over the text. None: the second half; windows are disjoint and come in
+                the order of the text
     """
 
     text: Passages
@@ -30,7 +30,12 @@ class TextWindows:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        return {"text": self.text.digest, "num_tokens": self.num_tokens, "num_scored": self.num_scored}
+        return {
+            "text": self.text.digest,
+            "num_tokens": self.num_tokens,
+            "num_scored": self.num_scored,
+            "spread": self.num_scored is not None,
+        }
 
     @property
     def _size(self) -> int:
@@ -40,11 +45,16 @@ class TextWindows:
     def _stride(self) -> int:
         return self.num_scored or self._size
 
+    @property
+    def _count(self) -> int:
+        return 1 + (len(self.text.tokens) - self._size) // self._stride
+
     def num_examples(self, wanted: int) -> int:
-        return min(wanted, 1 + (len(self.text.tokens) - self._size) // self._stride)
+        return min(wanted, self._count)
 
     def item(self, seed: int, index: int) -> Item:
-        start = index * self._stride
+        number = index if self.num_scored is None else spread_order(self._count)[index]
+        start = number * self._stride
         tokens = (*self.text.prefix, *self.text.tokens[start : start + self._size])
         return _cut(tokens, self.num_scored or self.num_tokens - self.num_tokens // 2)
 
