@@ -56,7 +56,6 @@ def test_what_the_model_cannot_serve(policy, facts, message):
 @pytest.mark.parametrize(
     ("traits", "message"),
     [
-        ({"way": Way.CELLS, "needs": frozenset({Signal.POSITIONS})}, "no position of a slot is kept"),
         ({"way": Way.CELLS, "needs": frozenset({Signal.ATTENTION_MASS})}, "no attention mass is kept"),
         ({"way": Way.CELLS, "cache_relative": True}, "slot for its position"),
         ({"way": Way.MASK, "cache_relative": True}, "slot for its position"),

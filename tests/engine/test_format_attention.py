@@ -52,8 +52,7 @@ def test_attends_to_what_the_format_makes_of_tokens(name, kernels, make, monkeyp
     [
         *((name, "query_mixture") for name in CODED),
         ("int4", "evict-only(knorm)"),
-        ("int8", "ada_kv(snapkv(window=2),alpha=0)"),
-        ("turboquant4", "ada_kv(snapkv(window=2),alpha=0)"),
+        *((name, "shares(surrogate)") for name in STORED),
     ],
 )
 def test_compacted_tokens_keep_their_numbers(name, policy, make, monkeypatch):

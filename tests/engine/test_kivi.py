@@ -29,6 +29,7 @@ POLICIES = (
     "h2o",
     "ada_kv(snapkv(window=2),alpha=0)",
     "pyramidkv(query_mixture)",
+    "shares(surrogate)",
     "paged_eviction",
     "evict-only(knorm)",
     "quest",
@@ -47,7 +48,7 @@ def kivi(make_llm):
 def settings(policy):
     if policy == "quest":
         return small(policy, budget=40, recent=6)
-    return small(policy, budget=32) if policy.startswith(("ada", "pyra")) else small(policy)
+    return small(policy, budget=32) if policy.startswith(("ada", "pyra", "shares")) else small(policy)
 
 
 def run(llm, prompts, params=GREEDY, config=None, shadow=None):

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from settings import small
+from shadow import Shadow
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression.policies.protect import Protect
@@ -33,6 +34,8 @@ def watched(monkeypatch, cls):
         "protect(paged_eviction, first=5, spans=((40, 43), (100, 103)))",
         "evict-only(protect(knorm, first=5, spans=((40, 60), (100, 103))))",
         "protect(segments(random), first=5, spans=((40, 60), (100, 103)))",
+        "pyramidkv(protect(random, first=5, spans=((40, 60), (100, 103))), beta=2)",
+        "shares(protect(random, first=5, spans=((40, 60), (100, 103))), by=static, floor=0.6)",
     ],
 )
 def test_protected_tokens_outlive_all_others(spec, make_llm, monkeypatch):
@@ -59,3 +62,23 @@ def test_every_segment_keeps_its_share_of_the_places(make_llm, monkeypatch):
     for logical_len, positions in seen:
         for row in positions:
             assert torch.bincount(row.long() * 6 // logical_len, minlength=6).min() >= 5
+
+
+def test_each_of_unequal_heads_is_told_the_positions_of_its_own_tokens(make_llm, monkeypatch):
+    llm, lengths = make_llm(block_size=8, enable_prefix_caching=False), []
+    shadow, score = Shadow(llm, monkeypatch), Protect.score
+
+    def checking(self, view):
+        (history,) = shadow.histories.values()
+        held = history.attended(view.layer)
+        for head, positions in enumerate(view.signals.positions, view.first_head):
+            assert positions.tolist() == held[head].tolist()
+            lengths.append(len(positions))
+        return score(self, view)
+
+    monkeypatch.setattr(Protect, "score", checking)
+    config = small("pyramidkv(protect(random, first=5), beta=2)", **SETTINGS)
+    (out,) = llm.generate(tiny.prompts((NUM_PROMPT,), seed=3), PARAMS, config)
+    assert out.metrics.compactions >= 4
+    assert len(set(lengths)) > 2
+    assert shadow.worst <= 1e-5

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
+from kvreclaim.bench.systems.base import OURS
 
 RATIOS = (
     ("kvreclaim-full", "vllm"),
@@ -16,15 +17,9 @@ RATIOS = (
     ("kvreclaim-triattention", "kvreclaim-full"),
     ("kvreclaim-query_mixture", "kvreclaim-full"),
     ("kvreclaim-triattention", "vllm"),
+    ("kvreclaim-shares(surrogate)", "kvreclaim-surrogate"),
 )
-SHORT = {
-    "kvreclaim-full": "full",
-    "kvreclaim-query_mixture": "query_mixture",
-    "kvreclaim-triattention": "triattention",
-    "transformers": "transformers",
-    "transformers-cb": "transf. CB",
-    "vllm": "vLLM",
-}
+SHORT = {"transformers-cb": "transf. CB", "vllm": "vLLM"}
 
 
 def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]]:
@@ -44,7 +39,7 @@ def ratio(systems: dict[str, float | None], over: str, under: str) -> float | No
 def short(name: str) -> str:
     """A system's name for a heading, its KV format last."""
     system, _, form = name.partition(":")
-    return f"{SHORT[system]} {form}".rstrip()
+    return f"{SHORT.get(system, system.removeprefix(OURS))} {form}".rstrip()
 
 
 def speed_table(rows: Sequence[Row]) -> Table:

@@ -7,11 +7,12 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreclaim.bench.systems.base import NAMES, Fill, Point, Setup, System
+from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, Setup, System
 from kvreclaim.checks import check_choice, require
 from kvreclaim.config import AUTO, format_name, format_names
 from kvreclaim.memory import eviction_orders
 from kvreclaim.options import check_options, option
+from kvreclaim.schedule.limits import traits
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig
@@ -83,7 +84,7 @@ class DecodePlan(PeersPlan):
                      SYSTEM:FORMAT
     """
 
-    systems: tuple[str, ...] = option(NAMES, "kvreclaim's own, comma-separated.")
+    systems: tuple[str, ...] = option(NAMES, "full and policies, comma-separated.")
     peers: tuple[str, ...] = option((), "transformers, transformers-cb, vllm; comma-separated.")
     vllm_compile: bool = option(False, "vLLM with torch.compile.")
     contexts: tuple[int, ...] = option((1024, 8192, 16384, 32768), "Tokens in each cache.")
@@ -102,8 +103,12 @@ class DecodePlan(PeersPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
-        unknown = sorted({*self.systems, *self.peers} - {*NAMES, *PEERS})
-        require(not unknown, f"no system is called {unknown[:1]}; allowed: {', '.join(NAMES + PEERS)}.")
+        unknown = [*(set(self.peers) - {*PEERS}), *(name for name in self.systems if not _is_ours(name))]
+        require(
+            not unknown,
+            f"no system is called {unknown[:1]}; allowed: kvreclaim-full, kvreclaim- and a policy, and "
+            f"{', '.join(PEERS)}.",
+        )
         require(
             "vllm" not in self.peers or self.vllm_python is not None,
             "vllm is among the peers, but --vllm-python is not set; run `make vllm-env` and pass "
@@ -152,7 +157,17 @@ class DecodePlan(PeersPlan):
     def compression(self, name: str) -> CompressionConfig | None:
         """Of a compressing system; None: it keeps the full cache."""
         system = name.partition(":")[0]
-        return self.policy(system.removeprefix("kvreclaim-")) if system in NAMES else None
+        return self.policy(system.removeprefix(OURS)) if system.startswith(OURS) else None
+
+
+def _is_ours(name: str) -> bool:
+    """Whether it is the full cache or a policy, as its name is written."""
+    policy = name.removeprefix(OURS)
+    if policy == name:
+        return False
+    if policy != "full":
+        traits(policy)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

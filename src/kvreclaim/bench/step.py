@@ -11,7 +11,7 @@ from unittest.mock import patch
 from rich.table import Table
 
 from kvreclaim.bench.common import Row, table, text
-from kvreclaim.bench.decode_table import SHORT
+from kvreclaim.bench.decode_table import short
 from kvreclaim.bench.patches import Clock, TimedOps, timers
 from kvreclaim.bench.plans import DecodePlan
 from kvreclaim.bench.systems.base import Point
@@ -92,6 +92,6 @@ def step_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         parts = [row["ms"][part] for part in PARTS]
         place = f"{row['context']:,} x {row['batch']}"
-        made.add_row(SHORT[row["system"]], place, text(row["plain_ms"]), *map(text, parts))
+        made.add_row(short(row["system"]), place, text(row["plain_ms"]), *map(text, parts))
         made.add_row("", "", "", *(f"{part / sum(parts):.1%}" for part in parts), style="dim")
     return made

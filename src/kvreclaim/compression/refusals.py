@@ -18,7 +18,6 @@ _PARTS = {
 }
 """Parts of statistics that may be absent: the tensor, what it is, how it is calibrated."""
 STATISTICS = frozenset({Signal.QUERY_STATS, *_PARTS})
-PER_SLOT = {Signal.ATTENTION_MASS: "attention mass", Signal.POSITIONS: "position of a slot"}
 
 
 def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
@@ -72,10 +71,9 @@ def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
 
 
 def _check_uneven(policy: CompressionPolicy) -> None:
-    wanted = [text for signal, text in PER_SLOT.items() if signal in policy.needs]
-    if wanted:
+    if Signal.ATTENTION_MASS in policy.needs:
         raise InvalidArgumentError(
-            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no {wanted[0]} is "
+            f"policy {policy.name} keeps unequal numbers of tokens per head, for which no attention mass is "
             "kept; rank tokens by recent queries, statistics or keys instead."
         )
 

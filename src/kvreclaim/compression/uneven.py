@@ -62,6 +62,7 @@ class HeadsQuestion:
     prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
     logical_len:  position of the next query
     first:        nothing has been evicted yet: all heads hold the same tokens
+    positions:    (layer, head) -> [T] int32 logical positions of its tokens, if the policy asks for them
     """
 
     source: HeadSource
@@ -70,6 +71,7 @@ class HeadsQuestion:
     prompt_slots: np.ndarray
     logical_len: int
     first: bool
+    positions: Callable[[int, int], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +171,9 @@ def _head_view(
 ) -> LayerView:
     """Of one head. signals: of all heads of the layer"""
     source = question.source(layer, head)
+    own = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
+    if question.positions is not None:
+        own = replace(own, positions=question.positions(layer, head)[None])
     facts, stats = compressor.of_head(layer, head)
     return LayerView(
         layer,
@@ -177,7 +182,7 @@ def _head_view(
         facts,
         stats,
         _free(first, source.shape[1], compressor.config.recent),
-        signals=head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads),
+        signals=own,
         first=question.first,
         budget=compressor.budget,
         first_head=head,

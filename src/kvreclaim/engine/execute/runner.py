@@ -14,7 +14,7 @@ from kvreclaim.engine.execute.latent import latent_parts
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
-from kvreclaim.engine.ways.parts import Part
+from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall, LatentCall
@@ -30,7 +30,7 @@ class PagedKVBatch:
     """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch).
 
     observer: sees every call, if policies of the step need signals
-    parts:    attend in turn to their rows; none if the batch is attended as a whole
+    parts:    make the batch up; none if it is attended as a whole
     """
 
     ops: Backend
@@ -45,10 +45,7 @@ class PagedKVBatch:
         if self.observer is not None:
             self.observer.see(call)
         if self.parts:
-            out = call.q.new_empty((*call.q.shape[:2], self.cache.v_head_dim))
-            for part in self.parts:
-                part.attend(call, out)
-            return out
+            return attend_all(self.parts, call)
         return self.ops.paged_attention(call.q, layer, self.batch)
 
     def attend_latent(self, call: LatentCall) -> Tensor:

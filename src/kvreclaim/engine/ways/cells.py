@@ -7,10 +7,13 @@ fill up together, and block table, physical length and slot mapping are those of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.compression import Signal
 from kvreclaim.compression.uneven import Heads, HeadsQuestion, UnevenChoice, choose_uneven
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.ways.job import Done, Job
@@ -59,7 +62,28 @@ class UnevenPass:
             return PagedSource(pages.backend, PagedTokens(layers[layer], own, num_tokens))
 
         prompt_slots, signals = _prompt_slots(job, tokens.shape), pages.question(job).signals
-        return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, cells is None)
+        return HeadsQuestion(
+            source,
+            signals,
+            tokens,
+            prompt_slots,
+            job.next_position,
+            cells is None,
+            self._positions(job, tokens) if Signal.POSITIONS in job.compressor.policy.needs else None,
+        )
+
+    def _positions(self, job: Job, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
+        """(layer, head) -> [T] int32 logical positions of the head's tokens [L, K]."""
+        known, end, device = job.seq.state.head_positions, job.plan.logical_len, self.pages.cache.device
+
+        def of(layer: int, head: int) -> Tensor:
+            left = (
+                known[layer][head] if known is not None else torch.empty(0, dtype=torch.int32, device=device)
+            )
+            first = end - (int(tokens[layer, head]) - len(left))
+            return torch.cat([left, torch.arange(first, end, dtype=torch.int32, device=device)])
+
+        return of
 
     def apply(self, job: Job, choice: UnevenChoice) -> Done:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
@@ -79,6 +103,11 @@ class UnevenPass:
             )
         prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
         state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
+        if Signal.POSITIONS in job.compressor.policy.needs:
+            of = self._positions(job, tokens)
+            state.head_positions = [
+                [of(layer, head)[slots] for head, slots in enumerate(rows)] for layer, rows in enumerate(kept)
+            ]
         state.rounded += choice.moved
         job.seq.cell_cache = None
         return Done(kept)
@@ -186,22 +215,23 @@ def uneven_part(
 ) -> HeadPart:
     """The part of sequences whose heads hold unequal numbers of tokens. What all layers need is made here,
     at once, and sent to the device together."""
-    found = []
-    for item in items:
-        table = memory.table(item.seq.seq_id)
-        lengths = head_lengths(item.seq.state.cells, table.physical_len + item.num_tokens, cache)
-        found.append((head_cells(item.seq, memory, cache), lengths))
-    width = max(cells.shape[-1] for cells, _ in found)
-    tables = np.concatenate(
-        [np.pad(cells, ((0, 0), (0, 0), (0, width - cells.shape[-1])), mode="edge") for cells, _ in found],
+    size, heads, device = cache.block_size, cache.num_kv_heads, cache.device
+    cells = [head_cells(item.seq, memory, cache) for item in items]
+    physical = [memory.table(item.seq.seq_id).physical_len + item.num_tokens for item in items]
+    lengths = np.concatenate(
+        [head_lengths(item.seq.state.cells, n, cache) for item, n in zip(items, physical, strict=True)],
         axis=1,
     )
-    lengths = np.concatenate([lengths for _, lengths in found], axis=1)
-    heads, device = cache.num_kv_heads, cache.device
+    tables = np.empty((*lengths.shape, max(own.shape[-1] for own in cells)), dtype=np.int32)
+    for i, own in enumerate(cells):
+        its = tables[:, i * heads : (i + 1) * heads]
+        its[..., : own.shape[-1]] = own
+        its[..., own.shape[-1] :] = own[..., -1:]
     query_lens = np.repeat([item.num_tokens for item in items], heads)
     starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32)).to(device)
     sent = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)
     nothing = torch.zeros(lengths.shape[1], dtype=torch.int32, device=device)
+    longest, most_queries = lengths.max(axis=1).tolist(), int(query_lens.max())
 
     def batch(layer: int, _: Tensor) -> CellBatch:
         arrays = BatchArrays(
@@ -209,10 +239,10 @@ def uneven_part(
             query_starts=starts,
             seq_lens=sent[1][layer],
             shifts=nothing,
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(lengths[layer].max()),
+            max_query_len=most_queries,
+            max_seq_len=longest[layer],
         )
-        return cell_batch(tables[layer], lengths[layer], query_lens, arrays, cache.block_size)
+        return cell_batch(tables[layer], lengths[layer], query_lens, arrays, size)
 
     order = head_order([item.num_tokens for item in items], heads, device)
     return HeadPart(ops, cell_layers(cache), rows, order, batch)

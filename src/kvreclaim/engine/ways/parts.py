@@ -20,24 +20,38 @@ from kvreclaim.ops.kv_cache import KVCache, LayerCache
 class Part(Protocol):
     """Some sequences of a step."""
 
-    def attend(self, call: AttentionCall, out: Tensor) -> None:
-        """Write their rows of out [T, H, Dv]; their keys and values are in the cache."""
+    @property
+    def rows(self) -> Tensor:
+        """[t] int64, theirs in the step."""
         ...
+
+    def attend(self, call: AttentionCall, q: Tensor) -> Tensor:
+        """[t, H, Dv]: what their queries q [t, H, D] see; their keys and values are in the cache."""
+        ...
+
+
+def attend_all(parts: tuple[Part, ...], call: AttentionCall) -> Tensor:
+    """[T, H, Dv] of a step that these parts make up."""
+    if len(parts) == 1:
+        return parts[0].attend(call, call.q)
+    found = [part.attend(call, call.q[part.rows]) for part in parts]
+    out = call.q.new_empty((len(call.q), *found[0].shape[1:]))
+    for part, own in zip(parts, found, strict=True):
+        out[part.rows] = own
+    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainPart:
-    """Sequences with one block table for all layers and heads. rows: [t] int64, theirs in the step."""
+    """Sequences with one block table for all layers and heads."""
 
     ops: Backend
     cache: KVCache
     batch: AttentionBatch
     rows: Tensor
 
-    def attend(self, call: AttentionCall, out: Tensor) -> None:
-        out[self.rows] = self.ops.paged_attention(
-            call.q[self.rows], self.cache.layers[call.layer], self.batch
-        )
+    def attend(self, call: AttentionCall, q: Tensor) -> Tensor:
+        return self.ops.paged_attention(q, self.cache.layers[call.layer], self.batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +59,6 @@ class HeadPart:
     """Sequences with a table for each (layer, KV head): every KV head is a sequence of the cell view.
 
     cells:   the cell view as each layer attends over it
-    rows:    [t] int64, theirs in the step
     order:   [t * K] int64, places of (row, KV head) by sequence, KV head and row; None: they lie so already
     batches: (layer, q [t, H, D]) -> the sequences' KV heads with their cells, in this order
     """
@@ -56,23 +69,19 @@ class HeadPart:
     order: Tensor | None
     batches: Callable[[int, Tensor], CellBatch]
 
-    def attend(self, call: AttentionCall, out: Tensor) -> None:
+    def attend(self, call: AttentionCall, q: Tensor) -> Tensor:
         layer = self.cells[call.layer]
         softmax = layer.softmax
         assert softmax.window is None, f"layer {call.layer}: window {softmax.window}, refused by check_policy"
         assert softmax.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
-        num_kv_heads = call.k.shape[1]
-        rows = call.q[self.rows]
-        q = rows.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
-        found = self.ops.paged_attention(
-            q if self.order is None else q[self.order],
-            layer,
-            self.batches(call.layer, rows),
-        )
+        by_head = q.unflatten(1, (call.k.shape[1], -1)).flatten(0, 1)
+        if self.order is not None:
+            by_head = by_head[self.order]
+        found = self.ops.paged_attention(by_head, layer, self.batches(call.layer, q))
         if self.order is not None:
             sorted_found, found = found, torch.empty_like(found)
             found[self.order] = sorted_found
-        out[self.rows] = found.view(len(self.rows), -1, found.shape[-1])
+        return found.view(len(q), -1, found.shape[-1])
 
 
 def head_order(query_lens: list[int], num_kv_heads: int, device: torch.device) -> Tensor | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from kvreclaim.compression.uneven import Heads
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
@@ -31,12 +33,15 @@ class CompressionState:
     evicted:        [L, K, slots] bool, only where nothing moves (evict-only)
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
     cells:          where each head's tokens lie, only where heads keep unequal numbers
+    head_positions: [n] int32 of each layer and head, logical positions of what the last pass has left there,
+                    only where heads keep unequal numbers and their policy asks
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
     """
 
     evicted: Tensor | None = None
     slot_positions: Tensor | None = None
     cells: Cells | None = None
+    head_positions: Heads | None = None
     rounded: int = 0
 
     def fork(self) -> CompressionState:
