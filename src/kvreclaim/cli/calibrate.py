@@ -29,7 +29,7 @@ class Reading:
     """What is read of the text."""
 
     max_tokens: int = option(25_600, "Tokens of the text that are read.", low=1)
-    trial: int = option(4, "Documents held out of them to try the candidates on; 0: no trial.", low=0)
+    trial: int = option(3, "Documents held out of them to try the candidates on; 0: no trial.", low=0)
     candidates: tuple[str, ...] = option((), "Policies to try; more or others than those tried anyway.")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,44 @@
+"""What the package ships for the model that it fetches: whole, small, of that model, with a verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
+from kvreclaim.compression import QueryStats
+from kvreclaim.places import REAL_MODEL, STATS_FILE, shipped_statistics
+
+
+@pytest.fixture(scope="module")
+def real() -> QueryStats:
+    return QueryStats.load(shipped_statistics(REAL_MODEL))
+
+
+def test_the_real_models_best_is_a_learned_score_with_unequal_heads(real) -> None:
+    trial = real.metadata.trial
+    assert trial.best == "shares(surrogate)"
+    assert trial.reads_back
+    assert {"query_mixture", "triattention", "streaming_llm"} <= set(trial.policies)
+    assert real.surrogate is not None
+    assert real.head_shares is not None
+    assert shipped_statistics(REAL_MODEL).stat().st_size < 2e6
+
+
+def test_the_demo_models_best_has_equal_heads() -> None:
+    """It does not read back what it is told again, and no candidate that it can have was left out."""
+    trial = QueryStats.load(demo_model() / STATS_FILE).metadata.trial
+    assert trial.best == "query_mixture"
+    assert not trial.reads_back
+    assert not trial.refused
+    llm = LLM(demo_model(), num_blocks=64, compression=CompressionConfig(budget=64, recent=16))
+    assert llm.compression.policy == "query_mixture"
+
+
+def test_they_are_the_fetched_models(real, real_dir) -> None:
+    config = CompressionConfig(budget=112, recent=32, interval=16, stats=shipped_statistics(REAL_MODEL))
+    llm = LLM(real_dir, num_blocks=64, max_model_len=512, compression=config)
+    prompt = llm.tokenizer.encode("A machine that is told a thing twice knows it better. " * 12)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24))
+    assert output.error is None
+    assert output.metrics.tokens_evicted > 0
+    assert llm.compression.policy == real.metadata.trial.best
