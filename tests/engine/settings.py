@@ -10,10 +10,10 @@ UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}  # known only of tokens
 
 
 def _serves(policy: CompressionPolicy) -> bool:
-    """Equal counts, token by token, of a text that is not known beforehand; test_uneven, test_whole_blocks
-    and test_policies_end_to_end have the others."""
+    """Equal counts, token by token, of a text that is not known beforehand, again and again; test_uneven,
+    test_whole_blocks, test_policies_end_to_end and test_prompt_only have the others."""
     fixed = policy.way in (Way.CELLS, Way.BLOCKS) or Signal.FUTURE_QUERIES in policy.needs
-    return policy.way.evicts and not fixed
+    return policy.way.evicts and not fixed and not policy.prompt_only
 
 
 EVICTING = tuple(name for name in policy_names() if _serves(make_policy(name)))

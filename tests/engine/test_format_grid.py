@@ -73,7 +73,7 @@ def check(llm: LLM, policy: str, *, latent: bool) -> None:
         with pytest.raises(InvalidArgumentError, match=words):
             llm.compressor(small(policy))
         return
-    prompt, answer = tiny.prompts((48, 48), seed=3)
+    prompt, answer = tiny.prompts((64, 32), seed=3)
     (out,) = llm.score([prompt], [answer], small(policy))
     assert out.error is None
     assert torch.tensor(out.logprobs).isfinite().all()

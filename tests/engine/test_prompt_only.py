@@ -24,7 +24,7 @@ def tokens(outputs):
     return [output.token_ids for out in outputs for output in out.outputs]
 
 
-@pytest.mark.parametrize("policy", ["prompt-norm", "snapkv(when=prefill,window=8)"])
+@pytest.mark.parametrize("policy", ["prompt-norm", "snapkv(when=prefill,window=8)", "kvzip"])
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_one_pass_at_the_end_of_a_long_prompt_and_none_for_a_short_one(
     kernels, policy, make_llm, monkeypatch
