@@ -215,8 +215,8 @@ class CompressionSettings:
 
     policy: str = option(
         AUTO,
-        "Which tokens stay: a policy, or auto, the one that calibration found best for the model; the KV "
-        "cache stays whole without.",
+        "Which tokens stay: a policy, or auto (also where only a budget or the like is said), the one that "
+        "calibration found best for the model; the KV cache stays whole where nothing is said.",
         flags=("--kv-compression",),
     )
     budget: int = option(

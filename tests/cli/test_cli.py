@@ -64,7 +64,6 @@ def test_generate_from_another_format(example, form):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kv-budget", 100), "budget set for the KV compression, but no policy is"),
         (("--kv-compression", "nope"), "nope"),
         (("--kv-compression", "knorm", "--kv-budget", 100), "raise the budget"),
         (("--model", "no/such/dir"), "no/such/dir"),

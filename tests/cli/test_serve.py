@@ -105,6 +105,12 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     assert (llm.compression.policy, llm.compression.budget) == ("knorm", 200)
 
 
+def test_a_budget_alone_is_auto(started: list) -> None:
+    assert run("--kv-budget", "200").exit_code == 0
+    compression = started[0][0].compression
+    assert (compression.policy, compression.budget) == ("query_mixture", 200)
+
+
 def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None:
     monkeypatch.setenv("KVRECLAIM_API_KEY", "from-env")
     assert run().exit_code == 0
@@ -130,7 +136,6 @@ def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None
         (["--eviction-policy", "nonesuch"], "lru"),
         (["--max-pinned-fraction", "2"], "max_pinned_fraction is 2.0"),
         (["--kv-compression", "nonesuch"], "nonesuch"),
-        (["--kv-budget", "200"], "--kv-compression"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype is 'int3'"),
         (["--model", "/nonesuch"], "/nonesuch"),
     ],

@@ -115,3 +115,23 @@ def test_an_embedded_engine_has_no_such_bounds() -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     [output] = llm.generate([PROMPT], params, often)
     assert output.metrics.tokens_evicted > len(PROMPT) - 128, "a pass for the prompt and one per token"
+
+
+class TestAuto:
+    """Where nothing is said, it is what the model's statistics say; a request may ask for it by name."""
+
+    @pytest.mark.parametrize("asked", [{}, {"policy": "auto"}])
+    @pytest.mark.parametrize("path", BODIES)
+    def test_answers_name_the_policy_that_it_is(self, bounded: Running, path: str, asked: dict) -> None:
+        answer = ask(
+            bounded, path, {**SMALL, **asked} if asked else {k: SMALL[k] for k in SMALL if k != "policy"}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["kv_cache"]["policy"] == "query_mixture"
+
+    def test_without_statistics_the_answer_says_what_to_run(self, tiny_dir) -> None:
+        with running_server(LLM(tiny_dir("llama"), device="cpu", num_blocks=64)) as server:
+            for path in ("/v1/completions", "/v1/messages"):
+                answer = ask(server, path, {"budget": 64, "recent": 16})
+                assert answer.status_code == 400
+                assert "run `kvreclaim calibrate` for this model" in answer.json()["error"]["message"]

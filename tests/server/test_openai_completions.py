@@ -181,6 +181,7 @@ def test_what_compression_gave_back_is_counted(server: Running):
             **asked, extra_body={"kv_compression": settings, "ignore_eos": True}
         )
     assert answer.usage.kv_cache == {
+        "policy": "knorm",
         "budget": expected.budget,
         "tokens_evicted": expected.tokens_evicted,
         "blocks_freed": expected.blocks_freed,

@@ -11,7 +11,6 @@ import typer
 from kvreclaim import demo_model, real_model
 from kvreclaim.cli.takes import Takes
 from kvreclaim.config import CompressionSettings, EngineConfig
-from kvreclaim.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvreclaim import CompressionConfig
@@ -45,18 +44,11 @@ def model_of(named: str | None, say: Callable[[str], object] = _tell) -> str | P
     return demo_model()
 
 
-def compression_of(policy: str | None = None, **settings: Any) -> CompressionConfig | None:
-    """None without a policy. Raises: InvalidArgumentError for settings without one."""
+def compression_of(**settings: Any) -> CompressionConfig | None:
+    """None where nothing is said; with a budget, say, but no policy, that is auto."""
     from kvreclaim import CompressionConfig
 
-    if policy is not None:
-        return CompressionConfig(policy, **settings)
-    if settings:
-        raise InvalidArgumentError(
-            f"{', '.join(settings)} set for the KV compression, but no policy is; "
-            "add --kv-compression, for example --kv-compression auto."
-        )
-    return None
+    return CompressionConfig(**settings) if settings else None
 
 
 Compression = Takes(config=CompressionSettings, panel=COMPRESSION, unset=True, build=compression_of)

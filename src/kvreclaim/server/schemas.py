@@ -16,6 +16,7 @@ class Shape(BaseModel):
 
 
 class KVCacheUsage(Shape):
+    policy: str | None
     budget: int | None
     tokens_evicted: int
     blocks_freed: int

@@ -10,11 +10,12 @@ from kvreclaim.engine.core.outputs import RequestMetrics
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
     """Over a request's prompts: tokens and blocks are sums, but for peak_blocks, the most that one output
-    held. budget: of their compression, None without. reclaim_efficiency: blocks freed of those that could be;
-    None where none could."""
+    held. policy, budget: of their compression, None without. reclaim_efficiency: blocks freed of those that
+    could be; None where none could."""
     perfect = sum(m.blocks_perfect for m in metrics)
     freed = sum(m.blocks_freed for m in metrics)
     return {
+        "policy": metrics[0].policy,
         "budget": metrics[0].budget,
         "tokens_evicted": sum(m.tokens_evicted for m in metrics),
         "blocks_freed": freed,

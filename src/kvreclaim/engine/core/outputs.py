@@ -75,6 +75,7 @@ class CompletionOutput:
 class RequestMetrics:
     """What one request cost and gave back, over all its outputs.
 
+    policy:         of its compression as it was written, or what "auto" stood for; None without compression
     budget:         tokens per layer and KV head that its compression keeps, or reads, in the blocks of this
                     engine; None without compression
     tokens_evicted: slots per head whose token left the attention set
@@ -91,6 +92,7 @@ class RequestMetrics:
     queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
+    policy: str | None = None
     budget: int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

@@ -165,7 +165,8 @@ class Request:
     def collect_metrics(self) -> RequestMetrics:
         """Sum the sequences' figures into the request's."""
         m = self.metrics
-        m.budget = None if self.compressor is None else self.compressor.budget
+        if self.compressor is not None:
+            m.policy, m.budget = self.compressor.config.policy, self.compressor.budget
         m.num_prompt_tokens = len(self.prompt_token_ids)
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
         accounts = [seq.account for seq in self.sequences]
