@@ -147,7 +147,7 @@ class _Again:
     def attend(self, call: AttentionCall) -> Tensor:
         held = self.cached(call.layer)
         keys, values = (
-            torch.cat([a.float(), b.float()], 1)
+            torch.cat([a.to(b.dtype), b], 1)
             for a, b in zip(held, (call.k.transpose(0, 1), call.v.transpose(0, 1)), strict=True)
         )
         softmax, length = self.facts.layers[call.layer].softmax, held[0].shape[1]
