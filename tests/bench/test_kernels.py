@@ -18,6 +18,7 @@ from kvreclaim.bench.kernel_cases import (
     key_norms,
     mixture,
     standard,
+    surrogate,
     triattention,
     write,
 )
@@ -34,6 +35,7 @@ CASES = [
     column_sums(CHUNK),
     triattention(SHAPE),
     mixture(SHAPE),
+    surrogate(SHAPE),
     key_norms(SHAPE),
     write(SHAPE),
     gather(SHAPE),
@@ -68,7 +70,8 @@ def test_a_wrong_kernel_is_refused(case, monkeypatch):
     def half(cache, *args):
         cache.v.mul_(0.5)
 
-    scored = ("paged_attention", "column_sums", "trig_norm_scores", "mixture_scores", "token_norms")
+    scored = ("paged_attention", "column_sums", "trig_norm_scores", "mixture_scores")
+    scored = (*scored, "surrogate_scores", "token_norms")
     broken = {name: off(name) for name in scored} | {"write_kv": reference.write_kv, "compact": half}
     broken["gather_tokens"] = lambda *args: [x * 1.01 for x in reference.gather_tokens(*args)]
     if case.op == "write K/V":

@@ -23,6 +23,7 @@ from kvreclaim.bench.plans import CompressPlan, DecodePlan
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.compression import compressor as compressor_module
+from kvreclaim.compression import uneven as uneven_module
 
 
 def run(plan: CompressPlan, console: Console) -> list[Row]:
@@ -48,7 +49,8 @@ def _measure(base: DecodePlan, policy: str, context: int, batch: int, intervals:
         session.run(4)
         before = (totals.compactions, totals.score_s, totals.compact_s)
         quiet = []
-        with timers(clock, [(compressor_module, "select_each", "select")]):
+        choosing = [(compressor_module, "select_each", "select"), (uneven_module, "select_heads", "select")]
+        with timers(clock, choosing):
             for _ in range(steps):
                 passes, started = totals.compactions, perf_counter()
                 session.run(1)

@@ -97,6 +97,18 @@ def key_norms(shape: Shape) -> Case:
     return Case("key norms", shape, run, shape.side_bytes)
 
 
+def surrogate(shape: Shape) -> Case:
+    """The linear score of keys and values of one sequence."""
+    bands = shape.head_dim // 2
+    layout = RopeLayout(torch.ones(bands, dtype=torch.float64))
+    weights = _fp32((shape.kv_heads, 2 * shape.head_dim - bands + 3)).to(shape.device)
+
+    def run(filled: Filled, layer: int) -> Tensor:
+        return filled.backend.surrogate_scores(filled.paged(layer), weights, layout)
+
+    return Case("surrogate scores", shape, run, 2 * shape.side_bytes)
+
+
 def write(shape: Shape) -> Case:
     """New tokens of a prefill chunk to their slots; the tokens stay as they were."""
     sources: dict[int, tuple[Tensor, Tensor]] = {}
@@ -170,7 +182,8 @@ def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterato
         for context, turns in ((2176, 16), (32_768, 1)):
             one = Shape(context, 1, head_dim, 2, torch.bfloat16, turns=turns, device=device)
             for shape in _stored(one, formats):
-                yield from (triattention(shape), mixture(shape), key_norms(shape), compact(shape, 2048))
+                yield from (triattention(shape), mixture(shape), surrogate(shape), key_norms(shape))
+                yield compact(shape, 2048)
         for shape in _stored(one, formats):
             yield from (write(replace(shape, context=2048)), gather(shape))
 

@@ -96,12 +96,15 @@ def choose_uneven(
     assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
     scores = _scores(compressor, questions, firsts)
-    return [_choice(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)]
+    return [
+        select_heads(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)
+    ]
 
 
-def _choice(
+def select_heads(
     compressor: Compressor, question: HeadsQuestion, first: int, scores: Heads, block_size: int
 ) -> UnevenChoice:
+    """From one sequence's scores to what stays of each head. first: the first slot that may go"""
     recent, tokens = compressor.config.recent, question.tokens
     free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
     refuse_nan(torch.cat([row for rows in scores for row in rows]).isnan().any())
