@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from compression_oracles import model_facts, query_stats
 from pydantic import ValidationError
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.compression.trial import Outcome, Said, Trial
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.limits import footprint
 
 FULL = Said(once=2.0, once_right=0.5, again=0.5, again_right=0.9)
 
@@ -85,10 +88,13 @@ class TestResolving:
             CompressionConfig().resolved(query_stats(model_facts(2)), "the model")
 
     def test_unresolved_there_is_no_policy_to_ask(self) -> None:
-        with pytest.raises(
-            InvalidArgumentError, match="policy auto is known where the model's statistics are"
+        for ask in (
+            CompressionConfig().make_policy,
+            partial(CompressionConfig, "shares(auto)"),
+            partial(footprint, "auto:budget=512"),
         ):
-            CompressionConfig().make_policy()
+            with pytest.raises(InvalidArgumentError, match=r"policy auto stands .*calibrate --show FILE"):
+                ask()
 
 
 def test_a_trial_survives_its_file_and_may_be_absent(tmp_path) -> None:

@@ -91,11 +91,7 @@ class CompressionConfig(CompressionSettings):
         return replace(self, policy=trial.best)
 
     def make_policy(self) -> CompressionPolicy:
-        """The policy with its options. Raises: InvalidArgumentError for one that is not resolved."""
-        require(
-            self.policy != AUTO,
-            "policy auto is known where the model's statistics are; name a policy, such as streaming_llm.",
-        )
+        """The policy with its options. Raises: InvalidArgumentError for "auto", which must be resolved."""
         return make_policy(self.policy, self.options)
 
     def in_blocks(self, block_size: int) -> CompressionConfig:

@@ -33,6 +33,7 @@ from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
+from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
@@ -89,6 +90,11 @@ def policy_class(name: str) -> type[CompressionPolicy]:
     """Raises InvalidArgumentError for a name that is not known or whose entry point is no policy."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
+    if name == AUTO:
+        raise InvalidArgumentError(
+            "policy auto stands alone, for another one that a model's statistics name; here name the policy "
+            "itself (`kvreclaim calibrate --show FILE` says it)."
+        )
     if found := load(ENTRY_POINT_GROUP, name, "policy"):
         cls, place = found
         if not (isinstance(cls, type) and issubclass(cls, CompressionPolicy) and is_dataclass(cls)):

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvreclaim.checks import require
-from kvreclaim.config import CompressionSettings
+from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.spec import Spec, Value, parse_spec
@@ -105,6 +105,11 @@ def _traits(spec: Spec) -> Footprint:
         default, way = _WRAPPERS[spec.name]
         inner = _inner(spec, default)
         return inner if way is None else replace(inner, way=way)
+    require(
+        spec.name != AUTO,
+        "policy auto stands for another one, which the model's statistics name; write that one here "
+        "(`kvreclaim calibrate --show FILE` says it).",
+    )
     if spec.name not in _TRAITS:
         raise InvalidArgumentError(
             f"policy {spec.name!r} is not built in, and what it does to memory is not known without its "
