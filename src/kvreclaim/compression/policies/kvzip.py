@@ -22,8 +22,8 @@ class KVzip(CompressionPolicy):
     Paper: arXiv 2505.23416.
 
     Compresses once, at the end of the prompt, which must fit into the pool whole; what is generated stays.
-    Cost: the prompt is computed once more, attending to twice as many tokens; state: one number per token,
-    during the pass.
+    Cost: the prompt is computed once more, attending to twice as many tokens, with softmax in fp32 for all to
+    see: several times what the prompt itself took; state: one number per token, during the pass.
     """
 
     name = "kvzip"
