@@ -32,6 +32,7 @@ class RealPlan:
     num_tokens:  of a document with its questions, and with its continuation
     num_facts:   codes in the text that is talked about, each asked
     pool_share:  blocks of the load's pool over what the full cache of all its requests would need
+    chunk:       tokens of a step under load
     """
 
     others: tuple[str, ...] = ("query_mixture", "snapkv", "streaming_llm")
@@ -43,6 +44,7 @@ class RealPlan:
     num_talk_tokens: int = 1536
     num_answer_tokens: int = 96
     pool_share: float = 0.4
+    chunk: int = 512
     recent: int = 64
     block_size: int = 16
 
@@ -137,7 +139,7 @@ class Talks:
     def load(self, fraction: float | None) -> LoadRun:
         """Many conversations at once in a pool that the full cache of all of them does not fit."""
         plan = self.plan
-        llm = self.llm.sibling(num_blocks=self.num_blocks, max_num_batched_tokens=512)
+        llm = self.llm.sibling(num_blocks=self.num_blocks, max_num_batched_tokens=plan.chunk)
         prompts = [
             self._prompt(self._text(1 + i)[0], "What is this text about? Answer in a few sentences.")
             for i in range(plan.num_load)
