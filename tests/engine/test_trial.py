@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import tiny
@@ -11,7 +13,8 @@ from settings import assert_idle
 from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression import LayerView, QueryStats
+from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.trial import Trial
 from kvreclaim.engine.face.calibration import held_out
 from kvreclaim.engine.face.trial import num_tokens, try_candidates, window
@@ -84,6 +87,22 @@ def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stat
     llm = make_llm("llama", num_blocks=8)
     assert try_candidates(llm, stats, DOCUMENTS, candidates=CANDIDATES) == found
     assert_idle(llm)
+
+
+def test_a_candidate_that_fails_while_it_runs_is_left_out_whole(stats, make_llm, monkeypatch) -> None:
+    calls = itertools.count()
+
+    def failing(policy: Knorm, views: Sequence[LayerView]) -> list[torch.Tensor]:
+        if next(calls) >= 4:
+            raise RuntimeError("no more")
+        return [view.keys.float().norm(dim=-1) for view in views]
+
+    monkeypatch.setattr(Knorm, "score_many", failing)
+    left = try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["knorm", "streaming_llm"])
+    assert left.policies == ("streaming_llm",)
+    assert list(left.refused) == ["knorm"]
+    with pytest.raises(InvalidArgumentError, match="no candidate could run: "):
+        try_candidates(make_llm("llama"), stats, DOCUMENTS, candidates=["knorm"])
 
 
 @pytest.mark.parametrize("documents", [[], [[5] * 319]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -13,10 +14,11 @@ from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.compression.trial import CANDIDATES, FRACTIONS, Outcome, Said, Trial
 from kvreclaim.engine.core.outputs import ScoreOutput
 from kvreclaim.engine.face.llm import LLM
-from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 
+FULL = "full"
 SINKS, RECENT, INTERVAL = 4, 64, 128
 STRETCH, SAID_AGAIN = 64, 4
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
@@ -77,16 +79,25 @@ def try_candidates(
     require(bool(served), f"no candidate can run: {'; '.join(refused.values())}")
     said: dict[tuple[str, float], list[Said]] = {}
     budgets: dict[tuple[str, float], list[int]] = {}
-    settings = [("full", 1.0), *((policy, fraction) for policy in served for fraction in fractions)]
+    settings = [(FULL, 1.0), *((policy, fraction) for policy in served for fraction in fractions)]
     bar = tqdm(total=len(cases) * len(settings), desc="trial", disable=not show_progress)
     with bar:
-        for case in cases:
-            for policy, fraction in settings:
-                budget = _budget(engine, case, fraction)
-                config = None if policy == "full" else _config(policy, budget, stats)
-                said.setdefault((policy, fraction), []).append(_score(engine, case, config))
-                budgets.setdefault((policy, fraction), []).append(budget)
-                bar.update()
+        for case, (policy, fraction) in itertools.product(cases, settings):
+            bar.update()
+            if policy in refused:
+                continue
+            budget = _budget(engine, case, fraction)
+            try:
+                found = _score(engine, case, None if policy == FULL else _config(policy, budget, stats))
+            except KVReclaimError as error:
+                if policy == FULL:
+                    raise
+                refused[policy] = str(error)
+                continue
+            said.setdefault((policy, fraction), []).append(found)
+            budgets.setdefault((policy, fraction), []).append(budget)
+    said = {key: found for key, found in said.items() if key[0] not in refused}
+    require(len(said) > 1, f"no candidate could run: {'; '.join(refused.values())}")
     means = {key: _mean(found) for key, found in said.items()}
     return Trial(
         documents=len(cases),
