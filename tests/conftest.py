@@ -34,6 +34,8 @@ def real_dir() -> Path:
     """The language model that the user has fetched, for the few tests that are about it."""
     if not (named := os.environ["KVRECLAIM_TEST_REAL_MODEL"]):
         pytest.skip("no language model is here; `make real-model` brings it")
+    if not (Path(named) / "kvreclaim_stats.safetensors").is_file():
+        pytest.skip("the language model that is here has no statistics; `make real-model` brings them")
     return Path(named)
 
 
