@@ -38,9 +38,9 @@ class RealPlan:
     others: tuple[str, ...] = ("query_mixture", "snapkv", "streaming_llm")
     fractions: tuple[float, ...] = (0.25, 0.1)
     num_tokens: int = 2048
-    num_examples: int = 8
+    num_examples: int = 4
     num_facts: int = 4
-    num_load: int = 8
+    num_load: int = 6
     num_talk_tokens: int = 1536
     num_answer_tokens: int = 96
     pool_share: float = 0.4
@@ -66,7 +66,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
     longest = plan.num_tokens + plan.num_answer_tokens
     llm = LLM(
         model,
-        num_blocks=plan.num_examples * blocks_for(longest, plan.block_size),
+        num_blocks=2 * plan.num_examples * blocks_for(longest, plan.block_size),  # prompts stay for all settings
         block_size=plan.block_size,
         max_model_len=longest,
         max_num_batched_tokens=longest,

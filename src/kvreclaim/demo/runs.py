@@ -38,7 +38,7 @@ class DemoPlan:
                 1, so that the full cache has to preempt
     """
 
-    fractions: tuple[float, ...] = (0.5, 0.25, 0.1)
+    fractions: tuple[float, ...] = (0.25, 0.1)
     num_scored: int = 24
     num_generated: int = 8
     num_load: int = 24
