@@ -65,8 +65,8 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
     started = time.perf_counter()
     longest = plan.num_tokens + plan.num_answer_tokens
     llm = LLM(
-        model,
-        num_blocks=2 * plan.num_examples * blocks_for(longest, plan.block_size),  # prompts stay for all settings
+        model,  # twice the blocks, so that prompts stay for all settings
+        num_blocks=2 * plan.num_examples * blocks_for(longest, plan.block_size),
         block_size=plan.block_size,
         max_model_len=longest,
         max_num_batched_tokens=longest,

@@ -45,11 +45,9 @@ TEXT = {
     "policy": "{policy}",
     "of the\nbytes": "{fraction:.0%}",
     "digits\nright": "{needles:.3f}",
-    "of full": "{of_full:.3f}",
     "perplexity\nof prose": "{perplexity:.2f}",
-    "KiB held,\nmost": "{kib:,.0f}",
+    "KiB\nheld": "{kib:,.0f}",
     "blocks\nfreed": "{blocks_freed:,}",
-    "effi-\nciency": "{reclaim_efficiency:.2f}",
 }
 BARS = " ▁▂▃▄▅▆▇█"
 CHART_WIDTH = 56
