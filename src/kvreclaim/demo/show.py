@@ -34,7 +34,6 @@ GAIN = POLICY | {
 }
 LOAD = POLICY | {
     "most\nrun": "{most_running}",
-    "mean\nrun": "{mean_running:.1f}",
     "pre-\nempted": "{preemptions}",
     "peak\nblocks": "{peak_blocks}",
     "tok/s": "{tokens_per_s:,.0f}",
@@ -190,7 +189,7 @@ def draw_real(report: RealReport, path: Path) -> None:
         points = sorted((row.fraction, row.value) for row in rows if row.policy == policy)
         left.plot(*zip(*points, (1.0, whole.value), strict=True), marker="o", label=policy)
     left.set_xscale("log")
-    left.set_xticks([1.0, *sorted({row.fraction for row in rows})], labels=None)
+    left.set_xticks(sorted({row.fraction for row in rows}))
     left.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     left.xaxis.set_minor_formatter(NullFormatter())
     left.set_xlabel("share of the full cache's bytes")
