@@ -30,9 +30,9 @@ def test_a_share_is_the_mean_part_of_a_heads_tokens_above_the_threshold():
         SharesFit(model_facts(2)),
         [noise(n, 2, 2, tokens) for n, tokens in enumerate((60, 41, 97))],
     )
-    for document in documents:
-        for layer in (1, 0):
-            fit.add(layer, document[layer])
+    for layer in (1, 0):  # as one pass over all documents shows them
+        for number, document in enumerate(documents):
+            fit.add(layer, number, document[layer])
     found = fit.build()
     assert found.shape == (2, 2, len(FRACTIONS))
     for i, fraction in enumerate(FRACTIONS):
@@ -44,7 +44,7 @@ def test_shares_of_half_a_document_or_of_none_are_refused():
     fit = SharesFit(model_facts(2))
     with pytest.raises(InvalidArgumentError, match="every layer"):
         fit.build()
-    fit.add(0, noise(1, 2, 9))
+    fit.add(0, 0, noise(1, 2, 9))
     with pytest.raises(InvalidArgumentError, match="every layer"):
         fit.build()
 

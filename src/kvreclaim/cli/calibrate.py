@@ -136,7 +136,7 @@ def _announce(
     capture_queries(llm.loaded, [documents[0]], lambda *_: None)
     per_token = (time.perf_counter() - started) / len(documents[0])
     fitted = sum(map(len, documents))
-    tokens = 3 * fitted + sum(num_tokens(1, len(document), num_settings) for document in tried)
+    tokens = 3 * fitted + sum(num_tokens(len(document), num_settings) for document in tried)
     console.print(
         f"{fitted} tokens to fit to, {len(tried)} documents to try {num_settings} settings on: about "
         f"{max(1, math.ceil(tokens * per_token / 60))} min"

@@ -27,27 +27,34 @@ class SharesFit:
 
     def __init__(self, facts: ModelFacts) -> None:
         self._shape = (facts.num_layers, facts.layers[0].num_kv_heads)
-        self._reached: dict[int, Tensor] = {}
+        self._reached: dict[int, dict[int, Tensor]] = {}
         self._sums = torch.zeros(*self._shape, len(FRACTIONS), dtype=torch.float64)
         self._documents = 0
 
-    def add(self, layer: int, reached: Tensor) -> None:
-        """One layer of a document; the next document begins when all layers of this one were added.
+    def add(self, layer: int, document: int, reached: Tensor) -> None:
+        """One layer of a document, whatever else was added before; its scores are held until all layers are
+        there.
 
         reached: [K, T] the most that a later query has paid each token
         """
-        assert layer not in self._reached, f"layer {layer} of a document was added twice"
-        self._reached[layer] = reached.cpu()
-        if len(self._reached) < self._shape[0]:
+        held = self._reached.setdefault(document, {})
+        assert layer not in held, f"layer {layer} of document {document} was added twice"
+        held[layer] = reached.cpu()
+        if len(held) < self._shape[0]:
             return
-        scores = torch.stack([self._reached[n] for n in range(self._shape[0])]).flatten(0, 1)
-        self._reached.clear()
+        del self._reached[document]
+        scores = torch.stack([held[n] for n in range(self._shape[0])]).flatten(0, 1)
         heads, tokens = scores.shape
         owner = scores.flatten().argsort(descending=True, stable=True) // tokens
         for i, fraction in enumerate(FRACTIONS):
             best = owner[: round(fraction * heads * tokens)]
             self._sums[..., i] += torch.bincount(best, minlength=heads).view(self._shape) / tokens
         self._documents += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not (self._reached or self._documents)
 
     def build(self) -> Tensor:
         """[L, K, S] fp32 shares at FRACTIONS, 0 to 1. Raises: InvalidArgumentError without a document."""

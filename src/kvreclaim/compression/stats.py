@@ -105,7 +105,7 @@ class QueryStats:
     center_var:    like centers, variance per real dim; E|q_f - mu_f|^2 / 2 in both dims of a band
     center_weight: [L, H | K, C], share of the queries; 0 for a centre that repeats another
     q_cov:         [L, H, D, D] | None, covariance about q_mean
-    surrogate:     [L, K, P] | None, weights of a cached token's features (surrogate.features)
+    surrogate:     [L, K, P] | None, weights of a cached token's features (ops.scoring.surrogate_features)
     head_shares:   [L, K, S] | None, share of its tokens that a head keeps at each of metadata's fractions
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.

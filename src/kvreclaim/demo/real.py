@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from kvreclaim.compression import CompressionConfig
@@ -15,7 +14,7 @@ from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
 from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.eval.compare import evaluate
-from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.text.codes import draw_facts, fact_text
 from kvreclaim.memory.blocks import blocks_for
@@ -168,13 +167,10 @@ class Talks:
         """A passage with codes in it, and the codes by what they open."""
         rng = random.Random(f"talk:{number}")
         facts = draw_facts(rng, self.plan.num_facts)
-        tokens = self.passages.window(number, self.plan.num_talk_tokens - 100)
-        cuts = [0, *sorted(rng.sample(range(40, len(tokens) - 40), len(facts))), len(tokens)]
-        said = [f" {fact_text(*fact)}" for fact in facts]
-        text = ""
-        for (first, last), fact in zip(pairwise(cuts), [*said, ""], strict=True):
-            text += f"{self.llm.tokenizer.decode(tokens[first:last])}{fact}"
-        return text, facts
+        tokenizer = self.llm.tokenizer
+        said = [tokenizer.encode(f" {fact_text(*fact)}", add_special_tokens=False) for fact in facts]
+        passage = self.passages.window(number, self.plan.num_talk_tokens - 100)
+        return str(tokenizer.decode(woven(rng, passage, said)[0])), facts
 
 
 def label(policy: str, fraction: float | None) -> str:

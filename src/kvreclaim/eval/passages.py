@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,21 @@ def spread_order(count: int) -> list[int]:
     for place, number in enumerate(by_place):
         order[number] = place
     return order
+
+
+def woven(
+    rng: random.Random, passage: list[int], facts: Sequence[list[int]], *, together: bool = False
+) -> tuple[list[int], list[int]]:
+    """The passage with facts at random places of it, or all at one place, and where each fact begins."""
+    cuts = sorted(rng.sample(range(1, len(passage)), 1 if together else len(facts)))
+    cuts = cuts * len(facts) if together else cuts
+    starts: list[int] = []
+    tokens: list[int] = []
+    for fact, begin, end in zip(facts, [0, *cuts], cuts, strict=False):
+        tokens += passage[begin:end]
+        starts.append(len(tokens))
+        tokens += fact
+    return tokens + passage[cuts[-1] :], starts
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Shares(Uneven):
            refused; static shares go with any ranking
     floor: share of the budget that every head has, whatever its scores or its share
     by:    who decides
-    Cost: that of inner and, by threshold, one sort.
+    Cost: that of inner and, by threshold, one selection among all scores.
     """
 
     floor: float = option(0.0, low=0, high=1)

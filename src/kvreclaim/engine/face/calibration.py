@@ -134,21 +134,21 @@ class _Learnt:
     """What documents said twice teach: a surrogate of what a token is worth, and the shares of heads."""
 
     def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
         self._fit = SurrogateFit(facts)
-        self._shares: dict[int, SharesFit] = {}
+        self._shares = SharesFit(facts)
 
     def add(self, layer: int, document: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
         """OnReached of capture_queries."""
         self._fit.add(layer, keys, values, reached)
-        self._shares.setdefault(document, SharesFit(self._facts)).add(layer, reached)
+        self._shares.add(layer, document, reached)
 
     def added_to(self, stats: QueryStats) -> QueryStats:
         """The statistics as they are if no document was said twice."""
-        if not self._shares:
+        if self._shares.is_empty:
             return stats
-        shares = torch.stack([fit.build() for fit in self._shares.values()]).mean(dim=0)
         metadata = stats.metadata.model_copy(
             update={"features": self._fit.num_features, "fractions": FRACTIONS}
         )
-        return replace(stats, metadata=metadata, surrogate=self._fit.build(), head_shares=shares)
+        return replace(
+            stats, metadata=metadata, surrogate=self._fit.build(), head_shares=self._shares.build()
+        )

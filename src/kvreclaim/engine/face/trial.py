@@ -40,10 +40,10 @@ def window(facts: ModelFacts) -> int:
     return min(MOST_TOKENS, (facts.max_position - STRETCH) * 32 // 35)
 
 
-def num_tokens(num_documents: int, length: int, num_settings: int) -> int:
-    """That a trial computes: every document once, what follows it under every setting."""
+def num_tokens(length: int, num_settings: int) -> int:
+    """That a trial computes of a document: it once, what follows it under every setting."""
     case = _cut([0] * length)
-    return num_documents * (len(case.prompt) + num_settings * (len(case.once) + len(case.again)))
+    return len(case.prompt) + num_settings * (len(case.once) + len(case.again))
 
 
 def try_candidates(

@@ -60,7 +60,7 @@ class Signals:
         self.room = Room(max_bytes)
         self._mass = MassStore(loaded.facts, self.room)
         self.digests = DigestStore(loaded.facts, cache.number, self.room)
-        self._passes: dict[int, list[Tensor]] = {}
+        self._passes: dict[int, dict[Signal, list[Tensor]]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 
     def check(self, compressor: Compressor | None, *, scored: bool) -> None:
@@ -143,10 +143,10 @@ class Signals:
         if Signal.OUTPUT_PROJECTION in needs:
             projection = self._output_projection(layer)
         if Signal.FUTURE_QUERIES in needs:
-            future = self._one_more_pass(seq, source)[layer][:, seq.num_computed :]
+            future = self._one_more_pass(seq, Signal.FUTURE_QUERIES, source)[layer][:, seq.num_computed :]
         if Signal.READ_AGAIN in needs:
             assert num_slots == seq.num_computed, f"{num_slots} slots of {seq.num_computed} tokens are left"
-            again = self._one_more_pass(seq, source)[layer]
+            again = self._one_more_pass(seq, Signal.READ_AGAIN, source)[layer]
         return LayerSignals(queries, mass, positions, projection, future, again)
 
     def positions(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
@@ -176,7 +176,8 @@ class Signals:
         for store in (*self._queries.values(), self._mass):
             store.drop(seq_id)
         self.digests.drop(seq_id)
-        self.room.change(sum(tensor.nbytes for tensor in self._passes.pop(seq_id, [])), 0)
+        shown = self._passes.pop(seq_id, {}).values()
+        self.room.change(sum(tensor.nbytes for found in shown for tensor in found), 0)
 
     def _query_write(
         self, window: int, items: list[tuple[Scheduled, int]]
@@ -241,13 +242,16 @@ class Signals:
             self._projections = output_projections(self.loaded.model, self.loaded.facts)
         return self._projections[layer]
 
-    def _one_more_pass(self, seq: Sequence, source: Callable[[int], KeySource]) -> list[Tensor]:
+    def _one_more_pass(
+        self, seq: Sequence, signal: Signal, source: Callable[[int], KeySource]
+    ) -> list[Tensor]:
         """What a forward pass beside the engine's own has shown of each layer, kept until the sequence is
         dropped. Future queries: [H, T - 1, D] of the whole text under full attention, in the model's dtype;
         the last token is never computed, so it asks nothing. Read again: [K, T] fp32 (capture.read_again)."""
-        if seq.seq_id not in self._passes:
+        shown = self._passes.setdefault(seq.seq_id, {})
+        if signal not in shown:
             found: list[Tensor] = []
-            if Signal.FUTURE_QUERIES in needs_of(seq.request.compressor):
+            if signal is Signal.FUTURE_QUERIES:
                 dtype = self.loaded.facts.dtype
                 capture_queries(
                     self.loaded,
@@ -259,5 +263,5 @@ class Signals:
                 context = seq.token_ids[: seq.num_computed]
                 found = read_again(self.loaded, context, lambda layer: source(layer).tensors())
             self.room.change(0, sum(tensor.nbytes for tensor in found))
-            self._passes[seq.seq_id] = found
-        return self._passes[seq.seq_id]
+            shown[signal] = found
+        return shown[signal]

@@ -8,11 +8,10 @@ import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.passages import Passages
+from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
 from kvreclaim.model.loader import Tokenizer
 
@@ -77,7 +76,11 @@ class ForcedTask(PlainTask):
         asked = [self._answer(head, answer) for head, answer, _ in questions]
         tail, continuation, judged = self._lay_out(asked)
         facts = [self._encode(fact) for fact in quiz.facts]
-        prompt, starts = self._prompt(rng, facts, tail, len(continuation), quiz.together, seed, index)
+        room = self._room(facts, len(tail) + len(continuation))
+        passage = self.passages.window(seed * SEED_STRIDE + index, room)
+        prefix = self.passages.prefix
+        body, places = woven(rng, passage, facts, together=quiz.together)
+        prompt, starts = (*prefix, *body, *tail), [len(prefix) + place for place in places]
         verdicts = tuple(
             Verdict(place, starts[questions[number][2]] / self.num_tokens) for place, number in judged
         )
@@ -121,30 +124,12 @@ class ForcedTask(PlainTask):
             continuation += answer
         return tail, tuple(continuation), judged
 
-    def _prompt(
-        self,
-        rng: random.Random,
-        facts: Sequence[list[int]],
-        tail: list[int],
-        num_continuation: int,
-        together: bool,
-        seed: int,
-        index: int,
-    ) -> tuple[tuple[int, ...], list[int]]:
-        """The passage with the facts in it, and where each fact begins."""
-        prefix = list(self.passages.prefix)
-        room = self.num_tokens - num_continuation - len(prefix) - len(tail) - sum(map(len, facts))
+    def _room(self, facts: Sequence[list[int]], num_asked: int) -> int:
+        """Tokens of the passage. Raises: InvalidArgumentError where facts and questions leave too few."""
+        room = self.num_tokens - num_asked - len(self.passages.prefix) - sum(map(len, facts))
         if room < len(facts):
             raise InvalidArgumentError(
                 f"task {self.name} needs {self.num_tokens - room + len(facts)} tokens without any passage, "
                 f"but a sequence has {self.num_tokens}; raise the number of tokens."
             )
-        passage = self.passages.window(seed * SEED_STRIDE + index, room)
-        cuts = sorted(rng.sample(range(1, room), 1 if together else len(facts)))
-        cuts = cuts * len(facts) if together else cuts
-        starts, prompt = [], prefix
-        for fact, begin, end in zip(facts, chain([0], cuts), cuts, strict=False):
-            prompt = prompt + passage[begin:end]
-            starts.append(len(prompt))
-            prompt = prompt + fact
-        return tuple(prompt + passage[cuts[-1] :] + tail), starts
+        return room
