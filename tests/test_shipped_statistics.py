@@ -24,14 +24,15 @@ def test_the_real_models_best_is_a_learned_score_with_unequal_heads(real) -> Non
     assert shipped_statistics(REAL_MODEL).stat().st_size < 2e6
 
 
-def test_the_demo_models_best_has_equal_heads() -> None:
+def test_the_demo_models_best_is_query_mixtures_with_unequal_heads() -> None:
     """It does not read back what it is told again, and no candidate that it can have was left out."""
     trial = QueryStats.load(demo_model() / STATS_FILE).metadata.trial
-    assert trial.best == "query_mixture"
+    assert trial.best == "shares(query_mixture, by=static)"
+    assert trial.loss("query_mixture") < trial.loss("shares(surrogate)")
     assert not trial.reads_back
     assert not trial.refused
     llm = LLM(demo_model(), num_blocks=64, compression=CompressionConfig(budget=64, recent=16))
-    assert llm.compression.policy == "query_mixture"
+    assert llm.compression.policy == trial.best
 
 
 def test_they_are_the_fetched_models(real, real_dir) -> None:

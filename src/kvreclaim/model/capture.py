@@ -22,7 +22,8 @@ OnReached = Callable[[int, int, Tensor, Tensor, Tensor], None]
 OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
 """Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
-_ROWS = 512
+_TILE, _LEAST_ROWS = 1 << 21, 32
+"""Logits at once on a CPU, whose 8 MiB stay near the core; rows of them that are worth a product."""
 REREAD_TOKENS = 1024
 _WHOLE = "\n\nRepeat the previous context:\n"
 _PART = "\n\nRepeat the part of the previous context starting with: "
@@ -167,7 +168,7 @@ def _attend_and_watch(
     before = num_keys - len(q)
     columns = torch.arange(num_keys, device=q.device)
     reached, parts = keys.new_zeros(heads, watched), []
-    for rows in columns[: len(q)].split(max(1, min(_ROWS, MAX_LOGITS // (q.shape[1] * num_keys)))):
+    for rows in columns[: len(q)].split(_rows_at_once(q.shape[1] * num_keys, q.device)):
         first, seen = before + int(rows[0]), before + int(rows[-1]) + 1
         ahead = before + rows[:, None] - columns[:seen]
         folded = q[rows].float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
@@ -179,6 +180,12 @@ def _attend_and_watch(
             paid[..., close:width] *= (ahead[:, close:width] > near).repeat(group, 1)
         reached[:, :width] = torch.maximum(reached[:, :width], paid[..., :width].amax(dim=1))
     return torch.cat(parts).to(q.dtype), reached
+
+
+def _rows_at_once(logits: int, device: torch.device) -> int:
+    """Queries whose logits, so many of each, are computed together."""
+    near = max(_LEAST_ROWS, _TILE // logits) if device.type == "cpu" else MAX_LOGITS
+    return max(1, min(near, MAX_LOGITS // logits))
 
 
 def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Softmax) -> Tensor:

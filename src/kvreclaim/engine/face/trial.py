@@ -18,12 +18,17 @@ from kvreclaim.errors import InvalidArgumentError, KVReclaimError, UnsupportedMo
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 
-FULL = "full"
 SINKS, RECENT, INTERVAL = 4, 64, 128
+AT_ONCE = 4
+"""Policies in one batch: larger products are faster ones, and the pool holds all of their caches."""
 STRETCH, SAID_AGAIN = 64, 4
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
 LEAST_TOKENS, MOST_TOKENS = 320, 2304
 """Of a document: a tenth of less has no room beside sinks and recent tokens, and more tells little more."""
+
+
+_Setting = tuple[str, float]
+"""Policy and fraction."""
 
 
 @dataclass(frozen=True)
@@ -77,36 +82,26 @@ def try_candidates(
     engine = _engine_for(llm, cases)
     served, refused = _served(engine, stats, candidates)
     require(bool(served), f"no candidate can run: {'; '.join(refused.values())}")
-    said: dict[tuple[str, float], list[Said]] = {}
-    budgets: dict[tuple[str, float], list[int]] = {}
-    settings = [(FULL, 1.0), *((policy, fraction) for policy in served for fraction in fractions)]
-    bar = tqdm(total=len(cases) * len(settings), desc="trial", disable=not show_progress)
+    full: list[Said] = []
+    found: dict[_Setting, list[tuple[int, Said]]] = {}
+    groups = [served[i : i + AT_ONCE] for i in range(0, len(served), AT_ONCE)]
+    bar = tqdm(total=len(cases) * len(groups), desc="trial", disable=not show_progress)
     with bar:
-        for case, (policy, fraction) in itertools.product(cases, settings):
-            bar.update()
-            if policy in refused:
-                continue
-            budget = _budget(engine, case, fraction)
-            try:
-                found = _score(engine, case, None if policy == FULL else _config(policy, budget, stats))
-            except KVReclaimError as error:
-                if policy == FULL:
-                    raise
-                refused[policy] = str(error)
-                continue
-            said.setdefault((policy, fraction), []).append(found)
-            budgets.setdefault((policy, fraction), []).append(budget)
-    said = {key: found for key, found in said.items() if key[0] not in refused}
-    require(len(said) > 1, f"no candidate could run: {'; '.join(refused.values())}")
-    means = {key: _mean(found) for key, found in said.items()}
+        for case in cases:
+            full.append(_full(engine, case))
+            for group in groups:
+                left = [policy for policy in group if policy not in refused]
+                settings = list(itertools.product(left, fractions))
+                for setting, row in _tried(engine, case, settings, stats, refused):
+                    found.setdefault(setting, []).append(row)
+                bar.update()
+    rows = {setting: row for setting, row in found.items() if setting[0] not in refused}
+    require(bool(rows), f"no candidate could run: {'; '.join(refused.values())}")
     return Trial(
         documents=len(cases),
         tokens=sum(len(case.prompt) for case in cases),
-        full=means.pop(settings[0]),
-        outcomes=tuple(
-            Outcome(policy=policy, fraction=fraction, budget=mean(budgets[policy, fraction]), **dict(found))
-            for (policy, fraction), found in means.items()
-        ),
+        full=_mean(full),
+        outcomes=tuple(_outcome(setting, row) for setting, row in rows.items()),
         refused=refused,
     )
 
@@ -123,10 +118,10 @@ def _stretches(prompt: list[int]) -> Iterator[int]:
 
 
 def _engine_for(llm: LLM, cases: Sequence[_Case]) -> LLM:
-    """Big enough that a document is computed in one step and then found by every candidate."""
+    """Big enough that a document is computed in one step, and that a batch of candidates finds it there."""
     longest = max(len(case.prompt) + max(len(case.once), len(case.again)) for case in cases)
     return llm.sibling(
-        num_blocks=4 * blocks_for(longest, llm.engine.memory.block_size),
+        num_blocks=2 * AT_ONCE * blocks_for(longest, llm.engine.memory.block_size),
         max_model_len=longest + 1,
         max_num_batched_tokens=max(longest, llm.engine.config.max_num_batched_tokens),
         enable_prefix_caching=True,
@@ -159,8 +154,43 @@ def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
 
 
-def _score(engine: LLM, case: _Case, config: CompressionConfig | None) -> Said:
-    once, again = engine.score([case.prompt] * 2, [case.once, case.again], config)
+def _full(engine: LLM, case: _Case) -> Said:
+    """What follows a document in the full cache. The document is computed alone, so that all find it."""
+    engine.score([case.prompt], [case.once[:1]])
+    return _said(case, *_score(engine, case, [None]))
+
+
+def _tried(
+    engine: LLM, case: _Case, settings: Sequence[_Setting], stats: QueryStats, refused: dict[str, str]
+) -> Iterator[tuple[_Setting, tuple[int, Said]]]:
+    """Budget and outcome of each setting, all in one batch; refused gets policies that fail, and why."""
+    budgets = [_budget(engine, case, fraction) for _, fraction in settings]
+    policies = [policy for policy, _ in settings]
+    try:
+        outputs = _score(engine, case, list(map(_config, policies, budgets, itertools.repeat(stats))))
+    except KVReclaimError as error:  # of one of them, before anything has run
+        alone = {name: [setting for setting in settings if setting[0] == name] for name in policies}
+        if len(alone) == 1:
+            refused[policies[0]] = str(error)
+        else:
+            for own in alone.values():
+                yield from _tried(engine, case, own, stats, refused)
+        return
+    for setting, budget, once, again in zip(settings, budgets, outputs[::2], outputs[1::2], strict=True):
+        try:
+            yield setting, (budget, _said(case, once, again))
+        except KVReclaimError as error:
+            refused[setting[0]] = str(error)
+
+
+def _score(engine: LLM, case: _Case, configs: Sequence[CompressionConfig | None]) -> list[ScoreOutput]:
+    """Of each setting the document going on, and said again."""
+    count = len(configs)
+    asked = [config for config in configs for _ in range(2)]
+    return engine.score([case.prompt] * (2 * count), [case.once, case.again] * count, asked)
+
+
+def _said(case: _Case, once: ScoreOutput, again: ScoreOutput) -> Said:
     for output in (once, again):
         if output.error is not None:
             raise InvalidArgumentError(f"the trial failed: {output.error}")
@@ -170,6 +200,11 @@ def _score(engine: LLM, case: _Case, config: CompressionConfig | None) -> Said:
         again=_nats(again),
         again_right=_right(again, case.again),
     )
+
+
+def _outcome(setting: _Setting, rows: Sequence[tuple[int, Said]]) -> Outcome:
+    (policy, fraction), (budgets, said) = setting, zip(*rows, strict=True)
+    return Outcome(policy=policy, fraction=fraction, budget=mean(budgets), **dict(_mean(said)))
 
 
 def _nats(output: ScoreOutput) -> float:
