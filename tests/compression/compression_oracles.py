@@ -32,6 +32,8 @@ TENSORS = (
     "q_cov",
     "surrogate",
     "head_shares",
+    "kvzap_out",
+    "kvzap_in",
 )
 
 

@@ -19,6 +19,7 @@ NEEDS = {
     Signal.RECENT_QUERIES: "recent queries",
     Signal.ATTENTION_MASS: "attention mass",
     Signal.FUTURE_QUERIES: "future queries",
+    Signal.TOKEN_SCORES: "weights of hidden states",
     Signal.READ_AGAIN: "the prompt read again",
 }
 BUILT_IN = [name for name in policy_names() if policy_class(name).__module__.startswith("kvreclaim.")]

@@ -113,7 +113,6 @@ MISTAKES = {
     "segments(" * 20: "nested more than 16 deep",
     "knom(keep=large)": "'knom' is unknown; known are query_mixture",
     "segments(knom)": "'knom' is unknown",
-    "shares(kvzap)": r"'kvzap' is not served: it scores the hidden state.*use shares\(surrogate\)",
     "knorm(full)": "wraps no other policy and takes its options by name; its options are keep",
     "full(3)": "takes its options by name; it has no options",
     "knorm(kept=large)": "knorm has no option 'kept'; its options are keep",

@@ -22,7 +22,8 @@ def calibrated_dir(tiny_dir: Callable[[str], Path], tmp_path_factory) -> Callabl
         if family not in saved:
             path = tiny.save_model(family, tmp_path_factory.mktemp(f"{family}-calibrated"))
             llm = LLM(path, dtype="float32", device="cpu", num_blocks=8)
-            calibrate(llm.loaded, tiny.prompts((150, 40, 80), seed=5), num_centers=4).save(path / STATS_FILE)
+            documents = tiny.prompts((150, 40, 80), seed=5)
+            calibrate(llm.loaded, documents, num_centers=4, kvzap="linear").save(path / STATS_FILE)
             saved[family] = path
         return saved[family]
 

@@ -197,7 +197,7 @@ def test_what_the_second_copy_pays_the_first_is_what_transformers_says(family, t
     found = {}
     queries, once = {}, {}
 
-    def on_reached(layer, index, keys, values, reached) -> None:
+    def on_reached(layer, index, keys, values, reached, _) -> None:
         assert index == 1, "the first is too short"
         found[layer] = keys, reached
 

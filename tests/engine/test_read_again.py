@@ -75,7 +75,7 @@ def test_latents_sinks_and_partial_rotations_are_read_again(family, make_llm):
         llm.loaded,
         [prompt],
         lambda *_: None,
-        on_reached=lambda layer, _, keys, values, __: held.update({layer: (keys, values)}),
+        on_reached=lambda layer, _, keys, values, *__: held.update({layer: (keys, values)}),
     )
     expected = capture.read_again(llm.loaded, prompt, held.__getitem__)
     for ours, wanted in zip(found, expected, strict=True):

@@ -128,7 +128,7 @@ def test_steps_that_are_watched_run_without_a_graph(want, make_llm):
     watched = want in ("queries", "mass", "observed", "all")
     assert graphs.steps == (0 if watched else 39)
     assert len(graphs.refusals) == (39 if watched else 0)
-    assert set(graphs.refusals) <= {"a policy keeps its queries or its attention"}
+    assert set(graphs.refusals) <= {"a policy keeps queries, attention or scores of tokens"}
 
 
 def test_the_reason_is_said_once(make_llm, caplog):
@@ -143,5 +143,6 @@ def test_the_reason_is_said_once(make_llm, caplog):
         llm.generate(tiny.prompts((30,)), GREEDY, config("mass"))
     assert graphs.refusals.total() == 39
     assert [record.message for record in caplog.records] == [
-        "decode graphs: a step runs without a graph, because a policy keeps its queries or its attention"
+        "decode graphs: a step runs without a graph, because a policy keeps queries, attention or scores of "
+        "tokens"
     ]

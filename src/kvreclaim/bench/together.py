@@ -22,7 +22,7 @@ from kvreclaim.bench.systems.base import Fill, Point
 from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.compression import Signal, make_policy
 
-OBSERVED = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}
+OBSERVED = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
 """Kept while prompts are computed: a policy that asks for them needs real ones."""
 
 

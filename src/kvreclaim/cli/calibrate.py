@@ -46,6 +46,9 @@ class Measuring:
     min_distance: float = option(0.0, "Pool centres closer than this share of the spread.")
     seed: int = option(0, "Of the clusters' start.")
     surrogate: bool = option(True, "Say the text twice, and learn which tokens and heads it needs.")
+    kvzap: str | None = option(
+        None, "Weights of hidden states: linear or mlp fits them, else a directory of published ones."
+    )
     max_points: int = option(
         4096, "Queries per head, evenly over the text, that centres are found among.", low=1
     )
@@ -116,7 +119,8 @@ def _measure(
     )
     rest, tried = held_out(found, reading.trial)
     documents = pieces(rest)
-    candidates = tuple(dict.fromkeys((*CANDIDATES, *reading.candidates)))
+    asked = ("shares(kvzap)",) if measuring["kvzap"] else ()
+    candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
     _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), console)
     stats = measure(llm.loaded, documents, show_progress=True, **measuring)
     if not tried:
@@ -148,6 +152,7 @@ def _show(console: Console, stats: QueryStats) -> None:
     owner = "KV head" if found.shared_centers else "head"
     extra = ", with covariance" if found.covariance else ""
     extra += ", with a surrogate" if found.features else ", without a surrogate"
+    extra += ", with weights of hidden states" if found.kvzap_inputs else ""
     extra += ", with shares of heads" if found.fractions else ", without shares of heads"
     console.print(
         f"{found.model_name}: {found.num_tokens} tokens, {found.num_centers} centres per {owner}{extra}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -187,6 +189,16 @@ class Compressor:
             known = q.num_tokens > self.budget
             found.append(lowest_blocks(next(votes), self.budget, tiers, block_size) if known else [])
         return found
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """sha256 of the weights that score tokens when they are computed; of a policy that needs them."""
+        digest = sha256()
+        for layer in self.stats or ():
+            for weights in (layer.kvzap_in, layer.kvzap_out):
+                if weights is not None:
+                    digest.update(weights.contiguous().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def stats_of(self, layer: int) -> LayerStats | None:
         """The statistics of one layer, if the policy needs any."""

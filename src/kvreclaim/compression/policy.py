@@ -42,6 +42,8 @@ class Signal(Enum):
     """The weights that carry each head's output into the residual stream."""
     FUTURE_QUERIES = auto()
     """The queries still to come: only where the whole text is given (LLM.score)."""
+    TOKEN_SCORES = auto()
+    """Statistics with weights of hidden states, and the score that they give a token when it is computed."""
     READ_AGAIN = auto()
     """What the prompt's tokens are paid when the model repeats it: only where prompt_only."""
 
@@ -68,6 +70,7 @@ class LayerSignals:
     output_projection: [H, Dv, M] the layer's W_o by query head; M the model's hidden size
     future_queries:    [H, N, D] rotated, of the tokens from the next one on, N >= 0
     read_again:        [K, T] fp32, the most attention that a query of a repetition has paid
+    token_scores:      [K, T] fp32, what the statistics' weights made of the hidden state of each token
     """
 
     queries: Tensor | None = None
@@ -76,6 +79,7 @@ class LayerSignals:
     output_projection: Tensor | None = None
     future_queries: Tensor | None = None
     read_again: Tensor | None = None
+    token_scores: Tensor | None = None
 
 
 NO_SIGNALS = LayerSignals()

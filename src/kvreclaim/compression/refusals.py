@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.way import Way
@@ -14,6 +14,7 @@ _PARTS = {
     Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),
     Signal.QUERY_COVARIANCE: ("q_cov", "the covariance of the queries", "with --covariance"),
     Signal.SURROGATE: ("surrogate", "a surrogate", "without --no-surrogate"),
+    Signal.TOKEN_SCORES: ("kvzap_out", "weights of hidden states", "with --kvzap linear"),
     Signal.HEAD_SHARES: ("head_shares", "shares of heads", "without --no-surrogate"),
 }
 """Parts of statistics that may be absent: the tensor, what it is, how it is calibrated."""
@@ -103,6 +104,12 @@ def layer_stats(
         return given
     stats = required_stats(policy, given)
     stats.check_model(facts)
+    if Signal.TOKEN_SCORES in policy.needs and stats.metadata.kvzap_inputs != facts.hidden_size:
+        raise StatsMismatchError(
+            f"policy {policy.name} weighs hidden states of {stats.metadata.kvzap_inputs} numbers, and the "
+            f"attention layers of {facts.name!r} are given {facts.hidden_size or 'none that could be seen'}; "
+            f"{RECALIBRATE}, or use surrogate."
+        )
     return tuple(stats.layer(n).to(facts.device) for n in range(facts.num_layers))
 
 

@@ -15,6 +15,7 @@ from kvreclaim.compression.policies.full import Full
 from kvreclaim.compression.policies.h2o import H2O
 from kvreclaim.compression.policies.keydiff import KeyDiff
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policies.kvzap import KVzap
 from kvreclaim.compression.policies.kvzip import KVzip
 from kvreclaim.compression.policies.lagkv import LagKV
 from kvreclaim.compression.policies.oracle import Oracle
@@ -48,6 +49,7 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
             ExpectedAttention,
             Surrogate,
             KVzip,
+            KVzap,
             SnapKV,
             RKV,
             H2O,
@@ -71,13 +73,6 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
         )
     }
 )
-_NOT_SERVED: Mapping[str, str] = MappingProxyType(
-    {
-        "kvzap": "it scores the hidden state of each token, which is gone when a cache is compressed; use "
-        "shares(surrogate), which learns the same target from cached keys and values"
-    }
-)
-"""Known methods that are not here: why, and what to use instead."""
 _WRAPPED = "inner"
 
 
@@ -102,8 +97,6 @@ def policy_class(name: str) -> type[CompressionPolicy]:
                 f"policy {name!r} is {place!r}, which is no dataclass derived from CompressionPolicy."
             )
         return cls
-    if reason := _NOT_SERVED.get(name):
-        raise InvalidArgumentError(f"policy {name!r} is not served: {reason}.")
     raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvreclaim.compression.public_kvzap import KVzapWeights
 from kvreclaim.compression.public_stats import read_public_stats
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
@@ -26,7 +27,9 @@ RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
-_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", "surrogate", "head_shares")
+_KV_TENSORS = ("surrogate", "head_shares", "kvzap_out")
+_TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", *_KV_TENSORS, "kvzap_in")
+"""Rows of all are heads, of _KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
 
 
 class StatsMetadata(BaseModel):
@@ -35,6 +38,8 @@ class StatsMetadata(BaseModel):
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
     features:       numbers of a cached token that the surrogate weighs; 0: it is not there
+    kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
+    kvzap_units:    hidden units between them and the scores; 0: the scores are linear
     fractions:      of a text, falling, for which shares of heads are there; empty: they are not
     trial:          what candidate policies have made of held-out documents; the policy "auto" is its best
     """
@@ -54,6 +59,8 @@ class StatsMetadata(BaseModel):
     shared_centers: bool = False
     covariance: bool = False
     features: NonNegativeInt = 0
+    kvzap_inputs: NonNegativeInt = 0
+    kvzap_units: NonNegativeInt = 0
     fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     trial: Trial | None = None
     source: str
@@ -68,7 +75,8 @@ class StatsMetadata(BaseModel):
 class LayerStats:
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
     center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] or None; head_shares
-    [K, S] or None, at `fractions`. F may exceed the layer's own bands, P the layer's own features."""
+    [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or None, kvzap_out [K, M + 1 | U + 1] or None. F may
+    exceed the layer's own bands, P the layer's own features."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -78,19 +86,21 @@ class LayerStats:
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
     head_shares: Tensor | None = None
+    kvzap_out: Tensor | None = None
+    kvzap_in: Tensor | None = None
     fractions: tuple[float, ...] = ()
 
     def to(self, device: torch.device) -> LayerStats:
         """The same on a device; itself where it is there already."""
-        return self._each(lambda tensor: tensor.to(device))
+        return self._each(_TENSORS, lambda tensor: tensor.to(device))
 
     def kv_head(self, head: int, num_kv_heads: int) -> LayerStats:
         """Views of what belongs to one KV head: its group of query heads, its centres."""
-        return self._each(lambda tensor: tensor.unflatten(0, (num_kv_heads, -1))[head])
+        return self._each(_TENSORS[:-1], lambda tensor: tensor.unflatten(0, (num_kv_heads, -1))[head])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> LayerStats:
+    def _each(self, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> LayerStats:
         tensors: dict[str, Any] = {
-            name: change(tensor) for name in _TENSORS if (tensor := getattr(self, name)) is not None
+            name: change(tensor) for name in names if (tensor := getattr(self, name)) is not None
         }
         return replace(self, **tensors)
 
@@ -107,6 +117,9 @@ class QueryStats:
     q_cov:         [L, H, D, D] | None, covariance about q_mean
     surrogate:     [L, K, P] | None, weights of a cached token's features (ops.scoring.surrogate_features)
     head_shares:   [L, K, S] | None, share of its tokens that a head keeps at each of metadata's fractions
+    kvzap_out:     [L, K, X + 1] | None, weights of a hidden state (X = M), or of hidden units (X = U), and a
+                   bias (kvzap.token_scores)
+    kvzap_in:      [L, U, M + 1] | None, weights and bias of hidden units
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than metadata says.
     """
@@ -120,6 +133,8 @@ class QueryStats:
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
     head_shares: Tensor | None = None
+    kvzap_out: Tensor | None = None
+    kvzap_in: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = self._shapes()
@@ -144,6 +159,11 @@ class QueryStats:
             shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
         if meta.features:
             shapes["surrogate"] = (meta.num_layers, meta.num_kv_heads or 0, meta.features)
+        if meta.kvzap_inputs:
+            last = (meta.kvzap_units or meta.kvzap_inputs) + 1
+            shapes["kvzap_out"] = (meta.num_layers, meta.num_kv_heads or 0, last)
+            if meta.kvzap_units:
+                shapes["kvzap_in"] = (meta.num_layers, meta.kvzap_units, meta.kvzap_inputs + 1)
         if meta.fractions:
             _check_fractions(meta)
             shapes["head_shares"] = (meta.num_layers, meta.num_kv_heads or 0, len(meta.fractions))
@@ -162,7 +182,8 @@ class QueryStats:
         num_heads = len(range(meta.num_heads)[heads])
         num_kv_heads = None if meta.num_kv_heads is None else len(range(meta.num_kv_heads)[kv_heads])
         of_centers = kv_heads if meta.shared_centers else heads
-        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | {"surrogate": kv_heads, "head_shares": kv_heads}
+        own = dict.fromkeys(_CENTER_TENSORS, of_centers) | dict.fromkeys(_KV_TENSORS, kv_heads)
+        own["kvzap_in"] = slice(None)
         return QueryStats(
             meta.model_copy(update={"num_heads": num_heads, "num_kv_heads": num_kv_heads}),
             **{name: tensor[:, own.get(name, heads)] for name, tensor in self._present().items()},
@@ -171,6 +192,12 @@ class QueryStats:
     def with_trial(self, trial: Trial) -> QueryStats:
         """The same, with what a trial has found."""
         return replace(self, metadata=self.metadata.model_copy(update={"trial": trial}))
+
+    def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
+        """The same, with weights of hidden states."""
+        sizes = {"kvzap_inputs": weights.num_inputs, "kvzap_units": weights.num_units}
+        metadata = self.metadata.model_copy(update=sizes)
+        return replace(self, metadata=metadata, kvzap_in=weights.inner, kvzap_out=weights.outer)
 
     def layer(self, layer: int) -> LayerStats:
         """Views of one layer."""

@@ -7,7 +7,7 @@ pass: nothing is lost to rounding but that a head has a few tokens more or less 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -62,7 +62,7 @@ class HeadsQuestion:
     prompt_slots: [L, K] int64, how many of them, from the first on, are of the prompt
     logical_len:  position of the next query
     first:        nothing has been evicted yet: all heads hold the same tokens
-    positions:    (layer, head) -> [T] int32 logical positions of its tokens, if the policy asks for them
+    own:          (layer, head) -> fields of LayerSignals, of its own tokens [1, T], that lie where these do
     """
 
     source: HeadSource
@@ -71,7 +71,7 @@ class HeadsQuestion:
     prompt_slots: np.ndarray
     logical_len: int
     first: bool
-    positions: Callable[[int, int], Tensor] | None = None
+    own: Callable[[int, int], Mapping[str, Tensor]] = lambda *_: {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,9 +174,7 @@ def _head_view(
 ) -> LayerView:
     """Of one head. signals: of all heads of the layer"""
     source = question.source(layer, head)
-    own = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
-    if question.positions is not None:
-        own = replace(own, positions=question.positions(layer, head)[None])
+    known = head_signals(signals, head, compressor.facts.layers[layer].num_kv_heads)
     facts, stats = compressor.of_head(layer, head)
     return LayerView(
         layer,
@@ -185,7 +183,7 @@ def _head_view(
         facts,
         stats,
         _free(first, source.shape[1], compressor.config.recent),
-        signals=own,
+        signals=replace(known, **question.own(layer, head)),
         first=question.first,
         budget=compressor.budget,
         first_head=head,

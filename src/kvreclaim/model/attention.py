@@ -28,6 +28,7 @@ class AttentionCall:
 
     softmax: as the model asks for it now, its sinks in their own dtype
     latent:  there is one KV head, whose keys begin with its values (multi-head latent attention)
+    hidden:  [T, M] what the layer was given, where it hands that out (model/inputs.py)
     """
 
     layer: int
@@ -36,6 +37,7 @@ class AttentionCall:
     v: Tensor
     softmax: Softmax
     latent: bool = False
+    hidden: Tensor | None = None
 
     def layer_of(self, cache: KVCache) -> LayerCache:
         """The layer's place in the cache.
@@ -88,9 +90,11 @@ def paged_attention_forward(
     scaling: float | None = None,
     *,
     kv_batch: KVBatch | None = None,
+    layer_input: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv]."""
+    """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv];
+    layer_input [1, T, M]."""
     if kv_batch is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not hand keyword arguments down to its attention function, "
@@ -108,6 +112,7 @@ def paged_attention_forward(
             window=kwargs.get("sliding_window"),
             sinks=kwargs.get("s_aux"),
         ),
+        hidden=None if layer_input is None else layer_input[0],
     )
     if not hands_out_latents(module):
         return kv_batch.attend(call)[None], None

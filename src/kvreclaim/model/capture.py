@@ -18,7 +18,7 @@ from kvreclaim.ops.rope import rotate
 from kvreclaim.ops.scoring import MAX_LOGITS
 
 OnQueries = Callable[[int, Tensor], None]
-OnReached = Callable[[int, int, Tensor, Tensor, Tensor], None]
+OnReached = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], None]
 OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
 """Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
@@ -53,16 +53,19 @@ class _Capture:
     def attend(self, call: AttentionCall) -> Tensor:
         self.on_queries(call.layer, self._shown(call))
         parts = zip(call.q.split(self.spans), call.k.split(self.spans), call.v.split(self.spans), strict=True)
-        return torch.cat([self._attend(call.layer, n, *part) for n, part in enumerate(parts)])
+        inputs = [None] * len(self.spans) if call.hidden is None else call.hidden.split(self.spans)
+        found = (self._attend(call.layer, n, *part, hidden=inputs[n]) for n, part in enumerate(parts))
+        return torch.cat(list(found))
 
-    def _attend(self, layer: int, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, n: int, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         softmax, length = self.facts.layers[layer].softmax, self.lengths[n]
         if self.spans[n] == length:
             return causal_attention(q, k, v, softmax)
         assert self.on_reached is not None
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         out, reached = _attend_and_watch(q, keys, values, softmax, length, NEAR)
-        self.on_reached(layer, n, keys[:, :length], values[:, :length], reached)
+        first = None if hidden is None else hidden[:length]
+        self.on_reached(layer, n, keys[:, :length], values[:, :length], reached, first)
         return out
 
     def _shown(self, call: AttentionCall) -> Tensor:
@@ -100,9 +103,10 @@ def capture_queries(
         rotated:    hand them over as attention sees them instead, in the model's dtype
         on_reached: where given, each document that can be (can_say_twice) is said twice, without a word
                     between; on_queries gets what the first copy asks, and this, for each such document of a
-                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32)
-                    of its first copy: reached is the most that a query more than NEAR tokens later pays a
-                    token, over the query heads of its KV head. Nothing is kept
+                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32,
+                    hidden [n, M] or None) of its first copy: reached is the most that a query more than NEAR
+                    tokens later pays a token, over the query heads of its KV head; hidden is what the layer
+                    was given, where it hands that out (inputs.py). Nothing is kept
 
     Memory: activations of T tokens and the queries of one layer.
     Raises: InvalidArgumentError if there is no document, or one of them is empty.

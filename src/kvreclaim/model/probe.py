@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.rotation import frequencies_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
@@ -64,6 +65,7 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
         device=model.device,
         max_position=_max_position(config),
         rope_problem=problem,
+        hidden_size=_hidden_size([call.hidden for call in calls.values()]),
     )
 
 
@@ -72,7 +74,8 @@ def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
     positions = torch.tensor([POSITIONS], device=model.device)
     embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     token = torch.full_like(positions, loudest(embeddings))
-    model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
+    with inputs_handed_out(model):
+        model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.calls) != list(range(expected)):
         missing = sorted(set(range(expected)) - set(recorder.calls))
@@ -94,6 +97,12 @@ def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
         rope=rope,
         latent=call.latent,
     )
+
+
+def _hidden_size(inputs: list[Tensor | None]) -> int | None:
+    """The same for all layers, or none."""
+    sizes = {None if hidden is None else hidden.shape[-1] for hidden in inputs}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _check_uniform(layers: list[LayerFacts], name: str) -> None:

@@ -75,7 +75,8 @@ class LayerFacts:
 class ModelFacts:
     """All attention layers (equal in heads and dims), and what identifies the model.
 
-    fingerprint: sha256 hex digest over what decides the meaning of K/V and queries.
+    fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
+    hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelFacts:
     device: torch.device
     max_position: int
     rope_problem: str | None = None
+    hidden_size: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -16,6 +16,8 @@ from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
 
 FINGERPRINT = "f" * 64
+HIDDEN_SIZE = 6
+HIDDEN_UNITS = 3
 
 
 def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,7 +52,8 @@ def model_facts(
 ) -> ModelFacts:
     """Equal layers, each with its sliding window where windows are given."""
     built = tuple(layer_facts(rope, window=window) for window in windows or (None,) * layers)
-    return ModelFacts("toy", FINGERPRINT, built, torch.float32, torch.device("cpu"), 4096)
+    device = torch.device("cpu")
+    return ModelFacts("toy", FINGERPRINT, built, torch.float32, device, 4096, hidden_size=HIDDEN_SIZE)
 
 
 def query_stats(
@@ -81,6 +84,8 @@ def query_stats(
         shared_centers=shared,
         covariance=covariance,
         features=num_features(first) if surrogate else 0,
+        kvzap_inputs=HIDDEN_SIZE if surrogate else 0,
+        kvzap_units=HIDDEN_UNITS if surrogate else 0,
         fractions=FRACTIONS if surrogate else (),
         source="test",
     )
@@ -88,6 +93,8 @@ def query_stats(
     learnt: dict[str, Tensor] = {}
     if surrogate:
         learnt["surrogate"] = noise(seed + 5, *kv_heads, metadata.features)
+        learnt["kvzap_out"] = noise(seed + 7, *kv_heads, HIDDEN_UNITS + 1)
+        learnt["kvzap_in"] = noise(seed + 8, facts.num_layers, HIDDEN_UNITS, HIDDEN_SIZE + 1)
         learnt["head_shares"] = noise(seed + 6, *kv_heads, len(FRACTIONS)).sigmoid()
     root = noise(seed + 4, *grid, first.head_dim, first.head_dim)
     cov = root @ root.mT / first.head_dim if covariance else None
@@ -132,6 +139,7 @@ def layer_signals(facts: LayerFacts, num_tokens: int, logical_len: int, seed: in
         output_projection=noise(seed + 2, heads, facts.v_head_dim, 6),
         future_queries=noise(seed + 3, heads, 5, facts.head_dim),
         read_again=noise(seed + 4, kv_heads, num_tokens).sigmoid(),
+        token_scores=noise(seed + 5, kv_heads, num_tokens),
     )
 
 

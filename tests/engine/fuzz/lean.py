@@ -115,12 +115,18 @@ class _Layer:
         )
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv_batch: Any) -> Tensor:
-        x = self._normed(hidden, 0) @ self.qkv
+        normed = self._normed(hidden, 0)
+        x = normed @ self.qkv
         q, k, v = x.unflatten(-1, (-1, self.dim)).split(self.heads, 1)
         q, k = (x * cos + x.roll(self.dim // 2, -1) * sin for x in (q, k))
         given = (x.transpose(0, 1)[None] for x in (q, k, v))
         attended, _ = paged_attention_forward(
-            self.attention, *given, None, scaling=self.attention.scaling, kv_batch=kv_batch
+            self.attention,
+            *given,
+            None,
+            scaling=self.attention.scaling,
+            kv_batch=kv_batch,
+            layer_input=normed[None],
         )
         hidden = hidden + attended[0].flatten(1) @ self.out
         gate, up = (self._normed(hidden, 1) @ self.up).chunk(2, -1)

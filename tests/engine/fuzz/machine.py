@@ -59,7 +59,7 @@ class Machine:
         llm = LLM(path, dtype="float32", device="cpu", num_blocks=8)
         lengths = (60, 60, 60, 140)
         *texts, long = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts(lengths, seed=5)]
-        calibrate(llm.loaded, [*texts, long], num_centers=4).save(path / STATS_FILE)
+        calibrate(llm.loaded, [*texts, long], num_centers=4, kvzap="mlp").save(path / STATS_FILE)
         self.texts = [text[:28] for text in texts]
         self.faults = Lean(llm.loaded.model)
         known = llm.score([texts[0]], [texts[1]])[0].logprobs

@@ -14,6 +14,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
+from kvreclaim.engine.signals.needs import prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
@@ -155,7 +156,7 @@ class Lifecycle:
             first_id=request.sequences[0].seq_id if request.sequences else seq_id,
             footprint=footprint,
             priority=request.priority,
-            cache_salt=params.cache_salt,
+            cache_salt=prefix_salt(params.cache_salt, request.compressor),
             request=request,
             generator=generator,
             detokenizer=detokenizer,

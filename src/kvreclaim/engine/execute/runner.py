@@ -112,6 +112,8 @@ class ModelRunner:
             self.ops.keep_open(self.cache, {*self.memory.unfilled(), *sources})
         if plan.copies:
             self.ops.copy_blocks(self.cache, list(plan.copies))
+            if self.signals.scores is not None:
+                self.signals.scores.copy_blocks(list(plan.copies))
         if plan.fresh:
             self.ops.prepare_blocks(self.cache, list(plan.fresh))
 
@@ -169,7 +171,7 @@ class ModelRunner:
         ):
             return None
         if watched:
-            self.graphs.refuse("a policy keeps its queries or its attention")
+            self.graphs.refuse("a policy keeps queries, attention or scores of tokens")
         elif any(has_head_tables(item.seq) for item in step):
             self.graphs.refuse("heads have block tables of their own")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim import texts
+from kvreclaim.checks import require
 from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
+from kvreclaim.compression.kvzap import UNITS, KVzapFit
+from kvreclaim.compression.public_kvzap import read_kvzap
 from kvreclaim.compression.surrogate import SurrogateFit
 from kvreclaim.engine.face.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.capture import capture_queries
+from kvreclaim.model.capture import NEAR, capture_queries
+from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
 
 PIECE_TOKENS = 1024
 """Of a document that is said twice; a longer one is cut. More cost more per token and tell nothing new."""
+FITTED = {"linear": 0, "mlp": UNITS}
+"""Forms of kvzap that calibration fits, by their hidden units."""
 MAX_UNKNOWN = 0.1
 """Share of unknown words above which a text is in another language than the model's."""
 
@@ -98,25 +105,35 @@ def calibrate(
     max_points: int | None = None,
     covariance: bool | None = None,
     surrogate: bool = True,
+    kvzap: str | os.PathLike[str] | None = None,
     show_progress: bool = False,
 ) -> QueryStats:
     """All that one forward pass over the documents tells, each said twice where the model has positions for
     it: statistics of the queries before rotation (of first copies), a surrogate, and shares of heads.
 
-    Serves triattention (moments), query_mixture (centres), expected_attention (covariance), surrogate and
-    shares. Only one layer's queries are held at a time. Source: arXiv 2604.04921 (moments); k-means with 15
-    rounds for the centres; compression/surrogate.py; compression/head_shares.py.
+    Serves triattention (moments), query_mixture (centres), expected_attention (covariance), surrogate, kvzap
+    and shares. Only one layer's queries are held at a time, and where kvzap is fitted its hidden states.
+    Source: arXiv 2604.04921 (moments); k-means with 15 rounds for the centres; compression/surrogate.py;
+    compression/kvzap.py; compression/head_shares.py.
 
     num_centers, seed, shared_centers, min_weight, min_distance, max_points: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
     surrogate:  True cuts documents to half of what the model has positions for, so that they can be said
                 twice (if they are not too short: capture.can_say_twice); where none can be, and with False,
                 surrogate and shares are left out
-    Raises: InvalidArgumentError.
+    kvzap:      "linear" or "mlp" fits weights of hidden states to the same documents; anything else is where
+                published ones lie (public_kvzap.py)
+    Raises: InvalidArgumentError; StatsMismatchError for published weights of another model.
     """
+    fitted = kvzap in FITTED
+    require(
+        surrogate or not fitted,
+        f"kvzap {kvzap} is fitted to documents said twice, which surrogate=False leaves out; leave one out.",
+    )
+    published = None if kvzap is None or fitted else read_kvzap(kvzap, loaded.facts)
     clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance, max_points)
     builder = StatsBuilder(loaded.facts, clustering, covariance)
-    learnt = _Learnt(loaded.facts)
+    learnt = _Learnt(loaded.facts, FITTED[str(kvzap)] if fitted else None)
     if surrogate and all(documents):
         documents = pieces(documents, loaded.facts.max_position // 2)
     bar = tqdm(total=loaded.facts.num_layers, desc="calibrate", unit="layer", disable=not show_progress)
@@ -125,30 +142,50 @@ def calibrate(
         builder.add_layer(layer, queries)
         bar.update()
 
-    with bar:
+    with bar, inputs_handed_out(loaded.model) if fitted else nullcontext():
         capture_queries(loaded, documents, on_queries, on_reached=learnt.add if surrogate else None)
-    return learnt.added_to(builder.build())
+    stats = learnt.added_to(builder.build())
+    return stats if published is None else stats.with_kvzap(published)
 
 
 class _Learnt:
-    """What documents said twice teach: a surrogate of what a token is worth, and the shares of heads."""
+    """What documents said twice teach: a surrogate of what a token is worth, the shares of heads, and where
+    that is asked for weights of hidden states (kvzap_units: KVzapFit's)."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts, kvzap_units: int | None) -> None:
         self._fit = SurrogateFit(facts)
         self._shares = SharesFit(facts)
+        self._kvzap = None if kvzap_units is None else KVzapFit(facts, kvzap_units)
 
-    def add(self, layer: int, document: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
+    def add(
+        self,
+        layer: int,
+        document: int,
+        keys: Tensor,
+        values: Tensor,
+        reached: Tensor,
+        hidden: Tensor | None,
+    ) -> None:
         """OnReached of capture_queries."""
         self._fit.add(layer, keys, values, reached)
         self._shares.add(layer, document, reached)
+        if self._kvzap is not None:
+            assert hidden is not None, f"layer {layer} hands out nothing; the probe saw it do so"
+            self._kvzap.add(layer, hidden, reached)
 
     def added_to(self, stats: QueryStats) -> QueryStats:
         """The statistics as they are if no document was said twice."""
         if self._shares.is_empty:
+            require(
+                self._kvzap is None,
+                "kvzap is fitted to documents said twice, and none of these can be: each needs more than "
+                f"{2 * NEAR} tokens; pass longer ones.",
+            )
             return stats
         metadata = stats.metadata.model_copy(
             update={"features": self._fit.num_features, "fractions": FRACTIONS}
         )
-        return replace(
+        stats = replace(
             stats, metadata=metadata, surrogate=self._fit.build(), head_shares=self._shares.build()
         )
+        return stats if self._kvzap is None else stats.with_kvzap(self._kvzap.build())

@@ -9,12 +9,13 @@ from kvreclaim.engine.core.request import Sequence
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.schedule.way import Way
 
-WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
+WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
 """Signals that every step has to add to."""
 
 
 def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, block_size: int) -> int:
-    """Bytes that are kept for one sequence of num_slots slots beside its keys and values.
+    """Bytes that are kept for one sequence of num_slots slots beside its keys and values; scores of tokens
+    belong to blocks, not to sequences (slot_scores.score_bytes).
 
     Recent queries: window x L x H x D in the model's dtype. Attention mass: L x K x slots in fp32. Digests:
     2 x L x K x D for each full block, in the dtype in which keys are gathered, counted as fp32. A store has
@@ -36,10 +37,13 @@ def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
 
 
 def is_watched(seq: Sequence) -> bool:
-    """Whether every step has to add to the sequence's signals: not if no pass is to come."""
+    """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
+    tokens, which whoever hits its blocks relies on."""
     compressor = seq.request.compressor
     if compressor is None or not needs_of(compressor) & WATCHED:
         return False
+    if Signal.TOKEN_SCORES in needs_of(compressor):
+        return True
     over = seq.num_prompt <= compressor.budget or seq.account.last_computed > 0
     return not (compressor.policy.prompt_only and over)
 
@@ -47,3 +51,12 @@ def is_watched(seq: Sequence) -> bool:
 def window_of(seq: Sequence) -> int:
     assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
     return seq.request.compressor.policy.query_window
+
+
+def prefix_salt(salt: str | None, compressor: Compressor | None) -> str | None:
+    """Names those who may share prefix blocks with a request: all with its salt and, if it relies on scores
+    of tokens, with the same weights; blocks that others have computed hold no such scores."""
+    if Signal.TOKEN_SCORES not in needs_of(compressor):
+        return salt
+    assert compressor is not None
+    return f"{compressor.weights_digest}{'' if salt is None else f' {salt}'}"

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.compression import Compressor, LayerSignals, Signal
+from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
+from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.capture import capture_queries, read_again
+from kvreclaim.model.inputs import hand_out_inputs
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import output_projections
 from kvreclaim.ops.backend import Backend
@@ -30,8 +33,8 @@ QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
 class Observer:
     """Sees the attention calls of one step, after their keys have been written.
 
-    commit: to be called when all layers have been computed. Queries are written as they come, to places that
-            are written again if the step is; sums of attention wait for this
+    commit: to be called when all layers have been computed. Queries and scores are written as they come, to
+            places that are written again if the step is; sums of attention wait for this
     """
 
     writes: tuple[Callable[[AttentionCall], None], ...]
@@ -46,6 +49,7 @@ class Signals:
     """The signals of all sequences. A sequence that is preempted or ends is dropped; computed again, it
     gathers the same ones again.
 
+    scores:    of the tokens in all slots, from the first policy on that asks for them; None before
     max_bytes: of all stores together (None: as many as they need); a sequence's share is `signal_bytes`.
                Whoever would exceed it fails, alone
     """
@@ -60,6 +64,7 @@ class Signals:
         self.room = Room(max_bytes)
         self._mass = MassStore(loaded.facts, self.room)
         self.digests = DigestStore(loaded.facts, cache.number, self.room)
+        self.scores: SlotScores | None = None
         self._passes: dict[int, dict[Signal, list[Tensor]]] = {}
         self._projections: tuple[Tensor, ...] | None = None
 
@@ -70,6 +75,8 @@ class Signals:
             return
         policy, limit = compressor.policy, self.room.limit
         least = signal_bytes(compressor, self.loaded.facts, compressor.budget, self.cache.block_size)
+        begins = Signal.TOKEN_SCORES in needs and self.scores is None
+        scores = score_bytes(self.cache) if begins else 0
         problems = {
             f"keeps {least} bytes of signals for a sequence, but max_signal_bytes is {limit} for all; lower "
             "its window or budget, or raise max_signal_bytes": limit is not None and least > limit,
@@ -80,11 +87,19 @@ class Signals:
             ),
             "needs queries at their positions, but turns keys to positions relative to the cache, where the "
             "two no longer fit; keep the original positions": needs & QUERIES and policy.cache_relative,
+            f"keeps {scores} bytes of scores beside the slots of all blocks, more than the {self.room.used} "
+            f"that are taken leave of max_signal_bytes, {limit}; raise it, or lower num_blocks": (
+                not self.room.fits(scores)
+            ),
             "needs the prompt read again, which is there whole for a first pass at its end alone; let it be "
             "prompt_only": Signal.READ_AGAIN in needs and not policy.prompt_only,
         }
         for problem, holds in problems.items():
             require(not holds, f"policy {policy.name} {problem}.", "compression")
+        if begins:
+            self.room.change(0, scores)
+            self.scores = SlotScores(self.cache)
+            hand_out_inputs(self.loaded.model)
         if Signal.OUTPUT_PROJECTION in needs:
             self._output_projection(0)
 
@@ -100,6 +115,7 @@ class Signals:
                 by_window.setdefault(window_of(step[i].seq), []).append(i)
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
+        writes += self._score_writes(step, asking, batch)
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not mass:
             return Observer(tuple(writes))
@@ -236,6 +252,31 @@ class Signals:
                 store.add(rows, layer, sums)
 
         return write, commit
+
+    def _score_writes(
+        self, step: list[Scheduled], asking: list[int], batch: AttentionBatch
+    ) -> list[Callable[[AttentionCall], None]]:
+        """What scores the tokens of the step, for each compressor whose policy asks; asking: places."""
+        members: dict[Compressor, list[int]] = {}
+        for i in asking:
+            compressor = step[i].seq.request.compressor
+            if compressor is not None and Signal.TOKEN_SCORES in compressor.policy.needs:
+                members.setdefault(compressor, []).append(i)
+        return [self._score_write(compressor, places, batch) for compressor, places in members.items()]
+
+    def _score_write(
+        self, compressor: Compressor, members: list[int], batch: AttentionBatch
+    ) -> Callable[[AttentionCall], None]:
+        rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
+        store, stats, slots = self.scores, compressor.stats, batch.slot_mapping[rows]
+        assert store is not None, "check has made it"
+        assert stats is not None, "needs has TOKEN_SCORES"
+
+        def write(call: AttentionCall) -> None:
+            assert call.hidden is not None, f"layer {call.layer} hands out nothing; the probe saw it do so"
+            store.write(call.layer, slots, token_scores(call.hidden[rows], stats[call.layer]))
+
+        return write
 
     def _output_projection(self, layer: int) -> Tensor:
         if self._projections is None:

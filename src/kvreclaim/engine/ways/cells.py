@@ -61,6 +61,17 @@ class UnevenPass:
             own = ids[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
             return PagedSource(pages.backend, PagedTokens(layers[layer], own, num_tokens))
 
+        positions, needs = self._positions(job, tokens), job.compressor.policy.needs
+
+        def own_signals(layer: int, head: int) -> dict[str, Tensor]:
+            found = {"positions": positions(layer, head)[None]} if Signal.POSITIONS in needs else {}
+            if Signal.TOKEN_SCORES in needs:
+                assert pages.signals.scores is not None, "Signals.check has made them"
+                num_tokens = int(tokens[layer, head])
+                own = ids[layer, head, : blocks_for(num_tokens, pages.cache.block_size)]
+                found["token_scores"] = pages.signals.scores.of_cells(own, num_tokens)
+            return found
+
         prompt_slots, signals = _prompt_slots(job, tokens.shape), pages.question(job).signals
         return HeadsQuestion(
             source,
@@ -69,7 +80,7 @@ class UnevenPass:
             prompt_slots,
             job.next_position,
             cells is None,
-            self._positions(job, tokens) if Signal.POSITIONS in job.compressor.policy.needs else None,
+            own_signals,
         )
 
     def _positions(self, job: Job, tokens: np.ndarray) -> Callable[[int, int], Tensor]:
@@ -122,6 +133,8 @@ class UnevenPass:
         firsts = np.cumsum([0, *(len(cells) * cache.block_size for cells in source)]).tolist()
         slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
         self.pages.backend.compact(self.cells, slots[None, None], sources, targets)
+        if self.pages.signals.scores is not None:
+            self.pages.signals.scores.compact_cells(slots, sources, targets)
 
 
 def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:

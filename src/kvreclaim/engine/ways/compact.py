@@ -26,6 +26,8 @@ class Compact:
         source = pages.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
         pages.backend.compact(pages.cache, choice, source, target)
+        if pages.signals.scores is not None:
+            pages.signals.scores.compact(choice, source, target)
         if job.compressor.policy.cache_relative:
             turn_moved_keys(pages.backend, pages.cache, choice, target, self.rotations)
         pages.moved(job, choice)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Signal
+from kvreclaim.compression import LayerSignals, Signal
 from kvreclaim.compression.compressor import Question
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
@@ -59,9 +60,19 @@ class Pages:
             job.plan.prompt_slots,
             job.next_position,
             positions,
-            lambda layer: self.signals.of(job.seq, layer, job.num_slots, source, live),
+            lambda layer: self._signals(job, layer, source, live),
             job.plan.first,
         )
+
+    def _signals(
+        self, job: Job, layer: int, source: Callable[[int], KeySource], live: Tensor | None
+    ) -> LayerSignals:
+        found = self.signals.of(job.seq, layer, job.num_slots, source, live)
+        if Signal.TOKEN_SCORES not in job.compressor.policy.needs or job.seq.state.cells is not None:
+            return found  # heads with cells of their own have their own scores
+        assert self.signals.scores is not None, "Signals.check has made them"
+        scores = self.signals.scores.of(layer, self.index(job), job.num_slots)
+        return replace(found, token_scores=scores if live is None else scores.take_along_dim(live[layer], -1))
 
     def moved(self, job: Job, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""

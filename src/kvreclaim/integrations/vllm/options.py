@@ -32,6 +32,7 @@ _MISSING = {
     Signal.OUTPUT_PROJECTION: "the weights of the output projection",
     Signal.FUTURE_QUERIES: "the queries still to come",
     Signal.READ_AGAIN: "the prompt once more",
+    Signal.TOKEN_SCORES: "the score of each token's hidden state",
 }
 
 
@@ -182,7 +183,7 @@ def is_bounded(settings: CompressionConfig) -> bool:
 
 def check_policy(policy: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
-    missing = sorted(policy.needs - STATISTICS, key=lambda signal: signal.value)
+    missing = sorted(policy.needs & _MISSING.keys(), key=lambda signal: signal.value)
     way = policy.way
     reasons = {
         "evicts whole blocks, and the scheduler cannot know which": way is Way.BLOCKS,

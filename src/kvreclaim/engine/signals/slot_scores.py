@@ -1,0 +1,62 @@
+"""Scores that are computed with their tokens and lie beside their slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.reference import compact_layer, gather_slots
+
+DTYPE = torch.float16
+"""Scores are logarithms of probabilities: between -16 and 16 it tells two apart that differ by 1/128."""
+
+
+def score_bytes(cache: KVCache) -> int:
+    """Of the scores of all slots of a cache."""
+    return cache.num_layers * cache.num_blocks * cache.num_kv_heads * cache.block_size * DTYPE.itemsize
+
+
+class SlotScores:
+    """[L, B, K, S] fp16: one number per slot, layer and KV head of a cache, found by ids of blocks and cells.
+    Who shares, copies or moves blocks does so with their scores, too; so prefix hits and forks find what was
+    computed with the tokens, and nothing has to be told of ends and preemptions."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.block_size = cache.block_size
+        shape = (cache.num_layers, cache.num_blocks, cache.num_kv_heads, cache.block_size, 1)
+        self._blocks = torch.zeros(shape, dtype=DTYPE, device=cache.device)
+        self._cells = self._blocks.view(-1, 1, cache.block_size, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._blocks.nbytes
+
+    def write(self, layer: int, slots: Tensor, scores: Tensor) -> None:
+        """Store scores [T, K] of new tokens in their slots [T]; beyond fp16 they are its largest."""
+        most = torch.finfo(DTYPE).max
+        rows = scores.clamp(-most, most).to(DTYPE)[..., None]
+        self._blocks[layer][slots // self.block_size, :, slots % self.block_size] = rows
+
+    def of(self, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
+        """[K, num_tokens] fp32 of the slots of a sequence's blocks."""
+        return gather_slots(self._blocks[layer], block_ids, num_tokens)[..., 0].float()
+
+    def of_cells(self, cells: Tensor, num_tokens: int) -> Tensor:
+        """[1, num_tokens] fp32 of the slots of one head's cells."""
+        return gather_slots(self._cells, cells, num_tokens)[..., 0].float()
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """As Backend.copy_blocks."""
+        source, target = torch.tensor(pairs, device=self._blocks.device).unbind(1)
+        self._blocks[:, target] = self._blocks[:, source]
+
+    def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+        """As Backend.compact."""
+        rows = kept.expand(len(self._blocks), -1, -1)
+        for plane, row in zip(self._blocks, rows, strict=True):
+            compact_layer(plane, row, source_ids, target_ids)
+
+    def compact_cells(self, kept: Tensor, source: Tensor, target: Tensor) -> None:
+        """As Backend.compact over the view of cells; kept: [M] slots of the source cells."""
+        compact_layer(self._cells, kept[None], source, target)
