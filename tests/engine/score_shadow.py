@@ -92,8 +92,8 @@ class ScoreShadow(Shadow):
             for head, positions in enumerate(history.attended(layer)):
                 want = self.scores[seq.seq_id][layer][head, positions]
                 self.num_compared += len(want)
-                same = found[head].shape == want.shape and bool(((found[head] - want).abs() <= OFF).all())
-                if not same:
+                near = {"rtol": 0.0, "atol": OFF, "equal_nan": True}
+                if found[head].shape != want.shape or not torch.allclose(found[head], want, **near):
                     self.wrong.append(f"{seq.request.request_id}, layer {layer}, head {head}: other scores")
 
     def _beside(self, seq: Sequence, layer: int) -> list[Tensor]:

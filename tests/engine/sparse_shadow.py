@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from shadow import Shadow
+from score_shadow import ScoreShadow
 
 from kvreclaim.schedule.way import Way
 
 
-class SparseShadow(Shadow):
+class SparseShadow(ScoreShadow):
     """Attends, row by row, the blocks that Quest's paper would, found by loops over all keys.
 
     Where the last block that is read and the first that is not are as good as equal, either may be read: no

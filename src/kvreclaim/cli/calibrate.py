@@ -119,7 +119,7 @@ def _measure(
     )
     rest, tried = held_out(found, reading.trial)
     documents = pieces(rest)
-    asked = ("shares(kvzap)",) if measuring["kvzap"] else ()
+    asked = ("shares(kvzap)",) if measuring.get("kvzap") else ()
     candidates = tuple(dict.fromkeys((*CANDIDATES, *asked, *reading.candidates)))
     _announce(llm, documents, tried, 1 + len(candidates) * len(FRACTIONS), console)
     stats = measure(llm.loaded, documents, show_progress=True, **measuring)

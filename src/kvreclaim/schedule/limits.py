@@ -30,6 +30,7 @@ _TRAITS: Mapping[str, Footprint] = MappingProxyType(
                 "triattention",
                 "expected_attention",
                 "surrogate",
+                "kvzap",
                 "keydiff",
                 "lagkv",
                 "knorm",

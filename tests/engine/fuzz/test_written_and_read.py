@@ -21,8 +21,10 @@ READERS = (
     "ada_kv(snapkv(window=2), alpha=0)",
     "streaming_llm(positions=cache)",
     "prompt-norm",
+    "shares(kvzap)",
 )
-"""One for each way of compressing, of seeing what was hit, and of treating positions."""
+"""One for each way of compressing, of seeing what was hit, and of treating positions; the last one hits only
+what its like has written."""
 WAYS = (None, "knorm", "quest", "paged_eviction", "evict-only(knorm)", "ada_kv(snapkv(window=2), alpha=0)")
 
 
