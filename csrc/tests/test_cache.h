@@ -135,26 +135,30 @@ struct TestCache {
     return thirds(n, bytes[(2 * (d / kGroup) + 1) * size + s], bytes[2 * (d / kGroup) * size + s]);
   }
 
+  // Of a rotated format, before the rotation is undone.
+  double turned(bool key, const uint8_t* unit, int64_t s, int64_t d) const {
+    const int n = code(key, unit, s, d);
+    if (view.format == Format::kTurbo4) return level(n) * fine_scale(key, unit, s);
+    const int64_t group = d / kGroup + (key ? 0 : groups_of(view.k_dim));
+    const uint8_t* planes = unit + params_at() + 2 * group * view.block_size + s;
+    return thirds(n, planes[view.block_size], planes[0]);
+  }
+
   double stored(bool key, int64_t layer, int64_t block, int64_t head, int64_t s, int64_t d) const {
     if (is_plain(view.format))
       return key ? k.get(k_index(layer, block, head, s, d)) : v.get(v_index(layer, block, head, s, d));
     const uint8_t* unit = unit_at(layer, block, head);
-    const int64_t dim = key ? view.k_dim : view.v_dim, size = view.block_size;
     switch (view.format) {
       case Format::kInt8: return (code(key, unit, s, d) - 128) * fine_scale(key, unit, s);
       case Format::kFP8: return fp8(code(key, unit, s, d)) * fine_scale(key, unit, s);
-      case Format::kInt4: {
-        const uint8_t* planes = unit + params_at() + 2 * (d / kGroup + (key ? 0 : groups_of(view.k_dim))) * size + s;
-        return thirds(code(key, unit, s, d), planes[size], planes[0]);
-      }
       case Format::kKivi4: return kivi(key, layer, block, head, s, d);
       default: break;
     }
-    const int64_t width = dim & -dim, first = d / width * width;
+    const int64_t dim = key ? view.k_dim : view.v_dim, width = dim & -dim, first = d / width * width;
     double sum = 0;
     for (int64_t e = 0; e < width; ++e)
-      sum += (__builtin_popcountll(e & (d - first)) % 2 ? -1 : 1) * level(code(key, unit, s, first + e));
-    return sum / std::sqrt((double)width) * fine_scale(key, unit, s) * (key ? k_signs : v_signs)[d];
+      sum += (__builtin_popcountll(e & (d - first)) % 2 ? -1 : 1) * turned(key, unit, s, first + e);
+    return sum / std::sqrt((double)width) * (key ? k_signs : v_signs)[d];
   }
 };
 

@@ -123,15 +123,19 @@ inline void encode_vector(const Place& at, const float* x, int64_t dims) {
   }
 }
 
-// turboquant4; x is rotated in place.
-inline void encode_rotated(const Place& at, float* x, int64_t dims) {
+inline void rotate_finite(const Place& at, float* x, int64_t dims) {
   for (int64_t d = 0; d < dims; d += 8) store(x + d, load_finite(x + d));
+  rotate_row(at.key ? at.cache.k_signs : at.cache.v_signs, dims, x);
+}
+
+// turboquant4; x is rotated in place.
+inline void encode_levels(const Place& at, float* x, int64_t dims) {
   const float size = root_mean_square(x, dims);
   const uint32_t found = fine_code(size, fine_bias(Format::kTurbo4));
   const uint32_t code = size == 0 ? 0 : found == 0 ? 1 : found;
   const float scale = fine(code, fine_bias(Format::kTurbo4));
   put_fine(at, code);
-  rotate_row(at.key ? at.cache.k_signs : at.cache.v_signs, dims, x);
+  rotate_finite(at, x, dims);
   for (int64_t d = 0; d < dims; d += 8) put_codes(at, d, nearest_levels(load<Eight::F>(x + d) / scale));
 }
 
@@ -161,9 +165,10 @@ inline void encode_group(const Place& at, const float* x, int64_t begin, int64_t
 inline void encode_dims(const Place& at, float* x, int64_t dims) {
   switch (at.cache.format) {
     case Format::kInt4:
+      rotate_finite(at, x, dims);
       for (int64_t d = 0; d < dims; d += kGroup) encode_group(at, x + d, d, dims - d < kGroup ? dims - d : kGroup);
       return;
-    case Format::kTurbo4: return encode_rotated(at, x, dims);
+    case Format::kTurbo4: return encode_levels(at, x, dims);
     default: return encode_vector(at, x, dims);
   }
 }

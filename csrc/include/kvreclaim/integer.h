@@ -141,6 +141,7 @@ inline int run_integers(const AttentionArgs& a, const Item& item, RowGroup* grou
     std::memset(own.offsets, 0, group.count * offsets * sizeof(float));
     for (int64_t j = 0; j < group.count; ++j) {
       unpack_row(a.q, row_address(a.q, map, item.row + r + j), dims, query_scale(a), spare, 1);
+      if (is_rotated(a.cache.format)) rotate_query(a.cache, spare);
       pack_query<Bits>(spare, dims, j, group.count, own);
     }
   }

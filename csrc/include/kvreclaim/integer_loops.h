@@ -116,9 +116,9 @@ KVR_INLINE vf int8_scale(const char* planes, int64_t plane, const ScaleTables& t
   return (vf)with_octave(coarse_bits, octave) * (vf)_mm512_permutexvar_ps(low, (__m512)tables.steps);
 }
 
-// scale in units of 1 / kCoarseUnit, and scale times the centre of the codes.
+// scale in units of 1 / kCoarseUnit, and what joins the codes.
 struct Int4Params {
-  vf scale, offset;
+  vf scale, first;
 };
 
 KVR_INLINE Int4Params int4_params(const char* planes, int64_t plane, const ScaleTables& tables) {
@@ -126,7 +126,7 @@ KVR_INLINE Int4Params int4_params(const char* planes, int64_t plane, const Scale
   const __mmask16 live = _mm512_test_epi32_mask(centre, centre);
   const Words bits = with_octave(_mm512_permutexvar_epi32(code, tables.sixteenths), _mm512_slli_epi32(code, 19));
   const vf scale = (vf)_mm512_maskz_mov_epi32(live, bits);
-  return {scale, scale * ((vf)_mm512_cvtepi32_ps(centre) * (1.0f / 3.0f) - (128.0f / 3.0f + 7.5f))};
+  return {scale, (vf)_mm512_cvtepi32_ps(centre) * (1.0f / 3.0f) - (128.0f / 3.0f + 7.5f)};
 }
 
 // A group's rows: q as bytes, and what belongs to them.
@@ -203,7 +203,7 @@ KVR_KERNEL void coded_scores(const CodedItem& at, const IntegerRows& rows, int64
           if constexpr (Bits == 8) {
             store(to, group.scale * (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(whole, broadcast_word(rows.bias[r]))));
           } else {
-            vf sum = group.scale * (vf)_mm512_cvtepi32_ps(whole) + group.offset * rows.q_sums[g * R + r];
+            vf sum = group.scale * ((vf)_mm512_cvtepi32_ps(whole) + group.first * rows.q_sums[g * R + r]);
             if (g > 0) sum += load<vf>(to);
             store(to, sum);
           }
@@ -289,14 +289,14 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
     const int64_t planes = first_plane + 2 * g * at.plane;
     const int bound = scale_bound<Bits>(tile, Bits == 8 ? 2 * at.plane : planes, seen);
     const vf inverse = splat(kLargestInt16 * power_of_two(-bound));
-    vf scale[kChunks], offset[kChunks];
+    vf scale[kChunks], first[kChunks];
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
       if constexpr (Bits == 8) {
         scale[c] = int8_scale<1>(tile.p[c], at.plane, tables) * inverse;
       } else {
         const Int4Params own = int4_params(tile.p[c] + planes, at.plane, tables);
-        scale[c] = own.scale * inverse, offset[c] = own.offset;
+        scale[c] = own.scale * inverse, first[c] = own.first;
       }
       prefetch(next.p[c] + 64 * g);
     }
@@ -309,8 +309,8 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
         x[c] = _mm512_cvtps_epi32((__m512)(weights[r][c] * scale[c]));
         if constexpr (Bits == 8)
           total = _mm512_add_epi32(total, x[c]);
-        else
-          centres += weights[r][c] * offset[c], x[c] = evens_first(x[c]);
+        else  // of the rounded weight, as its codes are: what rounding adds is then as small as the number
+          centres += (vf)_mm512_cvtepi32_ps(x[c]) * first[c], x[c] = evens_first(x[c]);
       }
       const Words a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
       const Words half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
@@ -326,7 +326,7 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
       if constexpr (Bits == 8)
         centres = (vf)_mm512_cvtepi32_ps(total) * (-128.0f * own_unit);
       else
-        centres *= share[r];
+        centres *= own_unit;
       store(sums, load<vf>(sums) * factor[r] + centres);
     }
   }

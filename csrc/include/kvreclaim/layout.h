@@ -37,7 +37,7 @@ constexpr int64_t bits_of(Format format) {
   return format == Format::kF32 ? 32 : format <= Format::kF16 ? 16 : format <= Format::kInt8 ? 8 : 4;
 }
 constexpr bool is_plain(Format format) { return format <= Format::kF16; }
-constexpr bool is_rotated(Format format) { return format == Format::kTurbo4; }
+constexpr bool is_rotated(Format format) { return format == Format::kInt4 || format == Format::kTurbo4; }
 
 // Bytes of a number of a plain format.
 constexpr int64_t size_of(Format format) { return bits_of(format) / 8; }

@@ -1,4 +1,4 @@
-// turboquant4's rotation: y = H (signs x), H an orthonormal Hadamard matrix of every block of dims as long as
+// The rotation of int4 and turboquant4: y = H (signs x), H an orthonormal Hadamard matrix of every block of dims as long as
 // the largest power of two that divides their number, which is 8 or more. H is its own inverse.
 // Oracle: ops/formats/hadamard.py.
 #pragma once

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvreclaim.ops.formats import FORMATS, KVFormat, scales
-from kvreclaim.ops.formats.affine import VALUE_GRID
+from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID, Groups
 from kvreclaim.ops.formats.codecs import (
     LEVELS,
     decode_keys,
@@ -72,11 +72,25 @@ def test_int8_is_within_half_a_step(x: Tensor) -> None:
 @settings(max_examples=150, deadline=None)
 @given(vectors())
 def test_int4_is_within_half_a_step(x: Tensor) -> None:
-    """s = (max - min) / 15 in each group of 32 dims, or abs(centre) / 40.5 where that is more."""
-    for part, back in zip(in_groups(x), in_groups(keys_back(INT4, x)), strict=True):
+    """Of the rotated numbers: s = (max - min) / 15 in each group of 32 dims, or abs(centre) / 40.5 where that
+    is more. Whatever the vector, its length is then off by sqrt(D) s / 2 at most."""
+    turned, got = rotate(x), rotate(keys_back(INT4, x))
+    rounding = 1e-6 * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    for part, back in zip(in_groups(turned), in_groups(got), strict=True):
         least, most = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
         step = torch.maximum((most - least) / 15, (least + most).abs() / 2 / 40.5).clamp_min(2**-10)
-        assert ((back - part).abs() <= step / 2 * 1.0001).all()
+        assert ((back - part).abs() <= step / 2 * 1.0001 + rounding).all()
+
+
+def test_one_large_channel_costs_int4_less_than_a_group_that_holds_it() -> None:
+    """What the rotation is for; on numbers that are normal anyway it changes nothing."""
+    plain = noise(2000, 64)
+    spiked = plain.clone()
+    spiked[:, 20] *= 20
+    for x, least, most in ((plain, 0.98, 1.02), (spiked, 0.0, 0.8)):
+        by_group = Groups.encode(x, KEY_GRID).decode(KEY_GRID)
+        share = (keys_back(INT4, x) - x).square().mean().sqrt() / (by_group - x).square().mean().sqrt()
+        assert least < share < most
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,11 +158,11 @@ def test_zeros_and_cleared_memory_are_zeros(fmt: KVFormat, dim: int) -> None:
 def test_equal_numbers_come_back_as_nearly_equal_numbers(fmt: KVFormat) -> None:
     for number in (3.7, -3.7, 0.11, -250.0):
         x = torch.full((1, 64), number)
-        within = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "int4": 1 / 6 / 40.5, "turboquant4": 0.6}[fmt.name]
+        within = {"int8": 1 / 254, "fp8_e4m3": 2**-4, "int4": 0.4, "turboquant4": 0.6}[fmt.name]
         assert (keys_back(fmt, x) - x).abs().max() <= abs(number) * within * 1.001
 
 
-@pytest.mark.parametrize("fmt", [INT8, FP8, INT4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("size", [0.05, 1.0, 30.0])
 def test_writing_what_was_read_changes_nothing(fmt: KVFormat, size: float) -> None:
     back = keys_back(fmt, noise(2000, 64) * size)

@@ -1,4 +1,4 @@
-"""The rotation of turboquant4 is orthogonal, mixes all dims of a block and is the same everywhere."""
+"""The rotation of int4 and turboquant4: orthogonal, mixes all dims of a block and is the same everywhere."""
 
 from __future__ import annotations
 

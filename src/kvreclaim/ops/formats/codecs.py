@@ -132,11 +132,11 @@ def decode_rotated(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _encode_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """int4: [..., D] -> codes [..., D / 2] and (s, z) of each group of 32 dims [..., 2 groups(D)], uint8."""
-    found = Groups.encode(x, KEY_GRID)
+    found = Groups.encode(rotate(bounded(x)), KEY_GRID)
     return pack(found.n), torch.stack((found.s, found.z), -1).flatten(-2)
 
 
 def _decode_groups(codes: Tensor, params: Tensor) -> Tensor:
     """What _encode_groups returned: [..., D] fp32."""
     s, z = params.unflatten(-1, (-1, 2)).unbind(-1)
-    return Groups(unpack(codes), s, z).decode(KEY_GRID)
+    return unrotate(Groups(unpack(codes), s, z).decode(KEY_GRID))

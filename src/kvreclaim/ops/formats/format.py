@@ -62,7 +62,7 @@ class KVFormat:
     bits:    of a stored number
     dtype:   what is stored, of a plain format; None: codes, which are dequantised inside the kernels
     has_open_blocks: tokens of a block that is not full lie beside the pool, in bf16 (kivi4)
-    is_rotated:      codes are of rotated vectors (turboquant4)
+    is_rotated:      codes are of rotated vectors (hadamard.py)
     version: of the layout; part of the prefix hash, so that blocks of two layouts never meet
     """
 
@@ -142,7 +142,7 @@ FORMATS: Mapping[str, KVFormat] = MappingProxyType(
             KVFormat("fp16", 16, torch.float16),
             KVFormat("fp8_e4m3", 8),
             KVFormat("int8", 8),
-            KVFormat("int4", 4),
+            KVFormat("int4", 4, is_rotated=True, version=2),
             KVFormat("kivi4", 4, has_open_blocks=True),
             KVFormat("turboquant4", 4, is_rotated=True),
         )

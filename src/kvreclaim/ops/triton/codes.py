@@ -203,7 +203,7 @@ def _load_kivi4(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED: tl.constexpr):
     """Rows of one side: [rows, BLOCK], zero where not valid and past D. fp32, but a plain format's own type
-    if AS_STORED; turboquant4's are rotated."""
+    if AS_STORED; those of a rotated format are rotated."""
     D: tl.constexpr = L.DV if SIDE else L.D
     BLOCK_D: tl.constexpr = L.BLOCK_DV if SIDE else L.BLOCK_D
     if L.FORMAT == PLAIN:
@@ -222,9 +222,9 @@ def load_tile(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr, AS_STORED
 
 @triton.jit
 def load_real(store, rows, valid, L: tl.constexpr, SIDE: tl.constexpr):
-    """load_tile in fp32, as the model gave it: turboquant4's rotation is undone."""
+    """load_tile in fp32, as the model gave it: a rotation is undone."""
     tile = load_tile(store, rows, valid, L, SIDE, False)
-    if L.FORMAT == TURBO4:
+    if L.K_LOG:
         if SIDE:
             tile = unrotated(tile, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
         else:

@@ -70,6 +70,15 @@ def _packed(numbers, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _turned(x, store, L: tl.constexpr, SIDE: tl.constexpr):
+    """R x of a rotated format for x [rows, BLOCK], zero past D."""
+    if SIDE:
+        return rotated(x, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
+    else:
+        return rotated(x, store.k_signs, L.D, L.BLOCK_D, L.K_LOG)
+
+
+@triton.jit
 def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
     """x [rows, BLOCK] zero past D. Returns: its codes, packed where they are of 4 bits, and its scale's."""
     D: tl.constexpr = L.DV if SIDE else L.D
@@ -87,10 +96,7 @@ def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
         norm = tl.sqrt_rn(tl.sum(small * small, axis=1))
         code = _scale_code(tl.div_rn(norm, D**0.5), 256, TURBO_BIAS, 4095)
         code = tl.where(norm == 0, 0, tl.maximum(code, 1))
-        if SIDE:
-            x = rotated(x, store.v_signs, D, BLOCK_D, L.V_LOG)
-        else:
-            x = rotated(x, store.k_signs, D, BLOCK_D, L.K_LOG)
+        x = _turned(x, store, L, SIDE)
         step = tl.where(code == 0, 1.0, tl.load(store.table + code))
         x = tl.div_rn(x, step[:, None])
         numbers = tl.zeros(x.shape, tl.int32)
@@ -101,7 +107,7 @@ def _encode_vector(x, store, L: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _encode_groups(x, store, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """int4 of x [rows, BLOCK_D], zero past D. Returns: packed codes, and scales and centres [rows, G]."""
+    """int4 of rotated x [rows, BLOCK_D], zero past D. Returns: packed codes; scales and centres [rows, G]."""
     GROUPS: tl.constexpr = (BLOCK_D + 31) // 32
     WIDTH: tl.constexpr = BLOCK_D // GROUPS
     dims = tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -132,6 +138,7 @@ def _store_side(x, store, row, is_row, ROWS: tl.constexpr, L: tl.constexpr, SIDE
     BITS: tl.constexpr = 8 if L.FORMAT == INT8 or L.FORMAT == FP8 else 4
     scale = row
     if L.FORMAT == INT4:
+        x = _clamped(_turned(x, store, L, SIDE), -LIMIT, LIMIT)
         codes, s, z = _encode_groups(x, store, ROWS, D, BLOCK_D)
         group = tl.arange(0, (BLOCK_D + 31) // 32)
         places = store.params + row[:, None] * L.PARAMS + 2 * (FIRST + group)[None, :]

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     BLOCK_D, BLOCK_DV: columns of a tile of them
     PARAMS:       bytes of parameters per slot; of kivi4 per unit, the first KEY_PARAMS its keys'
     SPAN:         of every so many consecutive slots of a tile, all are of one unit; 1 where nothing is known
-    K_LOG, V_LOG: turboquant4 mixes 2^K_LOG dims of a key at a time
+    K_LOG, V_LOG: a rotated format mixes 2^K_LOG dims of a key at a time; 0: nothing is rotated
     """
 
     FORMAT: int
@@ -59,7 +59,7 @@ class Store(NamedTuple):
     k, v:       rows of Layout.D and DV numbers or codes, [B * K * S, ...]
     params:     uint8
     table:      fp32; see `table`
-    k_signs, v_signs: [D], [DV] fp32 of turboquant4
+    k_signs, v_signs: [D], [DV] fp32 of a rotated format
     open_rows:  [B] int32; open_k, open_v: bf16 rows of kivi4's blocks that are not full
     first_unit, num_blocks: the layer's first unit in the cache, and the cache's blocks (of kivi4)
     """
@@ -156,7 +156,7 @@ def table(form: KVFormat, device: torch.device) -> Tensor:
     levels of turboquant4 and the boundaries between them."""
     if form.name == "kivi4":
         return torch.cat([code.table(device) for code in (scales.INT4, scales.KIVI_VALUES)])
-    if form.is_rotated:
+    if form.name == "turboquant4":
         steps = scales.TURBO.table(device).clone()
         steps[0] = 0.0
         return torch.cat((steps, *level_table(device)))

@@ -72,14 +72,14 @@ def load_queries(queries, tokens, heads, is_row, store, L: tl.constexpr, A: tl.c
     query = _query_side(queries, tokens, heads, is_row, FIRST, L.D, L.BLOCK_D)
     if not A.KEEP_16:
         query = query.to(tl.float32)
-    if L.FORMAT == TURBO4:
+    if L.K_LOG:
         query = rotated(query.to(tl.float32), store.k_signs, L.D, L.BLOCK_D, L.K_LOG).to(query.dtype)
     latent = query
     if L.LATENT:
         latent = _query_side(queries, tokens, heads, is_row, 0, L.DV, L.BLOCK_DV)
         if not A.KEEP_16:
             latent = latent.to(tl.float32)
-        if L.FORMAT == TURBO4:
+        if L.V_LOG:
             latent = rotated(latent.to(tl.float32), store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG).to(latent.dtype)
     return query, latent
 
@@ -100,7 +100,7 @@ def attend_slots(
     query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L: tl.constexpr, A: tl.constexpr
 ):
     """Rows of queries (load_queries) over the slots [start, stop) of a sequence, start a multiple of BLOCK_N:
-    maximum and sum [rows] and values [rows, BLOCK_DV]; of turboquant4 the values are rotated."""
+    maximum and sum [rows] and values [rows, BLOCK_DV]; of a rotated format, rotated ones."""
     table = seqs.block_table + seq.to(tl.int64) * seqs.table_stride
     shift = tl.load(seqs.shifts + seq)
     masks = seqs.masks + seq * 8
@@ -144,7 +144,7 @@ def normalised(top, total, acc, sinks, heads, is_row, A: tl.constexpr):
 
 @triton.jit
 def real_values(values, store, L: tl.constexpr):
-    """Sums of values [rows, BLOCK_DV] as the model gave them: turboquant4's rotation is undone."""
-    if L.FORMAT == TURBO4:
+    """Sums of values [rows, BLOCK_DV] as the model gave them: a rotation is undone."""
+    if L.V_LOG:
         values = unrotated(values, store.v_signs, L.DV, L.BLOCK_DV, L.V_LOG)
     return values
