@@ -21,7 +21,7 @@ from kvreclaim.ops.facts import ModelFacts
 SINKS, RECENT, INTERVAL = 4, 64, 128
 AT_ONCE = 4
 """Policies in one batch: larger products are faster ones, and the pool holds all of their caches."""
-STRETCH, SAID_AGAIN = 64, 4
+STRETCH, SAID_AGAIN = 32, 8
 """Tokens of a stretch that is said again, and one in how many tokens is in one."""
 LEAST_TOKENS, MOST_TOKENS = 320, 2304
 """Of a document: a tenth of less has no room beside sinks and recent tokens, and more tells little more."""
@@ -42,7 +42,7 @@ class _Case:
 
 def window(facts: ModelFacts) -> int:
     """Tokens of a document of a trial at most: what the model has positions for, with what is said again."""
-    return min(MOST_TOKENS, (facts.max_position - STRETCH) * 32 // 35)
+    return min(MOST_TOKENS, facts.max_position - STRETCH)
 
 
 def num_tokens(length: int, num_settings: int) -> int:
