@@ -31,6 +31,7 @@ TENSORS = (
     "center_weight",
     "q_cov",
     "surrogate",
+    "surrogate_age",
     "head_shares",
     "kvzap_out",
     "kvzap_in",

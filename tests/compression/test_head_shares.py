@@ -70,6 +70,7 @@ def test_fractions_must_fall(fractions):
             stats.q_mean,
             stats.q_abs_mean,
             surrogate=stats.surrogate,
+            surrogate_age=stats.surrogate_age,
             head_shares=stats.head_shares,
         )
 

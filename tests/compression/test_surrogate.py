@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, model_facts, noise, query_stats
@@ -12,8 +15,9 @@ from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.shares import Shares
 from kvreclaim.compression.policies.surrogate import GRAIN
+from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.compression.refusals import layer_stats
-from kvreclaim.compression.surrogate import SurrogateFit, num_features
+from kvreclaim.compression.surrogate import KNOTS, SOON, SurrogateFit, age_features, needed, num_features
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import RopeLayout, rotate
 from kvreclaim.ops.scoring import surrogate_features
@@ -45,22 +49,38 @@ def test_features_one_by_one():
     )
 
 
-def test_a_score_that_is_linear_in_the_features_is_learnt():
+def test_a_score_that_is_linear_in_features_and_age_is_learnt():
     facts = model_facts(2, rope=LAYOUTS[0])
     fit, heads = SurrogateFit(facts), facts.layers[0].num_kv_heads
     truth = 0.05 * noise(9, 2, heads, fit.num_features)
     truth[..., -1] = -4
-    for document in range(6):
+    aged = 0.3 * noise(10, 2, heads, len(KNOTS) - 1)
+    ages = age_features(torch.arange(1100, 0, -1)).float()
+    for document in range(3):
         for layer in range(2):
-            keys, values = (noise(20 + 4 * document + layer + i, heads, 90, 8) for i in (0, 50))
+            keys, values = (noise(20 + 4 * document + layer + i, heads, 1100, 8) for i in (0, 50))
             rows = surrogate_features(keys, values, facts.layers[layer].rope)
-            fit.add(layer, keys, values, (rows @ truth[layer, :, :, None])[..., 0].exp().clamp_max(1))
-    found = fit.build()
+            said = (rows @ truth[layer, :, :, None])[..., 0] + (ages @ aged[layer, :, :, None])[..., 0]
+            fit.add(layer, keys, values, said.exp())
+    found, found_age = fit.build()
+    torch.testing.assert_close(found_age, aged, atol=0.05, rtol=0.05)
     keys, values = noise(77, heads, 40, 8), noise(78, heads, 40, 8)
     for layer in range(2):
         rows = surrogate_features(keys, values, facts.layers[layer].rope)
         ours, wanted = (rows @ w[layer, :, :, None] for w in (found, truth))
-        torch.testing.assert_close(ours, wanted.clamp_max(0), atol=0.1, rtol=0.05)
+        torch.testing.assert_close(ours, wanted, atol=0.1, rtol=0.05)
+
+
+def test_age_is_linear_in_its_logarithm_between_knots():
+    ages = torch.tensor([1, 64, 91, 128, 181, 512, 724, 1024, 9000])
+    halves = torch.tensor([0, 0, 0.508, 1, 1.5, 3, 3.5, 4, 4]).double()
+    expected = torch.stack([(1 - (halves - knot).abs()).clamp_min(0) for knot in range(4)], dim=-1)
+    torch.testing.assert_close(age_features(ages), expected, atol=2e-3, rtol=0)
+
+
+def test_what_is_needed_soon_outweighs_what_may_be_asked():
+    reached = torch.tensor([[[0.9, 0.9, 0.9]], [[0.1, 0.0, 0.5]], [[0.2, 0.3, 0.5]]])
+    torch.testing.assert_close(needed(reached, 2), torch.tensor([[0.1 * math.exp(SOON), 0.3]]))
 
 
 def test_a_fit_without_a_layer_is_refused():
@@ -70,12 +90,17 @@ def test_a_fit_without_a_layer_is_refused():
         fit.build()
 
 
-def test_the_policy_is_the_product():
+def test_the_policy_is_the_product_and_the_age():
     facts = model_facts(1, rope=LAYOUTS[0])
     stats = query_stats(facts).layer(0)
     view = layer_view(facts.layers[0], stats)
+    heads, tokens = view.keys.shape[:2]
+    positions = torch.stack([torch.arange(tokens) * (7 + head) for head in range(heads)]).int()
+    view = replace(view, signals=LayerSignals(positions=positions), logical_len=9 * tokens)
     rows = surrogate_features(view.keys, view.values, LAYOUTS[0])
+    ages = age_features(9 * tokens - positions)
     expected = torch.einsum("ktp,kp->kt", rows.double(), stats.surrogate.double())
+    expected += torch.einsum("kta,ka->kt", ages, stats.surrogate_age.double())
     scores = make_policy("surrogate").score(view).double()
     torch.testing.assert_close(scores, expected, atol=GRAIN / 2 + 1e-4, rtol=0)
     assert bool((scores / GRAIN == (scores / GRAIN).round()).all())

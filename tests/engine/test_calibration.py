@@ -184,7 +184,9 @@ def paid_the_first_copy(model, document: list[int]) -> list[torch.Tensor]:
         layers = model(torch.tensor([document * 2]), output_attentions=True).attentions
     far = torch.arange(2 * length)[:, None] - torch.arange(length) > 64
     heads = model.config.num_key_value_heads
-    return [(p[0, :, :, :length] * far).amax(1).unflatten(0, (heads, -1)).amax(1) for p in layers]
+    paid = [(p[0, :, :, :length] * far).unflatten(0, (heads, -1)).amax(1) for p in layers]
+    cut = length * 3 // 4
+    return [torch.stack([p.amax(1) for p in rows.split([cut, length - cut, length], 1)]) for rows in paid]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
@@ -209,7 +211,7 @@ def test_what_the_second_copy_pays_the_first_is_what_transformers_says(family, t
     for layer, wanted in enumerate(expected):
         keys, reached = found[layer]
         torch.testing.assert_close(queries[layer], once[layer], atol=1e-4, rtol=1e-4)
-        assert keys.shape[:2] == reached.shape == wanted.shape
+        assert (3, *keys.shape[:2]) == reached.shape == wanted.shape
         torch.testing.assert_close(reached, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -219,7 +221,9 @@ def test_a_surrogate_is_fitted_where_a_document_is_long_enough(tiny_dir, tmp_pat
     stats = calibrate(loaded, [short, long], num_centers=0)
     stats.save(tmp_path / "stats.safetensors")
     assert stats.surrogate.shape == (2, 2, stats.metadata.features)
+    assert stats.surrogate_age.shape == (2, 2, stats.metadata.ages)
     assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").surrogate, stats.surrogate)
+    assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").surrogate_age, stats.surrogate_age)
     assert stats.head_shares.shape == (2, 2, len(FRACTIONS))
     torch.testing.assert_close(stats.head_shares.mean(dim=(0, 1)), torch.tensor(FRACTIONS), atol=1e-3, rtol=0)
     assert torch.equal(QueryStats.load(tmp_path / "stats.safetensors").head_shares, stats.head_shares)

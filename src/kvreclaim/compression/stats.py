@@ -27,7 +27,7 @@ RECALIBRATE = "run `kvreclaim calibrate` for this model"
 _HEADER = "kvreclaim"
 _CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
-_KV_TENSORS = ("surrogate", "head_shares", "kvzap_out")
+_KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out")
 _TENSORS = ("q_mean", "q_abs_mean", *_CENTER_TENSORS, "q_cov", *_KV_TENSORS, "kvzap_in")
 """Rows of all are heads, of _KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
 
@@ -38,6 +38,7 @@ class StatsMetadata(BaseModel):
     shared_centers: the centres are those of a KV head's whole group of query heads
     covariance:     the covariance of the queries is there
     features:       numbers of a cached token that the surrogate weighs; 0: it is not there
+    ages:           numbers of a token's age that it weighs
     kvzap_inputs:   numbers of a hidden state that kvzap weighs; 0: its weights are not there
     kvzap_units:    hidden units between them and the scores; 0: the scores are linear
     fractions:      of a text, falling, for which shares of heads are there; empty: they are not
@@ -59,6 +60,7 @@ class StatsMetadata(BaseModel):
     shared_centers: bool = False
     covariance: bool = False
     features: NonNegativeInt = 0
+    ages: NonNegativeInt = 0
     kvzap_inputs: NonNegativeInt = 0
     kvzap_units: NonNegativeInt = 0
     fractions: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
@@ -74,9 +76,10 @@ class StatsMetadata(BaseModel):
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStats:
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
-    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] or None; head_shares
-    [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or None, kvzap_out [K, M + 1 | U + 1] or None. F may
-    exceed the layer's own bands, P the layer's own features."""
+    center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] and
+    surrogate_age [K, A], None together; head_shares [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or
+    None, kvzap_out [K, M + 1 | U + 1] or None. F may exceed the layer's own bands, P the layer's own
+    features."""
 
     q_mean: Tensor
     q_abs_mean: Tensor
@@ -85,6 +88,7 @@ class LayerStats:
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
+    surrogate_age: Tensor | None = None
     head_shares: Tensor | None = None
     kvzap_out: Tensor | None = None
     kvzap_in: Tensor | None = None
@@ -116,6 +120,7 @@ class QueryStats:
     center_weight: [L, H | K, C], share of the queries; 0 for a centre that repeats another
     q_cov:         [L, H, D, D] | None, covariance about q_mean
     surrogate:     [L, K, P] | None, weights of a cached token's features (ops.scoring.surrogate_features)
+    surrogate_age: [L, K, A] | None, of its age (surrogate.age_features)
     head_shares:   [L, K, S] | None, share of its tokens that a head keeps at each of metadata's fractions
     kvzap_out:     [L, K, X + 1] | None, weights of a hidden state (X = M), or of hidden units (X = U), and a
                    bias (kvzap.token_scores)
@@ -132,6 +137,7 @@ class QueryStats:
     center_weight: Tensor | None = None
     q_cov: Tensor | None = None
     surrogate: Tensor | None = None
+    surrogate_age: Tensor | None = None
     head_shares: Tensor | None = None
     kvzap_out: Tensor | None = None
     kvzap_in: Tensor | None = None
@@ -145,6 +151,7 @@ class QueryStats:
         """What metadata promises; a tensor that is not in it must be absent."""
         meta = self.metadata
         heads = (meta.num_layers, meta.num_heads)
+        kv_heads = (meta.num_layers, meta.num_kv_heads or 0)
         bands = self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0
         shapes: dict[str, tuple[int, ...]] = {
             "q_mean": (*heads, meta.head_dim),
@@ -158,15 +165,15 @@ class QueryStats:
         if meta.covariance:
             shapes["q_cov"] = (*heads, meta.head_dim, meta.head_dim)
         if meta.features:
-            shapes["surrogate"] = (meta.num_layers, meta.num_kv_heads or 0, meta.features)
+            shapes |= {"surrogate": (*kv_heads, meta.features), "surrogate_age": (*kv_heads, meta.ages)}
         if meta.kvzap_inputs:
             last = (meta.kvzap_units or meta.kvzap_inputs) + 1
-            shapes["kvzap_out"] = (meta.num_layers, meta.num_kv_heads or 0, last)
+            shapes["kvzap_out"] = (*kv_heads, last)
             if meta.kvzap_units:
                 shapes["kvzap_in"] = (meta.num_layers, meta.kvzap_units, meta.kvzap_inputs + 1)
         if meta.fractions:
             _check_fractions(meta)
-            shapes["head_shares"] = (meta.num_layers, meta.num_kv_heads or 0, len(meta.fractions))
+            shapes["head_shares"] = (*kv_heads, len(meta.fractions))
         return shapes
 
     def to(self, device: torch.device) -> QueryStats:

@@ -1,13 +1,19 @@
-"""What a token will be needed for, guessed from its cached key and value alone.
+"""What a token will be needed for, guessed from its cached key and value and from its age.
 
-The teacher is a document said twice, without words between: whoever writes it the second time reads the
-first copy, and the most that any later query pays a token tells what it is worth when no question is known.
-That is KVzip's score (arXiv 2505.23416) without its instruction. Its logarithm is fitted, for each (layer,
-KV head), by ridge regression on numbers that the cache holds anyway and that do not depend on the token's
-position. So the score can be had at any time, and prefix hits, preemption and chunks do not change it.
+The teacher is a document said twice, without words between, and compressed, in thought, when three quarters
+of it have been said once. The rest of it is the text going on: the most that any of its queries pays a token
+tells what is needed soon. Whoever writes the document the second time reads the first copy: that tells what
+may be asked of it (KVzip's score, arXiv 2505.23416, without its instruction). What is needed soon counts
+e^SOON times as much, since it is sure to come.
+
+The logarithm of the larger of the two is fitted, for each (layer, KV head), by ridge regression on numbers
+that the cache holds anyway and that do not depend on the token's position, and on its age. So the score can
+be had at any time, and prefix hits, preemption and chunks do not change it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,6 +23,12 @@ from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.scoring import surrogate_features
 
 LEAST_PROBABILITY = 1e-9
+SOON = 2.0
+"""Nats by which attention of the text going on outweighs that of what may be asked: on held-out prose the
+best compromise between the two (docs/log.md)."""
+KNOTS = (64, 128, 256, 512, 1024)
+"""Ages in tokens. What a token's age adds to its score is linear in the age's logarithm between two of them,
+constant outside, and nothing at the last."""
 _RIDGE = 1e-3
 
 
@@ -26,6 +38,33 @@ def num_features(facts: LayerFacts) -> int:
     return (facts.head_dim - bands) + facts.v_head_dim + 3
 
 
+def age_features(ages: Tensor) -> Tensor:
+    """[..., A] fp64: 1 at each of the KNOTS but the last, falling to 0 at its neighbours.
+
+    ages: [...] tokens since, any integers
+    """
+    first, last = (float(knot) for knot in (KNOTS[0], KNOTS[-1]))
+    place = (ages.double().clamp(first, last) / first).log2()
+    knots = torch.arange(len(KNOTS) - 1, dtype=torch.float64, device=ages.device)
+    return (1 - (place[..., None] - knots).abs()).clamp_min(0)
+
+
+def age_scores(weights: Tensor) -> Tensor:
+    """What each age adds, for heads with weights [N, A]: [N, KNOTS[-1] - KNOTS[0] + 1] fp32, from the first
+    knot to the last."""
+    ages = torch.arange(KNOTS[0], KNOTS[-1] + 1, device=weights.device)
+    return (weights.double() @ age_features(ages).T).float()
+
+
+def needed(reached: Tensor, now: int) -> Tensor:
+    """The teacher's score of the tokens before `now`: [K, now], 0 to e^SOON.
+
+    reached: [3, K, T] the most that a query pays each token: before now, from now on, the second time
+    """
+    soon, asked = reached[1:, :, :now]
+    return torch.maximum(soon * math.exp(SOON), asked)
+
+
 class SurrogateFit:
     """Sums of the regressions of all layers and heads; documents are added, none is kept."""
 
@@ -33,27 +72,32 @@ class SurrogateFit:
         self.facts = facts
         self.num_features = max(num_features(layer) for layer in facts.layers)
         heads = facts.layers[0].num_kv_heads
-        shape = (facts.num_layers, heads, self.num_features)
-        self._moments = torch.zeros(*shape, self.num_features, dtype=torch.float64)
+        width = self.num_features + len(KNOTS) - 1
+        shape = (facts.num_layers, heads, width)
+        self._moments = torch.zeros(*shape, width, dtype=torch.float64)
         self._products = torch.zeros(shape, dtype=torch.float64)
         self._count = torch.zeros(facts.num_layers, dtype=torch.int64)
 
-    def add(self, layer: int, keys: Tensor, values: Tensor, reached: Tensor) -> None:
-        """One layer of the first copy of a document.
+    def add(self, layer: int, keys: Tensor, values: Tensor, wanted: Tensor) -> None:
+        """One layer of the beginning of a document, up to where it is compressed.
 
         Args:
             keys, values: as for ops.scoring.surrogate_features
-            reached:      [K, T] the most that a later query has paid each token, 0 to 1
+            wanted:       [K, T] what each token will be needed for, >= 0 (needed)
         """
-        rows = surrogate_features(keys, values, self.facts.layers[layer].rope).double().cpu()
-        wanted = reached.double().cpu().clamp_min(LEAST_PROBABILITY).log()
-        width = rows.shape[-1]
-        self._moments[layer, :, :width, :width] += rows.transpose(1, 2) @ rows
-        self._products[layer, :, :width] += (wanted[:, None] @ rows)[:, 0]
-        self._count[layer] += rows.shape[1]
+        features = surrogate_features(keys, values, self.facts.layers[layer].rope).double().cpu()
+        heads, tokens, width = features.shape
+        ages = age_features(torch.arange(tokens, 0, -1)).expand(heads, -1, -1)
+        rows = features.new_zeros(heads, tokens, self._products.shape[-1])
+        rows[..., :width], rows[..., self.num_features :] = features, ages
+        target = wanted.double().cpu().clamp_min(LEAST_PROBABILITY).log()
+        self._moments[layer] += rows.transpose(1, 2) @ rows
+        self._products[layer] += (target[:, None] @ rows)[:, 0]
+        self._count[layer] += tokens
 
-    def build(self) -> Tensor:
-        """[L, K, P] fp32 weights; 0 for features that a layer lacks.
+    def build(self) -> tuple[Tensor, Tensor]:
+        """[L, K, P] and [L, K, A] fp32: weights of the features, 0 for those that a layer lacks, and of the
+        age.
 
         Raises: InvalidArgumentError if a layer has no token.
         """
@@ -61,5 +105,7 @@ class SurrogateFit:
             raise InvalidArgumentError(
                 f"layer {missing[0]} has no token to fit; add every layer of a document."
             )
-        ridge = _RIDGE * self._count.double()[:, None, None, None] * torch.eye(self.num_features).double()
-        return torch.linalg.solve(self._moments + ridge, self._products).float()
+        one = torch.eye(self._products.shape[-1]).double()
+        ridge = _RIDGE * self._count.double()[:, None, None, None] * one
+        found = torch.linalg.solve(self._moments + ridge, self._products).float()
+        return found[..., : self.num_features], found[..., self.num_features :]

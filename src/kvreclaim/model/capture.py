@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ OnReached = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], None]
 OnCached = Callable[[int], tuple[Tensor, Tensor]]
 NEAR = 64
 """Tokens back; what a query pays those is not asked for: every text reads what it has just said."""
+NOW = 3 / 4
+"""Of a first copy: where a compression is imagined, so that the rest of it goes on from there."""
 _TILE, _LEAST_ROWS = 1 << 21, 32
 """Logits at once on a CPU, whose 8 MiB stay near the core; rows of them that are worth a product."""
 REREAD_TOKENS = 1024
@@ -63,7 +66,8 @@ class _Capture:
             return causal_attention(q, k, v, softmax)
         assert self.on_reached is not None
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        out, reached = _attend_and_watch(q, keys, values, softmax, length, NEAR)
+        parts = (now(length), length, 2 * length)
+        out, reached = _attend_and_watch(q, keys, values, softmax, length, NEAR, parts)
         first = None if hidden is None else hidden[:length]
         self.on_reached(layer, n, keys[:, :length], values[:, :length], reached, first)
         return out
@@ -85,6 +89,11 @@ def can_say_twice(facts: ModelFacts, document: Sequence[int]) -> bool:
     return 2 * NEAR < len(document) <= facts.max_position // 2
 
 
+def now(length: int) -> int:
+    """Tokens of a first copy that are there when it is imagined to be compressed."""
+    return int(length * NOW)
+
+
 @torch.inference_mode()
 def capture_queries(
     loaded: LoadedModel,
@@ -103,9 +112,10 @@ def capture_queries(
         rotated:    hand them over as attention sees them instead, in the model's dtype
         on_reached: where given, each document that can be (can_say_twice) is said twice, without a word
                     between; on_queries gets what the first copy asks, and this, for each such document of a
-                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [K, n] fp32,
-                    hidden [n, M] or None) of its first copy: reached is the most that a query more than NEAR
-                    tokens later pays a token, over the query heads of its KV head; hidden is what the layer
+                    layer, (layer, document, keys [K, n, D] rotated, values [K, n, Dv], reached [3, K, n]
+                    fp32, hidden [n, M] or None) of its first copy: reached is the most that a query more than
+                    NEAR tokens later pays a token, over the query heads of its KV head, by queries of the
+                    first copy before now(n), from there on, and of the second copy; hidden is what the layer
                     was given, where it hands that out (inputs.py). Nothing is kept
 
     Memory: activations of T tokens and the queries of one layer.
@@ -156,34 +166,43 @@ class _Again:
             for a, b in zip(held, (call.k.transpose(0, 1), call.v.transpose(0, 1)), strict=True)
         )
         softmax, length = self.facts.layers[call.layer].softmax, held[0].shape[1]
-        out, paid = _attend_and_watch(call.q, keys, values, softmax, length, 0)
-        self.best[call.layer] = torch.maximum(self.best.get(call.layer, paid), paid)
+        out, paid = _attend_and_watch(call.q, keys, values, softmax, length, 0, (len(call.q),))
+        self.best[call.layer] = torch.maximum(self.best.get(call.layer, paid[0]), paid[0])
         return out
 
 
 def _attend_and_watch(
-    q: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, watched: int, near: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    softmax: Softmax,
+    watched: int,
+    near: int,
+    parts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """q [N, H, D] of the last N of T tokens, keys [K, T, D], values [K, T, Dv]: what they attend to,
-    [N, H, Dv] in q's dtype, and [K, watched] fp32 the most that a query more than `near` tokens later pays
-    each of the first tokens. Logits and their softmax are fp32; values are weighed in their own dtype."""
+    [N, H, Dv] in q's dtype, and [P, K, watched] fp32 the most that a query more than `near` tokens later pays
+    each of the first tokens, by queries before each of the P ascending `parts`, the last of them N. Logits
+    and their softmax are fp32; values are weighed in their own dtype."""
     keys = keys.float()
     heads, group, num_keys = len(keys), q.shape[1] // len(keys), keys.shape[1]
-    before = num_keys - len(q)
+    before, size = num_keys - len(q), _rows_at_once(q.shape[1] * num_keys, q.device)
     columns = torch.arange(num_keys, device=q.device)
-    reached, parts = keys.new_zeros(heads, watched), []
-    for rows in columns[: len(q)].split(_rows_at_once(q.shape[1] * num_keys, q.device)):
-        first, seen = before + int(rows[0]), before + int(rows[-1]) + 1
-        ahead = before + rows[:, None] - columns[:seen]
-        folded = q[rows].float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        paid = _probabilities(folded, keys[:, :seen], ahead.repeat(group, 1), first, softmax)
-        out = (paid.to(values.dtype) @ values[:, :seen]).unflatten(1, (group, -1))
-        parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
-        width, close = min(watched, seen), max(0, first - near)
-        if close < width:  # columns that some of the rows are not far from
-            paid[..., close:width] *= (ahead[:, close:width] > near).repeat(group, 1)
-        reached[:, :width] = torch.maximum(reached[:, :width], paid[..., :width].amax(dim=1))
-    return torch.cat(parts).to(q.dtype), reached
+    reached, outs = keys.new_zeros(len(parts), heads, watched), []
+    for part, (begin, end) in enumerate(pairwise((0, *parts))):
+        for rows in columns[begin:end].split(size):
+            first, seen = before + int(rows[0]), before + int(rows[-1]) + 1
+            ahead = before + rows[:, None] - columns[:seen]
+            folded = q[rows].float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+            paid = _probabilities(folded, keys[:, :seen], ahead.repeat(group, 1), first, softmax)
+            out = (paid.to(values.dtype) @ values[:, :seen]).unflatten(1, (group, -1))
+            outs.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+            width, close = min(watched, seen), max(0, first - near)
+            if close < width:  # columns that some of the rows are not far from
+                paid[..., close:width] *= (ahead[:, close:width] > near).repeat(group, 1)
+            own = reached[part, :, :width]
+            torch.maximum(own, paid[..., :width].amax(dim=1), out=own)
+    return torch.cat(outs).to(q.dtype), reached
 
 
 def _rows_at_once(logits: int, device: torch.device) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
 from kvreclaim.compression.head_shares import FRACTIONS
-from kvreclaim.compression.surrogate import num_features
+from kvreclaim.compression.surrogate import KNOTS, num_features
 from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
@@ -84,6 +84,7 @@ def query_stats(
         shared_centers=shared,
         covariance=covariance,
         features=num_features(first) if surrogate else 0,
+        ages=len(KNOTS) - 1 if surrogate else 0,
         kvzap_inputs=HIDDEN_SIZE if surrogate else 0,
         kvzap_units=HIDDEN_UNITS if surrogate else 0,
         fractions=FRACTIONS if surrogate else (),
@@ -93,6 +94,7 @@ def query_stats(
     learnt: dict[str, Tensor] = {}
     if surrogate:
         learnt["surrogate"] = noise(seed + 5, *kv_heads, metadata.features)
+        learnt["surrogate_age"] = noise(seed + 9, *kv_heads, metadata.ages)
         learnt["kvzap_out"] = noise(seed + 7, *kv_heads, HIDDEN_UNITS + 1)
         learnt["kvzap_in"] = noise(seed + 8, facts.num_layers, HIDDEN_UNITS, HIDDEN_SIZE + 1)
         learnt["head_shares"] = noise(seed + 6, *kv_heads, len(FRACTIONS)).sigmoid()

@@ -1,14 +1,15 @@
-"""A learned score of cached keys and values."""
+"""A learned score of cached keys, values and ages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Signal
-from kvreclaim.compression.surrogate import num_features
+from kvreclaim.compression.surrogate import KNOTS, age_scores, num_features
 from kvreclaim.ops.key_source import surrogate_scores
 
 GRAIN = 2**-8
@@ -19,20 +20,21 @@ GRAIN = 2**-8
 class Surrogate(CompressionPolicy):
     """Ranks tokens by what calibration has learnt from a document said twice:
 
-        score = w . features(k, v)
+        score = w . features(k, v) + r(age)
 
-    about the logarithm of the most attention that a later query will pay the token. It means the same in all
-    layers and heads, so let them compete: shares(surrogate). With equal heads it loses most of its worth.
-    Scores are whole GRAINs: the same token at two places has the same key but for rotation's rounding, at
-    least in the first layer, and which of the two stays must not hang on its last bit.
+    about the logarithm of the most attention that a later query will pay the token, while the text goes on
+    or when it is asked about. It means the same in all layers and heads, so let them compete:
+    shares(surrogate). With equal heads it loses most of its worth. Scores are whole GRAINs: the same token at
+    two places has the same key but for rotation's rounding, at least in the first layer, and which of the two
+    stays must not hang on its last bit.
 
-    Source: ours; the target is KVzip's, arXiv 2505.23416.
+    Source: ours; the target is that of KVzip, arXiv 2505.23416, and of what the text itself reads next.
 
-    Cost: reads keys and values once; nothing is kept beside the cache.
+    Cost: reads keys and values once. State: logical positions of the slots.
     """
 
     name = "surrogate"
-    needs = frozenset({Signal.SURROGATE})
+    needs = frozenset({Signal.SURROGATE, Signal.POSITIONS})
     any_heads = True
 
     def score(self, view: LayerView) -> Tensor:
@@ -48,16 +50,43 @@ class Surrogate(CompressionPolicy):
         for places in alike.values():
             group = [views[i] for i in places]
             scores = surrogate_scores([view.source for view in group], _weights(group), group[0].facts.rope)
-            whole = ((rows / GRAIN).round_().mul_(GRAIN) for rows in scores)
-            found.update(zip(places, whole, strict=True))
+            found.update(zip(places, _aged(group, scores), strict=True))
         return [found[i] for i in range(len(views))]
+
+
+def _aged(views: Sequence[LayerView], scores: Sequence[Tensor]) -> list[Tensor]:
+    """The scores [K, T] of each with what the tokens' ages add, in whole GRAINs."""
+    flat = torch.cat([rows.flatten() for rows in scores])
+    lengths = torch.tensor([rows.shape[1] for rows in scores for _ in rows], device=flat.device)
+    owners = torch.arange(len(lengths), device=flat.device).repeat_interleave(lengths)
+    places = torch.cat([_age_places(view) for view in views])
+    table = age_scores(torch.cat([_stats(view)[1] for view in views]))
+    flat += table.flatten()[owners * table.shape[1] + places]
+    flat.div_(GRAIN).round_().mul_(GRAIN)
+    return [
+        part.view_as(rows) for part, rows in zip(flat.split([x.numel() for x in scores]), scores, strict=True)
+    ]
+
+
+def _age_places(view: LayerView) -> Tensor:
+    """[K T] int64: columns of age_scores."""
+    assert view.signals.positions is not None, f"layer {view.layer}: no positions"
+    ages = view.logical_len - view.signals.positions.to(view.source.device, torch.int64)
+    return (ages.clamp(KNOTS[0], KNOTS[-1]) - KNOTS[0]).expand(view.source.shape).flatten()
+
+
+def _stats(view: LayerView) -> tuple[Tensor, Tensor]:
+    """[K, P] and [K, A]."""
+    assert view.stats is not None, "needs has SURROGATE"
+    weights, age = view.stats.surrogate, view.stats.surrogate_age
+    assert weights is not None, "refusals.layer_stats has checked it"
+    assert age is not None, "is there wherever weights are"
+    return weights, age
 
 
 def _weights(views: Sequence[LayerView]) -> list[Tensor]:
     """[K, P] of each; the same tensor for views with the same statistics."""
     rows: dict[int, Tensor] = {}
     for view in views:
-        assert view.stats is not None, "needs has SURROGATE"
-        assert view.stats.surrogate is not None, "refusals.layer_stats has checked it"
-        rows.setdefault(id(view.stats), view.stats.surrogate[:, : num_features(view.facts)])
+        rows.setdefault(id(view.stats), _stats(view)[0][:, : num_features(view.facts)])
     return [rows[id(view.stats)] for view in views]

@@ -19,10 +19,10 @@ from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
 from kvreclaim.compression.kvzap import UNITS, KVzapFit
 from kvreclaim.compression.public_kvzap import read_kvzap
-from kvreclaim.compression.surrogate import SurrogateFit
+from kvreclaim.compression.surrogate import SurrogateFit, needed
 from kvreclaim.engine.face.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.capture import NEAR, capture_queries
+from kvreclaim.model.capture import NEAR, capture_queries, now
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
@@ -167,11 +167,13 @@ class _Learnt:
         hidden: Tensor | None,
     ) -> None:
         """OnReached of capture_queries."""
-        self._fit.add(layer, keys, values, reached)
-        self._shares.add(layer, document, reached)
+        cut = now(keys.shape[1])
+        self._fit.add(layer, keys[:, :cut], values[:, :cut], needed(reached, cut))
+        ever = reached.amax(dim=0)
+        self._shares.add(layer, document, ever)
         if self._kvzap is not None:
             assert hidden is not None, f"layer {layer} hands out nothing; the probe saw it do so"
-            self._kvzap.add(layer, hidden, reached)
+            self._kvzap.add(layer, hidden, ever)
 
     def added_to(self, stats: QueryStats) -> QueryStats:
         """The statistics as they are if no document was said twice."""
@@ -182,10 +184,13 @@ class _Learnt:
                 f"{2 * NEAR} tokens; pass longer ones.",
             )
             return stats
-        metadata = stats.metadata.model_copy(
-            update={"features": self._fit.num_features, "fractions": FRACTIONS}
-        )
+        surrogate, age = self._fit.build()
+        sizes = {"features": self._fit.num_features, "ages": age.shape[-1], "fractions": FRACTIONS}
         stats = replace(
-            stats, metadata=metadata, surrogate=self._fit.build(), head_shares=self._shares.build()
+            stats,
+            metadata=stats.metadata.model_copy(update=sizes),
+            surrogate=surrogate,
+            surrogate_age=age,
+            head_shares=self._shares.build(),
         )
         return stats if self._kvzap is None else stats.with_kvzap(self._kvzap.build())
