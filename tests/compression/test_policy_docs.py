@@ -18,6 +18,7 @@ NEEDS = {
     Signal.SURROGATE: "with a surrogate",
     Signal.RECENT_QUERIES: "recent queries",
     Signal.ATTENTION_MASS: "attention mass",
+    Signal.POSITIONS: "logical positions",
     Signal.FUTURE_QUERIES: "future queries",
     Signal.TOKEN_SCORES: "weights of hidden states",
     Signal.READ_AGAIN: "the prompt read again",
