@@ -6,7 +6,8 @@ from kvreclaim import CompressionConfig
 from kvreclaim.compression import CompressionPolicy, Signal, make_policy, policy_names
 from kvreclaim.schedule.way import Way
 
-UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS}  # known only of tokens that are computed
+UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
+"""Known only of tokens that were computed with them."""
 
 
 def _serves(policy: CompressionPolicy) -> bool:

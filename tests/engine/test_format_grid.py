@@ -61,7 +61,8 @@ def engines(tmp_path_factory) -> dict[tuple[str, str], LLM]:
     for family, changes in (("qwen3", {"head_dim": 32}), ("deepseek-v3", {})):
         path = tiny.save_model(family, tmp_path_factory.mktemp(family), **changes)
         llm = LLM(path, dtype="float32", device="cpu", num_blocks=24)
-        calibrate(llm.loaded, tiny.prompts((150, 80), seed=5), num_centers=4).save(path / STATS_FILE)
+        stats = calibrate(llm.loaded, tiny.prompts((150, 80), seed=5), num_centers=4, kvzap="linear")
+        stats.save(path / STATS_FILE)
         made |= {(family, form): llm.sibling(kv_cache_dtype=form) for form in FORMATS}
     return made
 
