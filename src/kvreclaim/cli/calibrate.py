@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from kvreclaim.compression import QueryStats
     from kvreclaim.compression.trial import Trial
     from kvreclaim.engine.face.llm import LLM
+
+_COLUMNS = (
+    "on, again: nats per token lost when a document goes on, and when stretches of it are said again; right: "
+    "tokens of these, of the full cache's; loss: both, mean over what is kept"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,21 +171,25 @@ def _show(console: Console, stats: QueryStats) -> None:
 
 def _show_trial(console: Console, trial: Trial) -> None:
     full = trial.full
-    table = Table("policy", title=f"trial: {trial.documents} held-out documents, {trial.tokens} tokens")
-    for name in ("kept", "goes on: nats lost", "said again: nats lost", "right, of the full cache's", "loss"):
-        table.add_column(name, justify="right")
-    table.add_row("full", "100%", f"({full.once:.3f})", f"({full.again:.3f})", f"({full.again_right:.3f})")
+    title = f"trial: {trial.documents} held-out documents, {trial.tokens} tokens in the cache"
+    table = Table("policy", title=title, caption=_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.caption_justify, table.columns[0].no_wrap = "left", True
+    for name in ("loss", "kept", "on", "again", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    full_right = f"({full.again_right:.3f})"
+    table.add_row("full", "", "100%", f"({full.once:.3f})", f"({full.again:.3f})", full_right)
     for policy in trial.ranked:
+        named = (policy, f"{trial.loss(policy):.3f}")
         for row in (row for row in trial.outcomes if row.policy == policy):
             right = row.again_right / full.again_right if full.again_right else math.nan
             table.add_row(
-                policy,
+                *named,
                 f"{row.fraction:.0%}",
                 f"{row.once - full.once:+.3f}",
                 f"{row.again - full.again:+.3f}",
                 f"{right:.1%}",
-                f"{trial.loss(policy):.3f}",
             )
+            named = ("", "")
     console.print(table)
     for policy, reason in trial.refused.items():
         console.print(f"not tried: {policy}: {reason}", markup=False)
