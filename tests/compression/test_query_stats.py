@@ -54,7 +54,7 @@ class TestOwnFile:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"format_version": 2}, "format_version"),
+            ({"format_version": 1}, "format_version"),
             ({"num_layers": 4}, "q_mean"),
             ({"num_centers": 4}, "centers"),
             ({"num_centers": 0}, "absent"),

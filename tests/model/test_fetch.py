@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, SamplingParams
@@ -101,6 +103,24 @@ def test_shipped_statistics_lie_beside_the_weights_until_others_do(
     assert not [path for path in target.iterdir() if path.name.startswith(".")]
     other = fetch_model(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "other", quiet)
     assert not (other / STATS_FILE).exists()
+
+
+@pytest.mark.parametrize(("theirs", "replaced"), [(1, True), (2, False), (3, False)])
+def test_statistics_that_this_version_cannot_read_are_replaced(
+    shop, wheels, tmp_path, monkeypatch, theirs, replaced
+) -> None:
+    def write(path, version) -> None:
+        header = {"kvreclaim": json.dumps({"format_version": version})}
+        save_file({"x": torch.zeros(1)}, path, metadata=header)
+
+    shipped = tmp_path / "shipped.safetensors"
+    monkeypatch.setattr(fetch, "shipped_statistics", lambda name: shipped)
+    target = fetch_model(shop[1], tmp_path / "made", quiet)
+    write(target / STATS_FILE, theirs)
+    write(shipped, 2)
+    before = (target / STATS_FILE).read_bytes()
+    fetch_model(shop[1], target, quiet)
+    assert (target / STATS_FILE).read_bytes() == (shipped.read_bytes() if replaced else before)
 
 
 def test_by_default_it_lies_in_the_users_cache(shop, wheels: Path, tmp_path: Path, monkeypatch) -> None:

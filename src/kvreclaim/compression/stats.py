@@ -47,7 +47,7 @@ class StatsMetadata(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     model_name: str
     fingerprint: str | None = None
     num_layers: PositiveInt

