@@ -1,9 +1,9 @@
 """What a token will be needed for, guessed from its hidden state when it is computed.
 
 The target is KVzip's score: the logarithm of the most that any later query pays the token in a document said
-twice. (The surrogate knows a token's age and learns what is needed from one moment on: surrogate.py.) A hidden
-state says more about the token than the cached key and value do, but is gone when a cache is compressed, so
-the score is kept beside the token's slots.
+twice. (The surrogate knows a token's age and learns what is needed from one moment on: surrogate.py.) A
+hidden state says more about the token than the cached key and value do, but is gone when a cache is
+compressed, so the score is kept beside the token's slots.
 """
 
 from __future__ import annotations
