@@ -21,30 +21,34 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.texts import prose
 
 TASKS = ("needles", "perplexity:prose")
+_SUMMARY = "What is this text about? Answer in a few sentences."
+_AROUND = 100
 
 
 @dataclass(frozen=True)
 class RealPlan:
-    """Sizes of this part of the demo; the defaults take about two minutes on two cores.
+    """Sizes of this part of the demo; the defaults take about four minutes on one core.
 
-    others:      policies beside the full cache and auto, which talks and carries the load
-    num_tokens:  of a document with its questions, and with its continuation
-    num_facts:   codes in the text that is talked about, each asked
-    pool_share:  blocks of the load's pool over what the full cache of all its requests would need
-    chunk:       tokens of a step under load
+    others:          policies beside the full cache and auto, which talks and carries the load
+    num_tokens:      of a document with its questions, and with its continuation
+    num_talks:       texts that are talked about, each with a code in it
+    num_load_tokens: of a text under load
+    pool_share:      blocks of the load's pool over what the full cache of all its requests would need
+    chunk:           tokens of a step under load
     """
 
     others: tuple[str, ...] = ("query_mixture", "snapkv", "streaming_llm")
     fractions: tuple[float, ...] = (0.25, 0.1)
     num_tokens: int = 2048
     num_examples: int = 4
-    num_facts: int = 4
+    num_talks: int = 4
+    num_talk_tokens: int = 2048
     num_load: int = 6
-    num_talk_tokens: int = 1536
+    num_load_tokens: int = 1536
     num_answer_tokens: int = 96
     pool_share: float = 0.4
     chunk: int = 512
-    recent: int = 64
+    recent: int = 32
     block_size: int = 16
 
     @property
@@ -62,7 +66,7 @@ class RealPlan:
 def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport:
     """Everything, on a model that chats."""
     started = time.perf_counter()
-    longest = plan.num_tokens + plan.num_answer_tokens
+    longest = max(plan.num_tokens, plan.num_talk_tokens) + plan.num_answer_tokens
     llm = LLM(
         model,  # twice the blocks, so that prompts stay for all settings
         num_blocks=2 * plan.num_examples * blocks_for(longest, plan.block_size),
@@ -99,6 +103,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
         num_blocks=talks.num_blocks,
         num_tokens=plan.num_tokens,
         num_talk_tokens=plan.num_talk_tokens,
+        num_load_tokens=plan.num_load_tokens,
         rows=grid.rows,
         asked=asked,
         load=load,
@@ -117,14 +122,14 @@ class Talks:
         self.plan = plan
         self.policy = policy
         self.passages = Passages.of(llm.tokenizer, prose().evaluation)
-        whole = plan.num_load * blocks_for(plan.num_talk_tokens + plan.num_answer_tokens, plan.block_size)
+        whole = plan.num_load * blocks_for(plan.num_load_tokens + plan.num_answer_tokens, plan.block_size)
         self.num_blocks = int(whole * plan.pool_share)
 
     def ask(self) -> list[Asked]:
-        """Every code of one text, asked of the full cache and of ours: the answers as they come."""
-        text, facts = self._text(0)
+        """The code of each text, asked of the full cache and of ours: the answers as they come."""
         asked = []
-        for name, code in facts:
+        for number in range(self.plan.num_talks):
+            text, (name, code) = self._text(number, self.plan.num_talk_tokens)
             question = f"What is the access code of {name}?"
             prompt = self._prompt(text, question)
             answers = {}
@@ -140,11 +145,11 @@ class Talks:
         plan = self.plan
         llm = self.llm.sibling(num_blocks=self.num_blocks, max_num_batched_tokens=plan.chunk)
         prompts = [
-            self._prompt(self._text(1 + i)[0], "What is this text about? Answer in a few sentences.")
-            for i in range(plan.num_load)
+            self._prompt(self._text(number, plan.num_load_tokens)[0], _SUMMARY)
+            for number in range(plan.num_load)
         ]
         params = SamplingParams(temperature=0.0, max_tokens=plan.num_answer_tokens, ignore_eos=True)
-        config = self._compression(fraction, plan.num_talk_tokens)
+        config = self._compression(fraction, plan.num_load_tokens)
         _, steps, figures = generate_batch(llm, prompts, [params] * len(prompts), config)
         return LoadRun(
             policy="full" if fraction is None else self.policy,
@@ -163,14 +168,15 @@ class Talks:
         content = f"Read this text.\n\n{text}\n\n{question}"
         return render_chat(self.llm.loaded, [{"role": "user", "content": content}])
 
-    def _text(self, number: int) -> tuple[str, list[tuple[str, str]]]:
-        """A passage with codes in it, and the codes by what they open."""
+    def _text(self, number: int, num_tokens: int) -> tuple[str, tuple[str, str]]:
+        """A passage with a code in it, what the code opens, and the code. num_tokens: with the chat template,
+        which takes less than _AROUND"""
         rng = random.Random(f"talk:{number}")
-        facts = draw_facts(rng, self.plan.num_facts)
+        (fact,) = draw_facts(rng, 1)
         tokenizer = self.llm.tokenizer
-        said = [tokenizer.encode(f" {fact_text(*fact)}", add_special_tokens=False) for fact in facts]
-        passage = self.passages.window(number, self.plan.num_talk_tokens - 100)
-        return str(tokenizer.decode(woven(rng, passage, said)[0])), facts
+        said = tokenizer.encode(f" {fact_text(*fact)}", add_special_tokens=False)
+        passage = self.passages.window(number, num_tokens - _AROUND)
+        return str(tokenizer.decode(woven(rng, passage, [said])[0])), fact
 
 
 def label(policy: str, fraction: float | None) -> str:

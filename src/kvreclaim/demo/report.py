@@ -76,7 +76,7 @@ class RealReport(BaseModel):
     """What the demo found on a real language model.
 
     rows: codes and perplexity in real text, as `kvreclaim eval` reports them; num_tokens of each document
-    load: conversations of num_talk_tokens at once in num_blocks
+    load: conversations of num_load_tokens at once in num_blocks
     """
 
     model: str
@@ -87,6 +87,7 @@ class RealReport(BaseModel):
     num_blocks: int
     num_tokens: int
     num_talk_tokens: int
+    num_load_tokens: int
     rows: list[EvalRow]
     asked: list[Asked]
     load: list[LoadRun]

@@ -88,12 +88,15 @@ def show_real(console: Console, report: RealReport) -> None:
         "then digits of the codes, teacher-forced, and the perplexity of what the prose goes on to say.",
         style="dim",
     )
-    console.print(f"\nA conversation about {report.num_talk_tokens} tokens of text", style="bold")
+    console.print(f"\nAsked about {report.num_talk_tokens} tokens of text with a code in it", style="bold")
     for asked in report.asked:
         console.print(f"{asked.question} [dim](it is {asked.code})[/dim]")
         for label, answer in asked.answers.items():
             console.print(f"{label:>24}  {'right' if asked.code in answer else 'wrong'}  {answer!r}")
-    crowd = f"{report.load[0].num_requests} such conversations at once in {report.num_blocks} blocks"
+    crowd = (
+        f"{report.load[0].num_requests} conversations about {report.num_load_tokens} tokens each at once in "
+        f"{report.num_blocks} blocks"
+    )
     console.print(_table(crowd, LOAD, report.load, ruled=False))
     _print_charts(console, "blocks in use over time", report.load, report.num_blocks)
 
