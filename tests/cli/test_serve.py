@@ -108,7 +108,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
 def test_a_budget_alone_is_auto(started: list) -> None:
     assert run("--kv-budget", "200").exit_code == 0
     compression = started[0][0].compression
-    assert (compression.policy, compression.budget) == ("query_mixture", 200)
+    assert (compression.policy, compression.budget) == ("shares(query_mixture, by=static)", 200)
 
 
 def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None:
