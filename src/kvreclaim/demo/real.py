@@ -27,7 +27,7 @@ _AROUND = 100
 
 @dataclass(frozen=True)
 class RealPlan:
-    """Sizes of this part of the demo; the defaults take about four minutes on one core.
+    """Sizes of this part of the demo; the defaults take about two minutes on two cores.
 
     others:          policies beside the full cache and auto, which talks and carries the load
     num_tokens:      of a document with its questions, and with its continuation
