@@ -137,6 +137,20 @@ def test_the_work_for_a_tenant_is_the_same_whatever_another_has_cached(tiny_dir:
     assert choices == alone[2]
 
 
+def test_the_engine_is_told_for_whom_it_works(server: Running, monkeypatch: pytest.MonkeyPatch):
+    engine, told = server.llm.engine, []
+    add = engine.add_request
+    monkeypatch.setattr(
+        engine, "add_request", lambda *given, **more: told.append(more["tenant"]) or add(*given, **more)
+    )
+    ask(server, "alice")
+    complete(server, "bob")
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="alice", max_retries=0) as client:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=1)
+    alice, bob = (hashlib.sha256(key.encode()).hexdigest()[:16] for key in KEYS)
+    assert told == [alice, bob, alice]
+
+
 def test_what_concerns_all_is_the_operators(server: Running):
     """Counts and charts of everybody's traffic would tell what a tenant's own answers do not."""
     for path in ("/metrics", "/load", "/", "/openapi.json"):

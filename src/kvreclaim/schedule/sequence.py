@@ -26,6 +26,7 @@ class Sequence:
     num_prompt:   leading tokens that are the prompt
     first_id:     seq_id of its request's first sequence: requests stand in the order of these
     max_len:      tokens at which it ends, prompt included
+    tenant:       for whom it runs: tenants get fair shares
     seats:        places it takes among the running sequences, those of forks to come included
     most_hit:     leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
                   all of the prompt's rows are wanted
@@ -42,6 +43,7 @@ class Sequence:
     first_id: int = 0
     footprint: Footprint = field(default_factory=Footprint)
     priority: int = 0
+    tenant: str | None = None
     cache_salt: str | None = None
     seats: int = 1
     most_hit: int | None = None

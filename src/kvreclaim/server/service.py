@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt and what a request wants to be done with it."""
+    """A prompt and what a request wants to be done with it; tenant: the name of who asks."""
 
     token_ids: list[int]
     params: SamplingParams
     compression: CompressionConfig | None = None
     priority: int = 0
     retention: tuple[Retention, ...] = ()
+    tenant: str | None = None
 
 
 class Service:
@@ -118,6 +119,7 @@ class Service:
                 compression=prompt.compression,
                 priority=prompt.priority,
                 retention=prompt.retention,
+                tenant=prompt.tenant,
             )
             for index, prompt in enumerate(prompts)
         ]

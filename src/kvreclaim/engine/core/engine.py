@@ -111,11 +111,13 @@ class Engine:
         continuation: list[int] | None = None,
         priority: int = 0,
         retention: Sequence[Retention] = (),
+        tenant: str | None = None,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
         priority:  under scheduling_policy "priority" a lower number runs first; else 0
         retention: how long the blocks of which leading prompt tokens are worth keeping
+        tenant:    for whom: tenants get fair shares of the engine
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -133,7 +135,7 @@ class Engine:
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
-        request.priority, request.retention = priority, tuple(retention)
+        request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
         elif params.prompt_logprobs is not None:

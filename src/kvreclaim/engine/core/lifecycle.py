@@ -156,6 +156,7 @@ class Lifecycle:
             first_id=request.sequences[0].seq_id if request.sequences else seq_id,
             footprint=footprint,
             priority=request.priority,
+            tenant=request.tenant,
             cache_salt=prefix_salt(params.cache_salt, request.compressor),
             request=request,
             generator=generator,

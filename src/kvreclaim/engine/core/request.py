@@ -131,6 +131,7 @@ class Request:
     seed:      of its outputs' generators, the caller's or the engine's
     priority:  a lower number is more important
     retention: how long which part of the prompt is worth keeping in the prefix index
+    tenant:    for whom: tenants get fair shares of the engine
     scores:    None for generation; else the given continuation is scored and nothing is drawn
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
@@ -145,6 +146,7 @@ class Request:
     seed: int
     priority: int = 0
     retention: tuple[Retention, ...] = ()
+    tenant: str | None = None
     scores: Scores | None = None
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)

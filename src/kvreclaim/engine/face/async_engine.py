@@ -37,6 +37,7 @@ class NewRequest:
     compression: None takes the LLM's own
     priority:    under the policy "priority" a lower number runs first
     retention:   how long the prompt's blocks are worth keeping
+    tenant:      for whom: tenants get fair shares of the engine
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class NewRequest:
     compression: CompressionConfig | None = None
     priority: int = 0
     retention: tuple[Retention, ...] = ()
+    tenant: str | None = None
 
 
 class EngineObserver(Protocol):
@@ -174,6 +176,7 @@ class AsyncEngine:
                     compressor,
                     priority=new.priority,
                     retention=new.retention,
+                    tenant=new.tenant,
                 )
                 requests.append(request)
         except BaseException:

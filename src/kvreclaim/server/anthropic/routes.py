@@ -39,6 +39,7 @@ async def create_message(
         compression=compression,
         priority=body.priority,
         retention=rendered.breakpoints,
+        tenant=tenant.name,
     )
     answer = Answer(body, service, request_id_of(request.scope), prompt)
     if body.stream:

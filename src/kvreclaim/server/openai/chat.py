@@ -85,7 +85,7 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt
     with_tools = body.tool_choice != "none"
     # In a thread: many messages or tools take their time, and nobody else should have to wait for them.
     ids = await asyncio.to_thread(render, body.messages, body, service, with_tools=with_tools)
-    return engine_prompt(ids, params, body, service)
+    return engine_prompt(ids, params, body, service, tenant)
 
 
 class ChatAnswer(Answer):

@@ -88,7 +88,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         return [service.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
 
     ids = await tokenized(sum(map(len, body.prompt)), encode)
-    return [engine_prompt(tokens, params, body, service) for tokens in ids]
+    return [engine_prompt(tokens, params, body, service, tenant) for tokens in ids]
 
 
 class CompletionAnswer(Answer):

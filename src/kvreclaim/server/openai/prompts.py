@@ -50,7 +50,7 @@ def sampling_params(fields: GenerationFields, tenant: Tenant, **more: Any) -> Sa
 
 
 def engine_prompt(
-    token_ids: list[int], params: SamplingParams, fields: GenerationFields, service: Service
+    token_ids: list[int], params: SamplingParams, fields: GenerationFields, service: Service, tenant: Tenant
 ) -> Prompt:
     """One prompt with everything that its request says about it. Raises: ApiError."""
     return Prompt(
@@ -59,6 +59,7 @@ def engine_prompt(
         compression=service.compression(fields.kv_compression),
         priority=fields.priority,
         retention=_retention(fields, len(token_ids)),
+        tenant=tenant.name,
     )
 
 
