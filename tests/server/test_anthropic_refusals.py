@@ -84,8 +84,8 @@ REFUSED = [
     ({"logit_bias": {f"{i % 256:0{3 + i // 256}}": 1.0 for i in range(1025)}}, "logit_bias"),
     ({"metadata": {"user": "x"}}, "metadata.user"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a"),
-    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "half of a"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "hex escape"),
+    ({"tools": [{**TOOL, "input_schema": {"a": "\ud800"}}]}, "hex escape"),
     *(
         ({name: value}, name)
         for name, value in {

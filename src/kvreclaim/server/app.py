@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from kvreclaim import __version__
 from kvreclaim.server import system
 from kvreclaim.server.anthropic import routes as anthropic
+from kvreclaim.server.bodies import body_limit
 from kvreclaim.server.errors import install_handlers
 from kvreclaim.server.gate import Gate
 from kvreclaim.server.observe import observe, stop_observing
@@ -41,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
+            service.workers.close()
             await service.engine.stop()
             await stop_observing(app)
 
@@ -60,6 +62,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(room.router)
     app.include_router(anthropic.router)
     install_page(app, service)
-    app.add_middleware(Gate, config=service.config)
+    limit = body_limit(service.config.max_body_bytes, service.max_model_len)
+    app.add_middleware(Gate, config=service.config, max_body_bytes=limit)
     observe(app, service)
     return app

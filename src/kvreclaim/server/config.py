@@ -32,7 +32,12 @@ class ServerConfig:
     operator_key: str | None = option(
         None, "May read metrics, load and the page, too.", env="KVRECLAIM_OPERATOR_KEY"
     )
-    max_body_bytes: int = option(16 << 20, "Larger requests are refused unread.", low=1024)
+    max_body_bytes: int | None = option(
+        None, "Larger bodies are refused unread; by the model's length where not said.", low=1024
+    )
+    body_timeout_s: float = option(
+        60.0, "Seconds for a body to come.", low=0.1, high=86_400.0, flags=("--body-timeout",)
+    )
     max_n: int = option(64, "Outputs per request.", low=1)
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
     max_concurrent_requests_per_key: int | None = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
@@ -127,20 +129,20 @@ def failed(request_id: str) -> ApiError:
     return ApiError(500, f"the request failed inside the engine; the log says why under {request_id}.")
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
-    """The first problem of a body, naming its field."""
-    problems = error.errors()
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"][1:])  # the first is body, query or path
-    if first["type"] == "extra_forbidden":
+def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> ApiError:
+    """What pydantic calls kind, at a field. sentence: pydantic's own, without a full stop."""
+    where = ".".join(map(str, location))
+    if kind == "extra_forbidden":
         message = f"{where} is not supported here; remove it."
-    elif first["type"] == "json_invalid":
-        message, where = f"the body is not JSON: {first['ctx']['error']}.", ""
-    elif first["type"] in ("missing", "model_attributes_type") and not where:
-        message = "the body is no JSON object; send one, with the header `content-type: application/json`."
     else:
-        message = f"{where or 'the body'}: {first['msg']}."
+        message = f"{where or 'the body'}: {sentence}."
     return ApiError(400, message, param=where or None)
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first problem of a path or query; bodies are checked elsewhere (server/bodies.py)."""
+    first = error.errors()[0]
+    return from_problem(first["type"], first["loc"][1:], first["msg"])  # loc begins with path or query
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -7,14 +7,16 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     create_model,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvreclaim.config import CompressionSettings, SamplingParams
 from kvreclaim.options import settings_of
@@ -24,6 +26,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
 """Of token ids that each new token is compared with."""
+MAX_OPTIONS = 64
+"""Of a policy, and of the entries of one that is a list."""
 
 
 def refusal(sentence: str) -> PydanticCustomError:
@@ -43,18 +47,48 @@ def described(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Refuses a mapping with more entries before it looks at any of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise refusal(f"it has {len(value)} entries, at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 T = TypeVar("T", bound=BaseModel)
+Item = TypeVar("Item")
+
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""Every list of a request: refused at the first wrong element, however many there are."""
 
 
 class Fields(BaseModel):
-    """A JSON object of a request: values are taken as they are, unknown names are refused."""
+    """A JSON object of a request: values are taken as they are, unknown names are refused, the first of them
+    alone."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        known = cls.__pydantic_fields__
+        if isinstance(value, dict) and not value.keys() <= known.keys():
+            unknown = next(name for name in value if name not in known)
+            problem = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=None)
+            raise ValidationError.from_exception_data(cls.__name__, [problem])
+        return value
+
 
 Plain = bool | int | float | str | None
+PlainList = Annotated[
+    list[Plain | Annotated[list[Plain], Field(max_length=MAX_OPTIONS, fail_fast=True)]],
+    Field(max_length=MAX_OPTIONS, fail_fast=True),
+]
 OptionValue = Annotated[
-    Plain | list[Plain | list[Plain]], described("a number, true, false, null, a text, or a list of these")
+    Plain | PlainList, described("a number, true, false, null, a text, or a short list of these")
 ]
 """What a policy's name can say too (schedule/spec.py)."""
 
@@ -82,8 +116,12 @@ class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 
     policy: str | None = Field(None, min_length=1, max_length=MAX_POLICY_LENGTH)
-    options: dict[str, OptionValue] | None = None
+    options: Annotated[dict[str, OptionValue], at_most(MAX_OPTIONS)] | None = None
 
+
+LogitBias = Annotated[
+    dict[str, float], at_most(MAX_TOKEN_LIST), Field(json_schema_extra={"maxProperties": MAX_TOKEN_LIST})
+]
 
 SAMPLING = (
     "seed",
@@ -105,14 +143,14 @@ class GeneratingFields(Fields):
     """What every request that generates may say, in both dialects."""
 
     stream: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_TOKEN_LIST)
+    logit_bias: LogitBias | None = None
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = 0
     kv_compression: KVCompression | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopList = Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)]
 StopStrings = Annotated[
     StopString | StopList,
     described(f"a string or at most {MAX_STOP_STRINGS} of them, each of 1 to {MAX_STOP_LENGTH} characters"),

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,9 +24,10 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 class Gate:
     """Refuses what no route should see, and puts `request_id` and `tenant` into the scope's state."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, max_body_bytes: int) -> None:
         self.app = app
         self.config = config
+        self.max_body_bytes = max_body_bytes
         self.tenants = Tenants(config)
         self.running: Counter[str | None] = Counter()
 
@@ -58,7 +58,7 @@ class Gate:
         counted = scope["path"] in GENERATING_PATHS
         self.running[tenant.name] += counted
         try:
-            await self.app(scope, _Limited(receive, self.config.max_body_bytes), send_with_id)
+            await self.app(scope, _Limited(receive, self.max_body_bytes), send_with_id)
         except Exception as error:
             logger.error("request %s failed", request_id, exc_info=error)
             if begun:
@@ -89,8 +89,8 @@ class Gate:
                 headers=challenge,
             )
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.config.max_body_bytes:
-            raise ApiError(413, _too_large(self.config.max_body_bytes))
+        if length.isdecimal() and int(length) > self.max_body_bytes:
+            raise ApiError(413, _too_large(self.max_body_bytes))
         limit = self.config.max_concurrent_requests_per_key
         if limit is not None and path in GENERATING_PATHS and self.running[tenant.name] >= limit:
             raise ApiError(
@@ -120,7 +120,7 @@ class _Limited:
         if message["type"] == "http.request":
             self._seen += len(message.get("body", b""))
             if self._seen > self._limit:
-                raise HTTPException(413, _too_large(self._limit))  # of all errors the one that FastAPI keeps
+                raise ApiError(413, _too_large(self._limit))
         return message
 
 

@@ -26,7 +26,7 @@ class KVCacheUsage(Shape):
 
 def errors_of(model: type[BaseModel]) -> Responses:
     """Every status that a route which generates may refuse with. model: the body."""
-    return {status: {"model": model} for status in (400, 401, 404, 413, 429, 500, 503)}
+    return {status: {"model": model} for status in (400, 401, 404, 408, 413, 429, 500, 503)}
 
 
 def streamed(model: type[BaseModel], events: str) -> Responses:

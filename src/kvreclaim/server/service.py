@@ -25,6 +25,7 @@ from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.workers import Workers, default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Service:
         self.draining = asyncio.Event()
         self.started_s = time.time()
         self.requests_of: dict[str, list[EngineRequest]] = {}
+        self.workers = Workers(default_threads())
 
     @property
     def max_model_len(self) -> int:

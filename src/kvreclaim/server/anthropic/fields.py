@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kvreclaim.server.fields import Fields, GeneratingFields, StopList, refusal
+from kvreclaim.server.fields import Fields, GeneratingFields, Listed, StopList, refusal
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
@@ -45,7 +45,7 @@ class ToolUseBlock(Block):
 
 
 TextBlocks = Annotated[
-    list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
+    Listed[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
 ]
 
 
@@ -57,7 +57,9 @@ class ToolResultBlock(Block):
 
 
 AnyBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-AnyBlocks = Annotated[list[AnyBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[AnyBlock])]
+AnyBlocks = Annotated[
+    Listed[AnyBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[AnyBlock])
+]
 
 
 class Message(Fields):
@@ -102,9 +104,9 @@ class ConversationFields(Fields):
     """What makes the prompt: all that count_tokens takes."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     system: TextBlocks | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None

@@ -11,12 +11,13 @@ from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
+from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.sampling import SHARED, sampling_of
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 
-router = APIRouter(tags=["anthropic"])
+router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 
 
 @router.post("/v1/messages", responses=ERRORS | STREAMED, response_class=Response)

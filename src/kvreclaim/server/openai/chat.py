@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvreclaim.engine.core import request as engine
 from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of
@@ -26,7 +27,7 @@ from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.tool_calls import Splitter, ToolCall
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 ToolChoice = Annotated[
     Literal["auto", "none"],

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from kvreclaim.engine.core import request as engine
 from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
@@ -22,7 +23,7 @@ from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
 PROMPT_TYPE = str | list[str] | list[int] | list[list[int]]
 

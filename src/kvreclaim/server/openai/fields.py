@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, GeneratingFields, StopStrings
+from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, GeneratingFields, Listed, StopStrings
 
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
@@ -29,7 +29,7 @@ class GenerationFields(GeneratingFields):
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
     stop: StopStrings | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_TOKEN_LIST)
+    stop_token_ids: Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = Field(None, min_length=1)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, described
+from kvreclaim.server.fields import Fields, Listed, described
 from kvreclaim.server.service import Service
 
 
@@ -21,7 +21,8 @@ class TextPart(Fields):
 
 
 Content = Annotated[
-    str | list[TextPart], described("text or a list of text parts; images, audio and files are not supported")
+    str | Listed[TextPart],
+    described("text or a list of text parts; images, audio and files are not supported"),
 ]
 
 
@@ -44,7 +45,7 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCallMessage] | None = None
+    tool_calls: Listed[ToolCallMessage] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -73,8 +74,8 @@ NAMED = {
 }
 """Fields of the request by the argument that a template refuses; all others are about the messages."""
 
-Messages = Annotated[list[Message], Field(min_length=1)]
-Tools = Annotated[list[Tool], Field(min_length=1)]
+Messages = Annotated[Listed[Message], Field(min_length=1)]
+Tools = Annotated[Listed[Tool], Field(min_length=1)]
 
 
 class ConversationOptions(Fields):

@@ -7,16 +7,17 @@ import asyncio
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields
+from kvreclaim.server.fields import Fields, Listed
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.prompts import tokenized
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.schemas import Responses
 from kvreclaim.server.service import Service, ServiceDep
 
-router = APIRouter(tags=["tokenizer"])
-TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 413)}
+router = APIRouter(tags=["tokenizer"], route_class=BodyRoute)
+TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 408, 413, 429)}
 
 
 class TokenizeRequest(ConversationOptions):
@@ -38,7 +39,7 @@ class Tokens(BaseModel):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 class Text(BaseModel):

@@ -1,0 +1,107 @@
+"""A request's body: read within its limits, parsed once, refused at a cost that its size alone sets.
+
+FastAPI would parse and check a body in the event loop, and make an error for each element that is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from kvreclaim.server.errors import ApiError, from_problem
+from kvreclaim.server.events import gone
+from kvreclaim.server.service import Service, service_of, tenant_of
+
+MAX_BODY_BYTES = 16 << 20
+BASE_BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 32
+LARGE = 16 << 10
+"""Bytes from which on a body is parsed in a thread."""
+
+NO_OBJECT = "the body is no JSON object; send one, with the header `content-type: application/json`."
+
+
+def body_limit(asked: int | None, max_model_len: int) -> int:
+    """Bytes that a body may have: what the operator says, or what a full context takes as JSON, and more for
+    several prompts."""
+    if asked is not None:
+        return asked
+    return min(MAX_BODY_BYTES, BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len)
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is parsed here; FastAPI finds the result where it looks for JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        if self.body_field is None:
+            return handler
+        model = self.body_field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel), f"{self.path} takes a {model}"
+
+        async def handle(request: Request) -> Response:
+            service = service_of(request)
+            try:
+                body = await _read(request, service)
+            except ClientDisconnect:
+                return gone()
+            work = partial(parse, model, body, request.headers.get("content-type", ""))
+            large = len(body) >= LARGE
+            parsed = await service.workers.run(tenant_of(request).name, work) if large else work()
+            return await handler(_Parsed(request, parsed))
+
+        return handle
+
+
+class _Parsed(Request):
+    """A request whose body has been parsed already."""
+
+    def __init__(self, request: Request, parsed: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._parsed = parsed
+
+    async def body(self) -> bytes:
+        return b"{}"  # it is not empty: that is all that FastAPI looks at
+
+    async def json(self) -> Any:
+        return self._parsed
+
+
+async def _read(request: Request, service: Service) -> bytes:
+    limit_s = service.config.body_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body has not come within {limit_s:g} s; send it faster.",
+            headers={"connection": "close"},
+        ) from None
+
+
+def parse(model: type[BaseModel], body: bytes, content_type: str) -> BaseModel:
+    """The body as the model has it. Raises: ApiError 400 for the first thing that is wrong."""
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    if not body or kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        raise ApiError(400, NO_OBJECT)
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, NO_OBJECT)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise from_problem(first["type"], first["loc"], first["msg"]) from None
