@@ -17,6 +17,7 @@ from web import LIMIT_S
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.face.async_engine import AsyncEngine
 from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.connections import Connections
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service
 
@@ -32,6 +33,7 @@ class Running:
     app: FastAPI
     loop: asyncio.AbstractEventLoop
     listener: socket.socket
+    connections: Connections
 
     @property
     def llm(self) -> LLM:
@@ -44,17 +46,22 @@ def openai_client(server: Running, *, api_key: str = "any") -> openai.OpenAI:
 
 
 @contextmanager
-def running_server(llm: LLM | None = None, **config: Any) -> Iterator[Running]:
-    """Serve until the block ends. config: of ServerConfig."""
+def running_server(
+    llm: LLM | None = None, *, keep_alive_s: int = LIMIT_S, **config: Any
+) -> Iterator[Running]:
+    """Serve until the block ends. config: of ServerConfig.
+
+    keep_alive_s: so long that the server does not close what a client is about to use again
+    """
     llm = llm if llm is not None else LLM(demo_model(), num_blocks=2048, max_num_seqs=64)
     listener = bind("127.0.0.1", 0)
-    settings = ServerConfig(**{"served_model_name": (MODEL,), **config})
+    own = {"served_model_name": (MODEL,), "keep_alive_timeout_s": keep_alive_s}
+    settings = ServerConfig(**{**own, **config})
     started, box = threading.Event(), {}
 
     async def main() -> None:
         service = Service(AsyncEngine(llm), settings)
         server = Server(service)
-        server.config.timeout_keep_alive = LIMIT_S  # or it may close what a client is about to use again
         box.update(service=service, server=server, loop=asyncio.get_running_loop())
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started and not task.done():
@@ -67,7 +74,8 @@ def running_server(llm: LLM | None = None, **config: Any) -> Iterator[Running]:
     started.wait()
     try:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        yield Running(address, box["service"], box["server"].config.app, box["loop"], listener)
+        config = box["server"].config
+        yield Running(address, box["service"], config.app, box["loop"], listener, config.shared)
     finally:
         box["server"].config.timeout_graceful_shutdown = 5  # for what a failed test has left open
         box["server"].should_exit = True

@@ -38,6 +38,14 @@ class ServerConfig:
     body_timeout_s: float = option(
         60.0, "Seconds for a body to come.", low=0.1, high=86_400.0, flags=("--body-timeout",)
     )
+    headers_timeout_s: float = option(
+        10.0, "Seconds for a request's headers to come.", low=0.1, high=86_400.0, flags=("--headers-timeout",)
+    )
+    keep_alive_timeout_s: int = option(
+        5, "Seconds that a connection may be idle.", low=1, flags=("--keep-alive-timeout",)
+    )
+    max_connections: int = option(1024, "Open connections.", low=1)
+    max_connections_per_address: int = option(256, "Open connections of one client; a proxy is one.", low=1)
     max_n: int = option(64, "Outputs per request.", low=1)
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
     max_concurrent_requests_per_key: int | None = option(

@@ -20,6 +20,7 @@ from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.connections import HTTPConfig, allow_files
 from kvreclaim.server.logs import log_loop_error
 from kvreclaim.server.service import Service
 
@@ -51,6 +52,8 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
 async def _serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
     server = Server(Service(AsyncEngine(llm), config))
+    if not allow_files(config.max_connections):
+        logger.warning("the system allows fewer open files than --max-connections takes (ulimit -n)")
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
@@ -62,7 +65,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         app = create_app(service)
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+        super().__init__(HTTPConfig(app, service.config))
         self.service = service
 
     @contextmanager

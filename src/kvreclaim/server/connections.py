@@ -1,0 +1,252 @@
+"""Connections before anybody knows who asks: how many there are, how long a head may be, and how slow."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from asyncio import TimerHandle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+import uvicorn
+from pydantic_core import to_json
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.errors import ApiError, error_body
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of request line and headers, and of what stands around the chunks of a body."""
+MAX_HEADERS = 256
+LINGER_S = 5.0
+"""How long the rest of a refused body is read and dropped, so that its sender sees the answer."""
+OTHER_FILES = 256
+
+
+@dataclass(slots=True)
+class Address:
+    """One client's connections. waiting: those that have sent no whole request, the oldest first."""
+
+    num_open: int = 0
+    waiting: dict[HTTPProtocol, None] = field(default_factory=dict)
+
+
+class Connections:
+    """All connections of a server. Where there is no room, one that has sent no whole request makes it: of
+    the same client, or of the one who has most of these. So those who are silent cannot keep others out."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.num_open = 0
+        self.addresses: dict[str, Address] = {}
+
+    def admit(self, connection: HTTPProtocol) -> bool:
+        """Take it in, or return False if there is no room."""
+        client = connection.client_network
+        own = self.addresses.get(client) or Address()
+        crowded = None
+        if own.num_open >= self.config.max_connections_per_address:
+            crowded = own
+        elif self.num_open >= self.config.max_connections:
+            crowded = max(self.addresses.values(), key=lambda address: len(address.waiting))
+        if crowded is not None:
+            if not crowded.waiting:
+                return False
+            next(iter(crowded.waiting)).give_up()
+        self.addresses[client] = own
+        self.num_open += 1
+        own.num_open += 1
+        own.waiting[connection] = None
+        return True
+
+    def leave(self, connection: HTTPProtocol) -> None:
+        own = self.addresses[connection.client_network]
+        self.num_open -= 1
+        own.num_open -= 1
+        own.waiting.pop(connection, None)
+        if not own.num_open:
+            del self.addresses[connection.client_network]
+
+    def set_waiting(self, connection: HTTPProtocol, waits: bool) -> None:
+        """Whether a whole request is still to come."""
+        waiting = self.addresses[connection.client_network].waiting
+        waiting.pop(connection, None)
+        if waits:
+            waiting[connection] = None
+
+
+class HTTPConfig(uvicorn.Config):
+    """uvicorn's, with what the connections have in common."""
+
+    def __init__(self, app: Any, limits: ServerConfig) -> None:
+        super().__init__(
+            app,
+            http=HTTPProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=limits.keep_alive_timeout_s,
+        )
+        self.shared = Connections(limits)
+
+
+class HTTPProtocol(HttpToolsProtocol):
+    """uvicorn's parser in C, with the limits that it lacks.
+
+    Bytes are counted until something is complete: the head, a chunk of the body, the message.
+    """
+
+    config: HTTPConfig
+
+    def __init__(self, config: HTTPConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.shared = config.shared
+        self.client_network = ""
+        self._admitted = False
+        self._refused = False
+        self._in_body = False
+        self._pending_bytes = 0
+        self._timer: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.client_network = network_of(self.client[0] if self.client else "")
+        self._admitted = self.shared.admit(self)
+        if self._admitted:
+            self._within(self.shared.config.headers_timeout_s, self._too_slow)
+        else:
+            self._refuse(
+                503, "too many connections are open; close some, or try later (see --max-connections)."
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def give_up(self) -> None:
+        """Close, to make room for others."""
+        self._refused = True
+        self._forget()
+        self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._pending_bytes += len(data)
+        super().data_received(data)
+        if self._pending_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # what follows a chunked body is nothing that anybody here reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._refused:
+            return
+        if self._pending_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            # The bytes may be those of a body that came along with the head.
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+                self._refuse_head()
+                return
+        self._pending_bytes = 0
+        self._in_body = True
+        self._within(None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        self._pending_bytes = 0
+
+    def on_message_complete(self) -> None:
+        self._pending_bytes = 0
+        self._in_body = False
+        if self._refused:
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._await_next()
+        else:
+            self.shared.set_waiting(self, False)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refused or self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        self.shared.set_waiting(self, True)
+        if self._in_body:
+            self._within(LINGER_S, self.give_up)
+        else:
+            self._await_next()
+
+    def _await_next(self) -> None:
+        """uvicorn closes what is silent; this, what sends a head in small pieces for ever."""
+        self._within(self.timeout_keep_alive + self.shared.config.headers_timeout_s, self._too_slow)
+
+    def _within(self, seconds: float | None, otherwise: Callable[[], None] | None = None) -> None:
+        """Set the one deadline of this connection; None: there is none at present."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None and otherwise is not None:
+            self._timer = self.loop.call_later(seconds, otherwise)
+
+    def _too_slow(self) -> None:
+        if self._pending_bytes:
+            limit_s = self.shared.config.headers_timeout_s
+            self._refuse(408, f"the request's headers have not come within {limit_s:g} s; send them faster.")
+        else:
+            self.give_up()
+
+    def _refuse_head(self) -> None:
+        self._refuse(
+            431,
+            f"request line and headers exceed {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers; send less.",
+        )
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what never became a request, and close."""
+        if self._refused:
+            return
+        body = to_json(error_body(ApiError(status, message), "", ""))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.give_up()
+
+    def _forget(self) -> None:
+        self._within(None)
+        if self._admitted:
+            self._admitted = False
+            self.shared.leave(self)
+
+
+def network_of(address: str) -> str:
+    """Whose an address is: an IPv6 client has a whole /64."""
+    if ":" not in address:
+        return address
+    parsed = ip_address(address.partition("%")[0])
+    assert isinstance(parsed, IPv6Address), address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(IPv6Address(int(parsed) >> 64 << 64))
+
+
+def allow_files(num_connections: int) -> bool:
+    """Ask the system for as many open files as that takes; False if it allows fewer."""
+    wanted = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return True
+    given = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
+    return given >= wanted
