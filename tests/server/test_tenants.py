@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,11 +17,14 @@ from running import MODEL, Running, running_server
 from steering import LIMIT_S
 
 from kvreclaim import LLM
+from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.tenants import Tenants, tenant_name
 
 MARK = {"type": "ephemeral"}
 PROMPT = [{"role": "user", "content": [{"type": "text", "text": "a secret " * 20, "cache_control": MARK}]}]
 TEXT = "a secret " * 20
 KEYS = ("alice", "bob")
+SECRET = "of this test"
 
 
 @dataclass
@@ -47,7 +49,8 @@ class Work:
 @pytest.fixture
 def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
     llm = LLM(tiny_dir("llama"), num_blocks=128)
-    with running_server(llm, api_keys=KEYS, operator_key="operator") as running:
+    options = {"api_keys": KEYS, "operator_key": "operator", "tenant_secret": SECRET}
+    with running_server(llm, **options) as running:
         yield running
 
 
@@ -98,7 +101,7 @@ def test_a_salt_splits_a_key(server: Running):
 def test_a_salt_cannot_be_made_to_look_like_another_tenant(server: Running):
     """The digest that names a tenant in the log opens nothing either."""
     _, created = ask(server, "alice")
-    digest = hashlib.sha256(b"alice").hexdigest()[:16]
+    digest = tenant_name(SECRET, "alice")
     for salt in (json.dumps([digest, None]), digest, f'", "{digest}', "null"):
         assert ask(server, "bob", cache_salt=salt) == (0, created)
 
@@ -147,7 +150,7 @@ def test_the_engine_is_told_for_whom_it_works(server: Running, monkeypatch: pyte
     complete(server, "bob")
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="alice", max_retries=0) as client:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=1)
-    alice, bob = (hashlib.sha256(key.encode()).hexdigest()[:16] for key in KEYS)
+    alice, bob = (tenant_name(SECRET, key) for key in KEYS)
     assert told == [alice, bob, alice]
 
 
@@ -177,3 +180,16 @@ def test_pins_of_one_tenant_do_not_starve_another(server: Running):
     _, created = ask(server, "bob")
     assert created > 0
     assert ask(server, "bob") == (created, 0)
+
+
+def test_the_name_of_a_tenant_does_not_tell_its_key():
+    """It depends on a secret: the operator's, or one that no other start of the server has."""
+
+    def name(secret: str | None) -> str | None:
+        config = ServerConfig(served_model_name=("m",), api_keys=("weak",), tenant_secret=secret)
+        tenant = Tenants(config).of({"x-api-key": "weak"})
+        assert tenant is not None
+        return tenant.name
+
+    assert name("a") == name("a") != name("b")
+    assert name(None) != name(None)

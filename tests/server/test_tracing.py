@@ -57,7 +57,7 @@ def test_a_span_says_what_was_asked_and_what_came() -> None:
         post(server, "/v1/completions", body)
         return post(server, "/v1/completions", {**body, "user": "user-7"}, traceparent=PARENT)
 
-    answer, sink = traced(ask)
+    answer, sink = traced(ask, trust_traceparent=True)
     assert set(sink.posts) == {("/v1/traces", "application/x-protobuf")}
     assert sink.resources[0]["service.name"] == "kvreclaim"
     first, span = sink.spans
@@ -171,8 +171,34 @@ def test_what_is_not_traced() -> None:
         post(server, "/v1/completions", {"prompt": "GO"}, traceparent=UNSAMPLED)
         web.get(f"{server.base_url}/v1/models", headers={"traceparent": "nonsense"})
 
-    _, sink = traced(ask)
+    _, sink = traced(ask, trust_traceparent=True)
     assert [span.name for span in sink.spans] == ["GET /v1/models"]
+
+
+def test_a_client_does_not_decide_what_is_traced_unless_it_is_trusted() -> None:
+    """The span that it names is a link of a trace of our own, whatever it says about sampling."""
+
+    def ask(server: Running) -> None:
+        for parent in (PARENT, UNSAMPLED):
+            post(server, "/v1/completions", {"prompt": "GO", "max_tokens": 1}, traceparent=parent)
+
+    _, sink = traced(ask)
+    assert len(sink.spans) == 2
+    for span, parent in zip(sink.spans, (PARENT, UNSAMPLED), strict=True):
+        (link,) = span.links
+        assert (link.trace_id.hex(), link.span_id.hex()) == tuple(parent.split("-")[1:3])
+        assert span.trace_id != link.trace_id
+        assert not span.parent_span_id
+
+
+def test_who_has_no_key_makes_no_spans() -> None:
+    def ask(server: Running) -> None:
+        for key in ("wrong", "right"):
+            web.get(f"{server.base_url}/v1/{'x' * 3000}", headers={"x-api-key": key})
+
+    _, sink = traced(ask, api_keys=("right",))
+    (span,) = sink.spans
+    assert len(named(span.attributes)["url.path"]) == 256
 
 
 def test_a_collector_that_is_not_there_harms_nobody() -> None:

@@ -16,6 +16,8 @@ from kvreclaim.server.service import Service
 CLIENT_LEFT = 499
 """Of an answer that nobody waited for (nginx's number; no client sees it)."""
 
+MAX_PATH = 256
+"""Characters of a path that logs and spans have."""
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 
 
@@ -23,6 +25,8 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS",
 class Access:
     """One HTTP request and its answer.
 
+    path:      its first MAX_PATH characters
+    admitted:  whether the gate let it pass: its key, if one is needed, was right
     route:     the path as it is declared; "unmatched" for one that is not
     status:    CLIENT_LEFT if the client closed its connection before the end
     tenant:    digest of the API key; model, user: as the request names them
@@ -37,6 +41,7 @@ class Access:
     started_ns: int
     elapsed_s: float
     traceparent: dict[str, str]
+    admitted: bool = True
     tenant: str | None = None
     model: str | None = None
     user: str | None = None
@@ -101,13 +106,14 @@ class Watch:
         tenant = state.get("tenant")
         access = Access(
             method=scope["method"] if scope["method"] in METHODS else "other",
-            path=scope["path"],
+            path=scope["path"][:MAX_PATH],
             route=getattr(scope.get("route"), "path", "unmatched"),
             status=status,
             request_id=state["request_id"],
             started_ns=started_ns,
             elapsed_s=elapsed_s,
             traceparent=_traceparent(scope),
+            admitted=tenant is not None,
             tenant=tenant.name if tenant is not None else None,
             model=state.get("model"),
             user=state.get("user"),

@@ -54,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         docs_url=None,  # its scripts come from other hosts
         swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,  # a redirect would lead to the host that the request names
     )
     app.state.service = service
     install_handlers(app)

@@ -32,6 +32,14 @@ class ServerConfig:
     operator_key: str | None = option(
         None, "May read metrics, load and the page, too.", env="KVRECLAIM_OPERATOR_KEY"
     )
+    tenant_secret: str | None = option(
+        None,
+        "Makes the names of tenants in logs from their keys; at random at each start where not said.",
+        env="KVRECLAIM_TENANT_SECRET",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Host headers to accept, * for all; without keys own names and addresses.", typed_as=list[str]
+    )
     max_body_bytes: int | None = option(
         None, "Larger bodies are refused unread; by the model's length where not said.", low=1024
     )
@@ -68,6 +76,9 @@ class ServerConfig:
     )
     log_prompts: bool = option(False, "Prompts and answers too.")
     otlp_traces_endpoint: str | None = option(None, "Where spans are sent, OTLP over HTTP.")
+    trust_traceparent: bool = option(
+        False, "Clients' traceparent is the parent of spans and says whether they are sent; else a link."
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, error_body, failed
+from kvreclaim.server.hosts import Hosts
 from kvreclaim.server.ids import new_request_id
 from kvreclaim.server.tenants import Tenant, Tenants
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health",)
 OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/openapi.json")
+MAX_DIGITS = 18
+"""Of a length; Python reads no number of thousands of digits."""
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
@@ -29,6 +32,7 @@ class Gate:
         self.config = config
         self.max_body_bytes = max_body_bytes
         self.tenants = Tenants(config)
+        self.hosts = Hosts(config)
         self.running: Counter[str | None] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,20 +54,23 @@ class Gate:
             await send(message)
 
         try:
-            tenant = self._admit(scope)
+            await self._pass(scope, receive, send_with_id)
         except ApiError as error:
             await self._refuse(error, scope, receive, send_with_id)
-            return
-        scope["state"]["tenant"] = tenant
-        counted = scope["path"] in GENERATING_PATHS
-        self.running[tenant.name] += counted
-        try:
-            await self.app(scope, _Limited(receive, self.max_body_bytes), send_with_id)
         except Exception as error:
             logger.error("request %s failed", request_id, exc_info=error)
             if begun:
                 raise  # the client sees the connection break
             await self._refuse(failed(request_id), scope, receive, send_with_id)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises: ApiError for what no route should see."""
+        tenant = self._admit(scope)
+        scope["state"]["tenant"] = tenant
+        counted = scope["path"] in GENERATING_PATHS
+        self.running[tenant.name] += counted
+        try:
+            await self.app(scope, _Limited(receive, self.max_body_bytes), send)
         finally:
             self.running[tenant.name] -= counted
             if not self.running[tenant.name]:
@@ -71,6 +78,13 @@ class Gate:
 
     def _admit(self, scope: Scope) -> Tenant:
         path, headers = scope["path"], Headers(scope=scope)
+        if not self.hosts.allows(headers.get("host")):
+            raise ApiError(
+                403,
+                "the Host header names no host of this server; call it by its address or name, or allow this "
+                "one (--allowed-hosts).",
+                code="host_not_allowed",
+            )
         tenant = self.tenants.of(headers)
         if tenant is None:
             if path in OPEN_PATHS:
@@ -89,7 +103,7 @@ class Gate:
                 headers=challenge,
             )
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.max_body_bytes:
+        if length.isdecimal() and (len(length) > MAX_DIGITS or int(length) > self.max_body_bytes):
             raise ApiError(413, _too_large(self.max_body_bytes))
         limit = self.config.max_concurrent_requests_per_key
         if limit is not None and path in GENERATING_PATHS and self.running[tenant.name] >= limit:

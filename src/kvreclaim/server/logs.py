@@ -33,6 +33,18 @@ TEXTLESS = re.compile(
 
 WITHHELD = "(message withheld: it may quote a prompt; --log-prompts shows it)"
 
+UNSEEN = [
+    *range(0x20),
+    *range(0x7F, 0xA0),
+    0x61C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+]
+"""Controls, ends of lines and changes of direction: what could make a line look like others."""
+SEEN = {code: f"\\u{code:04x}" for code in UNSEEN}
+
 access_logger = logging.getLogger("kvreclaim.access")
 
 
@@ -59,10 +71,10 @@ class StructuredFormatter(logging.Formatter):
         if self.json:
             head = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": message}
             tail = {"exception": trace} if trace else {}
-            return to_json({**head, **fields, **tail}, fallback=str).decode()
+            return to_json({**head, **fields, **tail}, fallback=str).decode().translate(SEEN)
         pairs = "".join(f" {name}={to_json(value, fallback=str).decode()}" for name, value in fields.items())
-        line = f"{at} {record.levelname} {record.name}: {message}{pairs}"
-        return f"{line}\n{trace.rstrip()}" if trace else line
+        lines = [f"{at} {record.levelname} {record.name}: {message}{pairs}", *trace.rstrip().split("\n")]
+        return "\n".join(line.translate(SEEN) for line in lines if line)
 
 
 def describe(error: BaseException, *, log_prompts: bool) -> Iterator[str]:

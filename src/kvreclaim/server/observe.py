@@ -26,7 +26,7 @@ def observe(app: FastAPI, service: Service) -> None:
     if config.otlp_traces_endpoint is not None:
         from kvreclaim.server.tracing import Tracing  # OpenTelemetry's SDK is not loaded in vain
 
-        app.state.tracing = Tracing(config.otlp_traces_endpoint)
+        app.state.tracing = Tracing(config.otlp_traces_endpoint, trusting=config.trust_traceparent)
         watchers.append(app.state.tracing)
     app.add_middleware(Watch, service=service, watchers=tuple(watchers))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvreclaim import __version__
@@ -37,9 +38,13 @@ def traces_url(endpoint: str) -> str:
 
 
 class Tracing:
-    """A watcher that makes a span of each request to the API, under the caller's span if it names one."""
+    """A watcher that makes a span of each request to the API that the gate let pass.
 
-    def __init__(self, endpoint: str) -> None:
+    trusting: the span that the caller names is its parent, whose sampling is respected; else a link
+    """
+
+    def __init__(self, endpoint: str, *, trusting: bool) -> None:
+        self._trusting = trusting
         exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_TIMEOUT_S)
         own = Resource.create({"service.name": "kvreclaim", "service.version": __version__})
         named = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come first
@@ -49,11 +54,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def __call__(self, access: Access) -> None:
-        if not access.path.startswith(TRACED):
+        if not access.admitted or not access.path.startswith(TRACED):
             return
+        caller = self._propagator.extract(access.traceparent, Context())
+        named = get_current_span(caller).get_span_context()
         span = self._tracer.start_span(
             span_name(access),
-            context=self._propagator.extract(access.traceparent),
+            context=caller if self._trusting else Context(),
+            links=[Link(named)] if named.is_valid and not self._trusting else [],
             kind=SpanKind.SERVER,
             start_time=access.started_ns,
             attributes=attributes(access),

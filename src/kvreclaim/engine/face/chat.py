@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvreclaim.checks import check_bool, check_text
 from kvreclaim.errors import InvalidArgumentError
@@ -15,6 +17,9 @@ from kvreclaim.model.loader import LoadedModel, Tokenizer
 
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """What has a meaning of its own on the way to the template, so that template_kwargs may not set it."""
+
+MAX_VARIABLE = 64
+"""Characters of a variable's name that a refusal quotes."""
 
 Message = Mapping[str, Any]
 
@@ -53,7 +58,7 @@ def chat_text(
     _check_ending(add_generation_prompt, continue_final_message)
     tokenizer, template = _template(loaded, chat_template, with_tools=bool(tools))
     variables = dict(template_kwargs or {})
-    _check_variables(variables, tools, template, loaded.facts.name)
+    _check_variables(variables, tools, template, tokenizer, loaded.facts.name)
     variables |= {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -132,32 +137,45 @@ def _template(loaded: LoadedModel, given: str | None, *, with_tools: bool) -> tu
 
 
 def _check_variables(
-    variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, template: str, name: str
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+    tokenizer: Tokenizer,
+    name: str,
 ) -> None:
-    """What the template does not mention would be accepted and ignored."""
-    if tools and not _mentions(template, "tools"):
+    """What the template does not read would be accepted and ignored."""
+    read = variables_of(template)
+    if tools and "tools" not in read:
         raise InvalidArgumentError(
             f"tools are given, but the chat template of {name} has no place for them; leave them out or "
             "pass a template that renders tools.",
             field="tools",
         )
     for variable in variables:
-        if variable in RESERVED:
+        shown = variable[:MAX_VARIABLE]
+        if variable in RESERVED or variable in tokenizer.special_tokens_map:
             raise InvalidArgumentError(
-                f"template_kwargs sets {variable!r}, which is no variable of a template; remove it, or pass "
+                f"template_kwargs sets {shown!r}, which is no variable of a caller's; remove it, or pass "
                 "it as the argument of this name.",
-                field=f"template_kwargs.{variable}",
+                field=f"template_kwargs.{shown}",
             )
-        if not _mentions(template, variable):
+        if variable not in read:
             raise InvalidArgumentError(
-                f"template_kwargs sets {variable!r}, which the chat template of {name} does not read; remove "
-                "it.",
-                field=f"template_kwargs.{variable}",
+                f"template_kwargs sets {shown!r}, which the chat template of {name} does not read; "
+                "remove it.",
+                field=f"template_kwargs.{shown}",
             )
 
 
-def _mentions(template: str, variable: str) -> bool:
-    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+@lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """What a template reads of what it is given; nothing of one that is no template."""
+    try:
+        environment = _compile_jinja_template(template).environment
+        read = find_undeclared_variables(environment.parse(template))
+    except TemplateError:
+        return frozenset()  # rendering says what is wrong with it
+    return frozenset(read) - environment.globals.keys()
 
 
 def _reason(error: Exception) -> str:

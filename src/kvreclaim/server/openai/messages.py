@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
@@ -137,7 +137,7 @@ def _for_template(message: Message, developer: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCallMessage) -> dict[str, Any]:
-    arguments = json.loads(call.function.arguments)
+    arguments = from_json(call.function.arguments)
     return {
         "id": call.id,
         "type": "function",
@@ -168,8 +168,8 @@ def _check_calls(messages: Sequence[Message]) -> None:
 
 def _check_arguments(text: str, field: str) -> None:
     try:
-        valid = isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        valid = isinstance(from_json(text), dict)
+    except ValueError:
         valid = False
     if not valid:
         raise ApiError(400, f"{field}: arguments must be the JSON text of an object.", field)
