@@ -17,6 +17,8 @@ KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
 """What vLLM and PyTorch call some of them."""
+MAX_COUNT = (1 << 31) - 1
+MAX_SEED = (1 << 64) - 1
 MAX_BIAS = 100.0
 
 
@@ -132,17 +134,19 @@ class SamplingParams:
     top_p: float = option(
         1.0, "Only the likeliest tokens that have this probability together.", low=0.0, high=1.0
     )
-    top_k: int = option(0, "Only so many likeliest tokens; 0 or -1: all.", low=-1)
+    top_k: int = option(0, "Only so many likeliest tokens; 0 or -1: all.", low=-1, high=MAX_COUNT)
     min_p: float = option(
         0.0, "Only tokens of this share of the likeliest one's probability.", low=0.0, high=1.0
     )
-    seed: int | None = option(None, "Draws the same tokens again.", low=0)
+    seed: int | None = option(None, "Draws the same tokens again.", low=0, high=MAX_SEED)
     stop: str | list[str] | tuple[str, ...] | None = option(
         None, "Ends the output, and is cut from it; may be given several times.", typed_as=list[str]
     )
     stop_token_ids: list[int] | tuple[int, ...] | None = None
-    max_tokens: int | None = option(16, "Of the output; as many as fit where it is None.", low=1)
-    min_tokens: int = option(0, "No end before.", low=0)
+    max_tokens: int | None = option(
+        16, "Of the output; as many as fit where it is None.", low=1, high=MAX_COUNT
+    )
+    min_tokens: int = option(0, "No end before.", low=0, high=MAX_COUNT)
     ignore_eos: bool = option(False, "The model does not end the output.")
     logprobs: int | None = option(None, low=0)
     presence_penalty: float = option(0.0, "On tokens that the output has.", low=-2.0, high=2.0)
@@ -220,17 +224,27 @@ class CompressionSettings:
         flags=("--kv-compression",),
     )
     budget: int = option(
-        2048, "Tokens kept per layer and KV head.", low=1, unit=" tokens", flags=("--kv-budget",)
+        2048,
+        "Tokens kept per layer and KV head.",
+        low=1,
+        high=MAX_COUNT,
+        unit=" tokens",
+        flags=("--kv-budget",),
     )
     interval: int = option(
         128,
         "Tokens over the budget at which the next compression runs.",
         low=1,
+        high=MAX_COUNT,
         unit=" token",
         flags=("--kv-compression-interval",),
     )
-    sinks: int = option(4, "First tokens, never evicted.", low=0, unit=" tokens", flags=("--kv-sinks",))
-    recent: int = option(128, "Last tokens, never evicted.", low=0, unit=" tokens", flags=("--kv-recent",))
+    sinks: int = option(
+        4, "First tokens, never evicted.", low=0, high=MAX_COUNT, unit=" tokens", flags=("--kv-sinks",)
+    )
+    recent: int = option(
+        128, "Last tokens, never evicted.", low=0, high=MAX_COUNT, unit=" tokens", flags=("--kv-recent",)
+    )
     protect_prompt: bool = option(
         False, "Prompt tokens go only if there is no other way.", flags=("--kv-protect-prompt",)
     )

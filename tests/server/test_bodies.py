@@ -18,10 +18,11 @@ from running import MODEL, Running, running_server
 from kvreclaim import LLM
 from kvreclaim.server import bodies
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
-from kvreclaim.server.bodies import LARGE, body_limit
+from kvreclaim.server.bodies import body_limit
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 from kvreclaim.server.openai.tokenizing import DetokenizeRequest, TokenizeRequest
+from kvreclaim.server.workers import SMALL
 
 MODELS = (
     CompletionRequest,
@@ -107,7 +108,7 @@ def test_a_wrong_body_costs_one_error(
     real = bodies.parse
     monkeypatch.setattr(bodies, "parse", parse)
     body = json.dumps({"model": MODEL, **fields}).encode()
-    assert len(body) > LARGE
+    assert len(body) > SMALL
     answer = post(server, path, body)
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -109,6 +109,16 @@ def test_the_defaults_take_every_policy_as_it_comes(policy: str) -> None:
     check_limits(CompressionConfig(policy), None, ServerConfig(served_model_name=("m",)))
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [({"interval": 1}, "once in 16"), ({"interval": 16}, "looks back on 1024 queries")],
+)
+def test_the_defaults_refuse_a_pass_per_token_and_long_windows(asked: dict, words: str) -> None:
+    settings = CompressionConfig("snapkv(window=1024)", budget=2000, **asked)
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_limits(settings, None, ServerConfig(served_model_name=("m",)))
+
+
 def test_an_embedded_engine_has_no_such_bounds() -> None:
     llm = LLM(demo_model(), num_blocks=64)
     often = CompressionConfig("snapkv(window=100)", budget=128, interval=1, sinks=2, recent=16)

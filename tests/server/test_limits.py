@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import anthropic
 import httpx2
@@ -12,7 +14,7 @@ import pytest
 import web
 from running import MODEL, Running, running_server
 from starlette.routing import Match
-from steering import Asking, paused, until
+from steering import LIMIT_S, Asking, paused, until
 
 from kvreclaim import LLM, demo_model
 
@@ -35,6 +37,8 @@ def guarded() -> Iterator[Running]:
         max_n=4,
         max_queue_len=3,
         max_concurrent_requests_per_key=2,
+        max_concurrent_outputs_per_key=9,
+        max_outputs_per_request=7,
     ) as running:
         yield running
 
@@ -255,3 +259,121 @@ def test_a_key_has_so_many_requests_at_once(guarded: Running) -> None:
     assert [each.answer().status_code for each in (*first, other)] == [200, 200, 200]
     with http(guarded) as client:
         assert client.post(PATHS[0], json=COMPLETION).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+    """Two tenants without limits of the operator's own."""
+    llm = LLM(tiny_dir("llama"), num_blocks=256, scheduling_policy="priority")
+    keys = {"api_keys": (TENANT, OTHER), "operator_key": OPERATOR}
+    with running_server(llm, max_queue_len=8, **keys) as running:
+        yield running
+
+
+def test_one_key_cannot_fill_the_queue(shared: Running) -> None:
+    """Half of it, as outputs: another one finds room whatever the first asks for."""
+    with paused(shared), http(shared) as client:
+        asked = {**COMPLETION, "prompt": ["a", "b"], "n": 2}
+        filling = Asking(shared, PATHS[0], asked, TENANT)
+        until(lambda: shared.service.engine.num_requests == 2)
+        for path in PATHS:
+            answer = client.post(path, json=BODIES[path])
+            says(answer, 429, "4 outputs of this key", "limit is 4")
+            assert int(answer.headers["retry-after"]) >= 1
+        other = Asking(shared, PATHS[1], MESSAGE, OTHER)
+        until(lambda: shared.service.engine.num_requests == 3)
+    assert (filling.answer().status_code, other.answer().status_code) == (200, 200)
+    with http(shared) as client:
+        assert client.post(PATHS[0], json=asked).status_code == 200
+        says(client.post(PATHS[0], json={**asked, "n": 3}), 400, "6 outputs", "split it")
+    assert not shared.service.room.taken
+
+
+def test_outputs_of_a_request_are_prompts_times_n(guarded: Running) -> None:
+    with http(guarded) as client:
+        answer = client.post(PATHS[0], json={**COMPLETION, "prompt": ["GO", "wind"], "n": 4})
+        says(answer, 400, "8 outputs (2 prompts, n 4)", "at most 7", "split it")
+
+
+def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
+    """While two requests of a key run, nothing else of it is begun, whatever the route."""
+    routes = [path for method, path in declared(guarded) if method == "POST"]
+    assert set(routes) >= {*PATHS, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+    with paused(guarded), http(guarded) as client:
+        first = [Asking(guarded, path, BODIES[path], TENANT) for path in PATHS]
+        until(lambda: guarded.service.engine.num_requests == 2)
+        for path in routes:
+            says(client.post(path, json={}), 429, "2 requests of this key")
+        assert client.get("/v1/models").status_code == 200
+    assert [each.answer().status_code for each in first] == [200, 200]
+
+
+def test_a_key_cannot_push_itself_forward(shared: Running) -> None:
+    with http(shared) as client:
+        for path in PATHS:
+            says(client.post(path, json={**BODIES[path], "priority": -1}), 400, "priority is -1", "raise it")
+            assert client.post(path, json={**BODIES[path], "priority": 1}).status_code == 200
+    with http(shared, OPERATOR) as client:
+        for path in PATHS:
+            assert client.post(path, json={**BODIES[path], "priority": -(2**31)}).status_code == 200
+
+
+LONG_TEXT = "a" * 40_000
+
+
+def test_text_that_cannot_fit_is_not_encoded(tiny_dir: Callable[[str], Path]) -> None:
+    """Nor rendered; neither are conversations of more messages than there is room for tokens."""
+    llm = LLM(tiny_dir("llama"), num_blocks=64, max_model_len=512)
+    many = [{"role": "user", "content": ""}] * 513
+    said = [{"role": "user", "content": LONG_TEXT}]
+    asks = [
+        ("/v1/completions", {"prompt": LONG_TEXT}),
+        ("/v1/completions", {"prompt": ["a", LONG_TEXT]}),
+        ("/tokenize", {"prompt": LONG_TEXT}),
+        *(("/tokenize", {"messages": messages}) for messages in (many, said)),
+        *(("/v1/chat/completions", {"messages": messages}) for messages in (many, said)),
+        *(("/v1/messages", {"messages": messages, "max_tokens": 1}) for messages in (many, said)),
+        *(("/v1/messages/count_tokens", {"messages": messages}) for messages in (many, said)),
+    ]
+    with running_server(llm) as running:
+        service = running.service
+        assert service.max_chars < len(LONG_TEXT)
+        service.engine.llm.loaded.tokenizer.encode = None  # whoever encodes fails
+        with web.Client(base_url=running.base_url) as client:
+            for path, body in asks:
+                says(client.post(path, json={"model": MODEL, **body}), 400, "max_model_len is 512 tokens")
+
+
+def test_tenants_take_turns_at_the_threads(shared: Running) -> None:
+    """One whose texts are long has all threads but one, and waits by itself."""
+    workers, go = shared.service.workers, threading.Event()
+    encode = shared.service.encode
+
+    def hold(text: str, **options: bool) -> list[int]:
+        if text.startswith("hold"):
+            assert go.wait(LIMIT_S)
+        return encode(text, **options)
+
+    long = "hold " + "a " * 4000
+    with pytest.MonkeyPatch.context() as patch, http(shared, OTHER) as client:
+        patch.setattr(shared.service, "encode", hold)
+        asking = [Asking(shared, "/tokenize", {"prompt": long}, TENANT) for _ in range(12)]
+        until(lambda: sum(workers.running.values()) == workers.most_per_tenant)
+        try:
+            assert client.post("/tokenize", json={"prompt": "a " * 4000}).status_code == 200
+        finally:
+            go.set()
+        assert {each.answer().status_code for each in asking} == {200}
+    until(lambda: not workers.running)
+
+
+def test_clients_may_be_kept_from_choosing_compression(tiny_dir: Callable[[str], Path]) -> None:
+    llm = LLM(tiny_dir("llama"), num_blocks=64)
+    with (
+        running_server(llm, client_kv_compression=False) as running,
+        web.Client(base_url=running.base_url) as client,
+    ):
+        for path in PATHS:
+            asked = {**BODIES[path], "kv_compression": {"policy": "knorm"}}
+            says(client.post(path, json=asked), 400, "operator's to choose")
+            assert client.post(path, json=BODIES[path]).status_code == 200

@@ -23,8 +23,6 @@ from kvreclaim.server.service import Service, service_of, tenant_of
 MAX_BODY_BYTES = 16 << 20
 BASE_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 32
-LARGE = 16 << 10
-"""Bytes from which on a body is parsed in a thread."""
 
 NO_OBJECT = "the body is no JSON object; send one, with the header `content-type: application/json`."
 
@@ -55,8 +53,7 @@ class BodyRoute(APIRoute):
             except ClientDisconnect:
                 return gone()
             work = partial(parse, model, body, request.headers.get("content-type", ""))
-            large = len(body) >= LARGE
-            parsed = await service.workers.run(tenant_of(request).name, work) if large else work()
+            parsed = await service.workers.run(tenant_of(request).name, work, size=len(body))
             return await handler(_Parsed(request, parsed))
 
         return handle

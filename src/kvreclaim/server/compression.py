@@ -46,6 +46,10 @@ def compression_of(
     policy; statistics always do. Raises: ApiError 400."""
     if given is None:
         return None
+    if not limits.client_kv_compression:
+        raise ApiError(
+            400, "kv_compression is the operator's to choose here; leave it out.", "kv_compression"
+        )
     fields = given.model_dump(exclude_none=True)
     try:
         if fields.get("policy", AUTO if own is None else own.policy) == AUTO:

@@ -10,6 +10,8 @@ from kvreclaim.checks import require
 from kvreclaim.options import check_options, option
 from kvreclaim.server.tool_calls import PARSERS
 
+MAX_INT32 = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -56,9 +58,23 @@ class ServerConfig:
     max_connections_per_address: int = option(256, "Open connections of one client; a proxy is one.", low=1)
     max_n: int = option(64, "Outputs per request.", low=1)
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
+    max_outputs_per_request: int = option(1024, "Prompts times n of one request.", low=1)
     max_concurrent_requests_per_key: int | None = option(
-        None, "Requests of one API key; more get a 429.", low=1
+        None, "POST requests of one API key at once; more get a 429.", low=1
     )
+    max_concurrent_outputs_per_key: int | None = option(
+        None,
+        "Prompts times n of one API key that wait or run; half of --max-queue-len where not said and there "
+        "are several keys.",
+        low=1,
+    )
+    min_priority: int = option(
+        0,
+        "Least, so most urgent, priority that a request may ask for; the operator's may ask for any.",
+        low=-MAX_INT32 - 1,
+        high=MAX_INT32,
+    )
+    client_kv_compression: bool = option(True, "Requests may say kv_compression.")
     min_kv_compression_interval: int = option(16, "Tokens that a request may ask for.", low=1)
     max_kv_budget: int | None = option(None, "Tokens that a request may ask for.", low=1)
     max_kv_query_window: int = option(64, "Queries that a request's policy may look back on.", low=0)

@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvreclaim.config import CompressionSettings, SamplingParams
 from kvreclaim.options import settings_of
+from kvreclaim.server.config import MAX_INT32
 
 MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
@@ -145,7 +146,7 @@ class GeneratingFields(Fields):
     stream: bool | None = None
     logit_bias: LogitBias | None = None
     cache_salt: str | None = Field(None, min_length=1)
-    priority: int = 0
+    priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: KVCompression | None = None
 
 

@@ -21,7 +21,6 @@ OPEN_PATHS = ("/health",)
 OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/openapi.json")
 MAX_DIGITS = 18
 """Of a length; Python reads no number of thousands of digits."""
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
 class Gate:
@@ -67,7 +66,7 @@ class Gate:
         """Raises: ApiError for what no route should see."""
         tenant = self._admit(scope)
         scope["state"]["tenant"] = tenant
-        counted = scope["path"] in GENERATING_PATHS
+        counted = scope["method"] == "POST"
         self.running[tenant.name] += counted
         try:
             await self.app(scope, _Limited(receive, self.max_body_bytes), send)
@@ -106,7 +105,7 @@ class Gate:
         if length.isdecimal() and (len(length) > MAX_DIGITS or int(length) > self.max_body_bytes):
             raise ApiError(413, _too_large(self.max_body_bytes))
         limit = self.config.max_concurrent_requests_per_key
-        if limit is not None and path in GENERATING_PATHS and self.running[tenant.name] >= limit:
+        if limit is not None and scope["method"] == "POST" and self.running[tenant.name] >= limit:
             raise ApiError(
                 429,
                 f"{self.running[tenant.name]} requests of this key are running, the limit is {limit}; "

@@ -7,8 +7,10 @@ from typing import Any
 
 from kvreclaim.config import SamplingParams
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import SAMPLING
+from kvreclaim.server.tenants import Tenant
 
 SHARED = (*SAMPLING, "logit_bias")
 """Fields of SamplingParams that have the same name in both dialects."""
@@ -24,6 +26,17 @@ def sampling_of(given: Mapping[str, Any], cache_salt: str | None, fields: Contai
         return SamplingParams(**{"max_tokens": None, **settings}, cache_salt=cache_salt)
     except InvalidArgumentError as error:
         raise ApiError(400, str(error), error.field if error.field in fields else None) from error
+
+
+def check_priority(priority: int, tenant: Tenant, limits: ServerConfig) -> None:
+    """Raises: ApiError 400 for one that goes before what the operator allows."""
+    if priority < limits.min_priority and not tenant.operator:
+        raise ApiError(
+            400,
+            f"priority is {priority}, but this key may ask for {limits.min_priority} or more (more is less "
+            "urgent); raise it.",
+            "priority",
+        )
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -18,16 +18,20 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.request import Request as EngineRequest
 from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
 from kvreclaim.engine.face.chat import render_chat
-from kvreclaim.engine.face.exports import Retention
+from kvreclaim.engine.face.exports import Retention, Tokenizer
 from kvreclaim.engine.face.stream import RequestStream, Update
 from kvreclaim.server.compression import Auto, compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
+from kvreclaim.server.room import Room
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.workers import Workers, default_threads
 
 logger = logging.getLogger(__name__)
+
+MIN_TOKEN_CHARS = 32
+"""Assumed of the longest token of a vocabulary at least: some tokenizers drop characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,8 @@ class Service:
         self.started_s = time.time()
         self.requests_of: dict[str, list[EngineRequest]] = {}
         self.workers = Workers(default_threads())
+        self.room = Room(config)
+        self.max_chars = self.max_model_len * longest_token(engine.llm.loaded.tokenizer)
 
     @property
     def max_model_len(self) -> int:
@@ -73,11 +79,12 @@ class Service:
             )
         return model
 
-    def check_room(self, num_new: int = 1) -> None:
+    def check_room(self, tenant: str | None, num_new: int = 1, n: int | None = None) -> None:
         """Raises: ApiError 429 if too many wait already, 400 if so many could never wait, 503 if the server
-        is shutting down."""
+        is shutting down. n: outputs of each prompt."""
         if self.draining.is_set():
             raise ApiError(503, "the server is shutting down; send the request to another one.")
+        self.room.check(tenant, num_new, n or 1)
         waiting, most = self.engine.num_queued, self.config.max_queue_len
         if num_new > most:
             raise ApiError(
@@ -91,8 +98,32 @@ class Service:
                 headers={"retry-after": "1"},
             )
 
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raises: ApiError 400 for more text than so many of the longest tokens have."""
+        if num_chars > self.max_chars:
+            raise ApiError(
+                400,
+                f"{param} has {num_chars} characters, but max_model_len is {self.max_model_len} tokens, "
+                f"which have {self.max_chars} at most; shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_messages(self, num_messages: int, num_chars: int) -> None:
+        """Raises: ApiError 400 for a conversation that cannot fit, before it is rendered."""
+        if num_messages > self.max_model_len:
+            raise ApiError(
+                400,
+                f"there are {num_messages} messages, but max_model_len is {self.max_model_len} tokens; leave "
+                "some out.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        self.check_chars(num_chars, "messages")
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text prompt."""
+        """Token ids of a text prompt. Raises: ApiError 400 for what cannot fit, before it is encoded."""
+        self.check_chars(len(text), "prompt")
         check_text("the prompt", text, "prompt")
         return list(self.engine.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -112,7 +143,14 @@ class Service:
 
         Their ids are request_id, or request_id-0, request_id-1, ... of several.
         """
-        self.check_room(len(prompts))
+        tenant, n = prompts[0].tenant, prompts[0].params.n
+        self.check_room(tenant, len(prompts), n)
+        with self.room.take(tenant, len(prompts) * n):
+            async with self._queued(request_id, prompts) as streams:
+                yield streams
+
+    @asynccontextmanager
+    async def _queued(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:
         news = [
             NewRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
@@ -133,6 +171,12 @@ class Service:
             for stream in streams:
                 if not stream.ended:
                     self.engine.abort(stream.request_id)
+
+
+def longest_token(tokenizer: Tokenizer | None) -> int:
+    """Characters that a token may stand for."""
+    vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
+    return max(MIN_TOKEN_CHARS, *map(len, vocabulary), 0)
 
 
 def check_update(stream: RequestStream, update: Update) -> None:

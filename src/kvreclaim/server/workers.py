@@ -11,6 +11,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+SMALL = 4096
+"""Bytes or characters up to which work is done at once: it takes no longer than to wake a thread."""
+
 
 def default_threads() -> int:
     """One for each core, but two at least, for a tenant leaves one to the others."""
@@ -31,11 +34,14 @@ class Workers:
         self._waiting: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvreclaim-worker")
 
-    async def run(self, tenant: str | None, work: Callable[[], T]) -> T:
+    async def run(self, tenant: str | None, work: Callable[[], T], size: int | None = None) -> T:
         """Do the work in a thread, when it is the tenant's turn. Raises what it raises.
 
         Who is cancelled while the work is done keeps the thread until it ends.
+        size: in bytes or characters, where little work may be done here
         """
+        if size is not None and size <= SMALL:
+            return work()
         await self._turn(tenant)
         loop = asyncio.get_running_loop()
         try:

@@ -33,6 +33,13 @@ class Rendered:
     breakpoints: tuple[Retention, ...]
 
 
+def check_size(body: ConversationFields, service: Service) -> None:
+    """Raises: ApiError 400 for a conversation that cannot fit."""
+    blocks = [block for message in body.messages for block in message.content]
+    num_chars = sum(len(block.text) for block in blocks if block.type == "text")
+    service.check_messages(max(len(body.messages), len(blocks)), num_chars)
+
+
 def render(body: ConversationFields, service: Service) -> Rendered:
     """The prompt of the next turn. Raises: ApiError, InvalidArgumentError."""
     _check_tools(body)

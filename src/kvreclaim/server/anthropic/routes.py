@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
-from kvreclaim.server.anthropic.prompt import Rendered, render
+from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.sampling import SHARED, sampling_of
+from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
+from kvreclaim.server.tenants import Tenant
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 
@@ -32,8 +33,9 @@ async def create_message(
     given["stop"] = body.stop_sequences
     params = sampling_of(given, tenant.salt(body.cache_salt), MessageRequest.model_fields)
     compression = service.compression(body.kv_compression)
-    service.check_room()
-    rendered = await _render(body, service)
+    check_priority(body.priority, tenant, service.config)
+    service.check_room(tenant.name)
+    rendered = await _render(body, service, tenant)
     prompt = Prompt(
         token_ids=rendered.token_ids,
         params=params,
@@ -49,10 +51,12 @@ async def create_message(
 
 
 @router.post("/v1/messages/count_tokens", responses=ERRORS)
-async def count_tokens(body: ConversationFields, request: Request, service: ServiceDep) -> TokensCount:
+async def count_tokens(
+    body: ConversationFields, request: Request, service: ServiceDep, tenant: TenantDep
+) -> TokensCount:
     """Tokens of the prompt that /v1/messages would compute, through the chat template."""
     _note(body, request, service)
-    rendered = await _render(body, service)
+    rendered = await _render(body, service, tenant)
     return TokensCount(input_tokens=len(rendered.token_ids))
 
 
@@ -61,6 +65,6 @@ def _note(body: ConversationFields, request: Request, service: Service) -> None:
     request.scope["state"]["model"] = service.check_model(body.model)
 
 
-async def _render(body: ConversationFields, service: Service) -> Rendered:
-    """In a thread: a long conversation takes its time, and nobody else should have to wait for it."""
-    return await asyncio.to_thread(render, body, service)
+async def _render(body: ConversationFields, service: Service, tenant: Tenant) -> Rendered:
+    check_size(body, service)
+    return await service.workers.run(tenant.name, partial(render, body, service))

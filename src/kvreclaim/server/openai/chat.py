@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import defaultdict
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -58,7 +58,7 @@ async def chat_completions(
     """The assistant's next turn."""
     check_options(body, service, request.scope)
     _check(body)
-    service.check_room()
+    service.check_room(tenant.name, n=body.n)
     prompt = await _prompt(body, service, tenant)
     return await ChatAnswer(body, service, request_id_of(request.scope), [prompt]).respond(request)
 
@@ -84,8 +84,8 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt
     )
 
     with_tools = body.tool_choice != "none"
-    # In a thread: many messages or tools take their time, and nobody else should have to wait for them.
-    ids = await asyncio.to_thread(render, body.messages, body, service, with_tools=with_tools)
+    work = partial(render, body.messages, body, service, with_tools=with_tools)
+    ids = await service.workers.run(tenant.name, work)
     return engine_prompt(ids, params, body, service, tenant)
 
 

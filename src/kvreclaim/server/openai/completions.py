@@ -18,7 +18,7 @@ from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
-from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params, tokenized
+from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -61,7 +61,7 @@ async def completions(
 ) -> Response:
     """Continue a text, or each of several."""
     check_options(body, service, request.scope)
-    service.check_room(len(body.prompt))
+    service.check_room(tenant.name, len(body.prompt), body.n)
     answer = CompletionAnswer(
         body, service, request_id_of(request.scope), await _prompts(body, service, tenant)
     )
@@ -88,7 +88,10 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         given = body.prompt
         return [service.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
 
-    ids = await tokenized(sum(map(len, body.prompt)), encode)
+    for text in body.prompt:
+        if isinstance(text, str):
+            service.check_chars(len(text), "prompt")
+    ids = await service.workers.run(tenant.name, encode, size=sum(map(len, body.prompt)))
     return [engine_prompt(tokens, params, body, service, tenant) for tokens in ids]
 
 

@@ -91,6 +91,7 @@ def render(
     messages: Sequence[Message], options: ConversationOptions, service: Service, *, with_tools: bool = True
 ) -> list[int]:
     """Token ids of the prompt. Raises: ApiError naming the field."""
+    service.check_messages(len(messages), sum(map(_num_chars, messages)))
     _check_calls(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
     made = [_for_template(message, developer) for message in messages]
@@ -134,6 +135,11 @@ def _for_template(message: Message, developer: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     return made
+
+
+def _num_chars(message: Message) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
 def _call(call: ToolCallMessage) -> dict[str, Any]:

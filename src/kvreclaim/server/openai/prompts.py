@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.types import Scope
 
@@ -12,21 +10,11 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
-from kvreclaim.server.sampling import SHARED, sampling_of
+from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.service import Prompt, Service
 from kvreclaim.server.tenants import Tenant
 
-T = TypeVar("T")
-
-LONG = 4096
-"""Characters from which on a text is tokenized in a thread, so that nobody else has to wait."""
-
 SAMPLING = (*SHARED, "n", "stop", "stop_token_ids", "prompt_logprobs")
-
-
-async def tokenized(size: int, work: Callable[[], T]) -> T:
-    """Do what turns so many characters into tokens."""
-    return await asyncio.to_thread(work) if size >= LONG else work()
 
 
 def check_options(fields: GenerationFields, service: Service, scope: Scope) -> None:
@@ -53,6 +41,7 @@ def engine_prompt(
     token_ids: list[int], params: SamplingParams, fields: GenerationFields, service: Service, tenant: Tenant
 ) -> Prompt:
     """One prompt with everything that its request says about it. Raises: ApiError."""
+    check_priority(fields.priority, tenant, service.config)
     return Prompt(
         token_ids=token_ids,
         params=params,

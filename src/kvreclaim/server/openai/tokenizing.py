@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, Listed
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
-from kvreclaim.server.openai.prompts import tokenized
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.schemas import Responses
-from kvreclaim.server.service import Service, ServiceDep
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
+from kvreclaim.server.tenants import Tenant
 
 router = APIRouter(tags=["tokenizer"], route_class=BodyRoute)
 TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 408, 413, 429)}
@@ -49,19 +50,31 @@ class Text(BaseModel):
 OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
-@router.post("/tokenize", responses=TEXT_ERRORS)
-async def tokenize(body: TokenizeRequest, service: ServiceDep) -> Tokens:
+@router.post("/tokenize", responses=TEXT_ERRORS, response_model=Tokens)
+async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
     """Token ids of a text, or of a conversation through the chat template."""
     if body.model is not None:
         service.check_model(body.model)
-    ids = await _ids(body, service)
-    strings = None
-    if body.return_token_strs:
-        strings = [str(token) for token in service.engine.llm.tokenizer.convert_ids_to_tokens(ids)]
-    return Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
+
+    def work() -> Tokens:
+        ids, strings = _ids(body, service), None
+        if body.return_token_strs:
+            strings = [str(token) for token in service.engine.llm.tokenizer.convert_ids_to_tokens(ids)]
+        return Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
+
+    size = len(body.prompt) if body.prompt is not None else None
+    return await _written(work, service, tenant, size)
 
 
-async def _ids(body: TokenizeRequest, service: Service) -> list[int]:
+async def _written(
+    work: Callable[[], BaseModel], service: Service, tenant: Tenant, size: int | None
+) -> Response:
+    """The answer that the work makes, written where it is made."""
+    written = await service.workers.run(tenant.name, lambda: work().model_dump_json(), size=size)
+    return Response(written, media_type="application/json")
+
+
+def _ids(body: TokenizeRequest, service: Service) -> list[int]:
     prompt, messages = body.prompt, body.messages
     if messages is not None and prompt is None:
         if body.add_special_tokens:
@@ -70,18 +83,18 @@ async def _ids(body: TokenizeRequest, service: Service) -> list[int]:
                 "add_special_tokens is true, but a template writes its own; remove it.",
                 "add_special_tokens",
             )
-        return await asyncio.to_thread(render, messages, body, service)
+        return render(messages, body, service)
     if prompt is None or messages is not None:
         raise ApiError(400, "pass either prompt or messages, and not both.", "prompt")
     for name in OF_MESSAGES:
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} belongs to messages, but a prompt is given; remove it.", name)
     special = body.add_special_tokens is not False
-    return await tokenized(len(prompt), lambda: service.encode(prompt, add_special_tokens=special))
+    return service.encode(prompt, add_special_tokens=special)
 
 
-@router.post("/detokenize", responses=TEXT_ERRORS)
-async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Text:
+@router.post("/detokenize", responses=TEXT_ERRORS, response_model=Text)
+async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: TenantDep) -> Response:
     """Text of token ids, special tokens included."""
     if body.model is not None:
         service.check_model(body.model)
@@ -90,4 +103,8 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> Text:
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise ApiError(400, f"tokens holds {wrong}; the model's ids go from 0 to {size - 1}.", "tokens")
-    return Text(prompt=str(await tokenized(len(body.tokens), lambda: llm.tokenizer.decode(body.tokens))))
+
+    def work() -> Text:
+        return Text(prompt=str(llm.tokenizer.decode(body.tokens)))
+
+    return await _written(work, service, tenant, size=len(body.tokens))
