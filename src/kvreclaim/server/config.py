@@ -59,6 +59,11 @@ class ServerConfig:
     max_n: int = option(64, "Outputs per request.", low=1)
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
     max_outputs_per_request: int = option(1024, "Prompts times n of one request.", low=1)
+    max_logprobs_per_request: int = option(
+        1 << 18,
+        "Log-probabilities of one answer: tokens times (logprobs + 1), of prompts and outputs.",
+        low=1,
+    )
     max_concurrent_requests_per_key: int | None = option(
         None, "POST requests of one API key at once; more get a 429.", low=1
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
@@ -16,13 +17,16 @@ from starlette.responses import Response
 from kvreclaim.engine.core.outputs import RequestMetrics
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
-from kvreclaim.server.events import answer_json, event, stream_events
+from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
 from kvreclaim.server.openai.logprobs import Vocabulary, prompt_logprobs
 from kvreclaim.server.service import Prompt, Service, check_update
 from kvreclaim.server.usage import token_usage, usage_of
 
+T = TypeVar("T")
+REPORT_SIZE = 8
+"""Characters of text that take as long as a token or a log-probability."""
 Updates = AsyncGenerator[tuple[int, Update], None]
 
 
@@ -89,18 +93,39 @@ class Answer(ABC):
         """Of everything, at the end."""
         return usage_of([self._metrics[place] for place in sorted(self._metrics)])
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> bytes:
+        """The answer of each prompt is written once it has ended; of a long one, in a thread."""
+        choices: list[bytes] = []
         async with self.service.submit(self.request_id, self.prompts) as streams:
-            ended = await _collect(streams)
-        choices = []
-        for place, update in enumerate(ended):
-            assert update.metrics is not None, "the last update has metrics"
-            self._metrics[place] = update.metrics
-            for delta in sorted(update.deltas.values(), key=lambda delta: delta.index):
-                told, index = self.take(delta), self._index(place, delta)
-                choices.append(self.choice(index, told, streams[place].request))
-        more = self.extras(streams[0].request)
-        return {**self._head(self.kind), "choices": choices, **more, "usage": self.usage()}
+            for place, stream in enumerate(streams):
+                update = await stream.rest()
+                check_update(stream, update)
+                assert update.metrics is not None, "the last update has metrics"
+                self._metrics[place] = update.metrics
+                await asyncio.sleep(0)  # between many short ones others have their turn
+                choices += await self._beside(
+                    partial(self._choices, place, update, stream.request), update, first=True
+                )
+            more = await self._beside(lambda: json_of(self.extras(streams[0].request)), update, first=True)
+        head, usage = to_json(self._head(self.kind)), to_json({"usage": self.usage()})
+        joined = b'"choices":[' + b",".join(choices) + b"]"
+        return b",".join([head[:-1], joined, *([more[1:-1]] if len(more) > 2 else []), usage[1:]])
+
+    def _choices(self, place: int, update: Update, request: Request) -> list[bytes]:
+        """JSON of the outputs of a prompt."""
+        deltas = sorted(update.deltas.values(), key=lambda delta: delta.index)
+        return [
+            json_of(self.choice(self._index(place, delta), self.take(delta), request)) for delta in deltas
+        ]
+
+    async def _beside(self, work: Callable[[], T], update: Update, *, first: bool) -> T:
+        """Do what makes JSON of an update: in a thread, if much is told. first: also of the prompt."""
+        tokens = sum(len(delta.token_ids) for delta in update.deltas.values())
+        size = tokens * (1 + (self.prompts[0].params.logprobs or 0))
+        asked = self.prompts[0].params.prompt_logprobs
+        if first and asked is not None:
+            size += max(len(prompt.token_ids) for prompt in self.prompts) * (1 + asked)
+        return await self.service.workers.run(self.prompts[0].tenant, work, size=size * REPORT_SIZE)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         submitted = self.service.submit(self.request_id, self.prompts)
@@ -108,18 +133,21 @@ class Answer(ABC):
             async for place, update in news:
                 if update.metrics is not None:
                     self._metrics[place] = update.metrics
-                chunks = [
-                    self._chunk(choice, more)
-                    for delta in update.deltas.values()
-                    for choice, more in self._news(
-                        self._index(place, delta), self.take(delta), streams[place].request
-                    )
-                ]
-                if chunks:
-                    yield b"".join(chunks)
+                first = place * (self.fields.n or 1) not in self._begun
+                work = partial(self._chunks, place, update, streams[place].request)
+                if chunks := await self._beside(work, update, first=first):
+                    yield chunks
         if self.options.include_usage:
             yield event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         yield event("[DONE]")
+
+    def _chunks(self, place: int, update: Update, request: Request) -> bytes:
+        """The events of an update."""
+        return b"".join(
+            self._chunk(choice, more)
+            for delta in update.deltas.values()
+            for choice, more in self._news(self._index(place, delta), self.take(delta), request)
+        )
 
     def _news(
         self, index: int, delta: OutputDelta, request: Request
@@ -142,7 +170,8 @@ class Answer(ABC):
         if self._chunk_head is None:
             self._chunk_head = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b',"choices":['
         tail = b"]," + to_json(more)[1:] if more else b"]}"
-        return self._chunk_head + to_json(choice) + tail + b"\n\n"
+        long = len(choice.get("token_ids") or ()) > PIECE or choice["logprobs"] is not None
+        return self._chunk_head + (json_of if long else to_json)(choice) + tail + b"\n\n"
 
     def _index(self, place: int, delta: OutputDelta) -> int:
         return place * (self.fields.n or 1) + delta.index
@@ -154,16 +183,6 @@ class Answer(ABC):
             "created": self._created,
             "model": self.fields.model,
         }
-
-
-async def _collect(streams: Sequence[RequestStream]) -> list[Update]:
-    """Everything of each stream, once all have ended. Raises: ApiError 500 if one failed."""
-    answers = []
-    for stream in streams:
-        answer = await stream.rest()
-        check_update(stream, answer)
-        answers.append(answer)
-    return answers
 
 
 def _updates(streams: Sequence[RequestStream]) -> Updates:

@@ -21,7 +21,7 @@ from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
-from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
+from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -86,7 +86,8 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt
     with_tools = body.tool_choice != "none"
     work = partial(render, body.messages, body, service, with_tools=with_tools)
     ids = await service.workers.run(tenant.name, work)
-    return engine_prompt(ids, params, body, service, tenant)
+    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant)], service)
+    return prompt
 
 
 class ChatAnswer(Answer):

@@ -18,7 +18,7 @@ from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
-from kvreclaim.server.openai.prompts import check_options, engine_prompt, sampling_params
+from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
@@ -92,7 +92,7 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         if isinstance(text, str):
             service.check_chars(len(text), "prompt")
     ids = await service.workers.run(tenant.name, encode, size=sum(map(len, body.prompt)))
-    return [engine_prompt(tokens, params, body, service, tenant) for tokens in ids]
+    return bounded([engine_prompt(tokens, params, body, service, tenant) for tokens in ids], service)
 
 
 class CompletionAnswer(Answer):

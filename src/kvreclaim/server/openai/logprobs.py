@@ -23,10 +23,14 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._codes: dict[str, int] = {}
+        self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
         """The token alone, special ones too; a part of a character is U+FFFD."""
-        return str(self.tokenizer.decode([token_id]))
+        if (known := self._texts.get(token_id)) is not None:
+            return known
+        text = self._texts[token_id] = str(self.tokenizer.decode([token_id]))
+        return text
 
     def bytes(self, token_id: int, text: str) -> list[int]:
         """Its bytes: parts of a character put together give the character."""

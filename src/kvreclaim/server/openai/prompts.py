@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Scope
@@ -50,6 +51,30 @@ def engine_prompt(
         retention=_retention(fields, len(token_ids)),
         tenant=tenant.name,
     )
+
+
+def bounded(prompts: list[Prompt], service: Service) -> list[Prompt]:
+    """The same prompts, if their log-probabilities are no more than one answer may have; outputs without a
+    limit of their own get the one that follows. Raises: ApiError 400."""
+    params, limit = prompts[0].params, service.config.max_logprobs_per_request
+    kept = [0 if number is None else number + 1 for number in (params.prompt_logprobs, params.logprobs)]
+    of_prompts = kept[0] * sum(len(prompt.token_ids) for prompt in prompts)
+    for_one = kept[1] * params.n
+    left = limit - of_prompts
+    if for_one and params.max_tokens is None and left >= for_one * len(prompts):
+        fitting = replace(params, max_tokens=left // (for_one * len(prompts)))
+        return [replace(prompt, params=fitting) for prompt in prompts]
+    most = service.max_model_len if params.max_tokens is None else params.max_tokens
+    lengths = (min(most, service.max_model_len - len(prompt.token_ids)) for prompt in prompts)
+    wanted = of_prompts + for_one * sum(max(0, length) for length in lengths)
+    if wanted > limit:
+        raise ApiError(
+            400,
+            f"the answer could have {wanted} log-probabilities, at most {limit} are allowed; ask for fewer "
+            "prompts, tokens or logprobs at once.",
+            "logprobs" if for_one or params.prompt_logprobs is None else "prompt_logprobs",
+        )
+    return prompts
 
 
 def _check_stream(fields: GenerationFields) -> None:
