@@ -22,7 +22,7 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service

@@ -22,7 +22,7 @@ import httpx2
 from soak_cases import MESSAGES, MODEL, Case, Seen, expected, make_cases
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service
@@ -193,7 +193,7 @@ async def soak(llm: LLM, alone: LLM, cases: list[Case], num_clients: int) -> Rep
             elapsed_s = time.perf_counter() - begun
             await asyncio.wait_for(service.engine.drained(), TIMEOUT_S)
             load = (await client.get("/load", headers={"authorization": f"Bearer {OPERATOR}"})).json()
-            await service.engine.call(lambda engine: engine.memory.check())
+            await service.engine.call(lambda host: host.engine.memory.check())
     for name in ("server_load", "blocks_in_use"):
         if load[name]:
             report.violations.append(f"in the end /load says {name} {load[name]}")

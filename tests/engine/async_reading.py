@@ -14,8 +14,8 @@ from typing import Any
 import tiny
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
-from kvreclaim.engine.face.stream import RequestStream, Update
+from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.engine.serving.thread import AsyncEngine
 
 LIMIT_S = 300.0
 """A test that waits longer has lost an update; nothing is timed."""
@@ -81,10 +81,14 @@ class Halting(AsyncEngine):
 
     halt_at: int | None = None
 
-    def _step(self, engine) -> None:
-        outputs = [seq for request in engine.requests.values() for seq in request.sequences]
+    def __init__(self, llm, observers) -> None:
+        super().__init__(llm, observers)
+        self._next_step, self.host.step = self.host.step, self._step_or_wait
+
+    def _step_or_wait(self) -> None:
+        outputs = [seq for request in self.host.engine.requests.values() for seq in request.sequences]
         if self.halt_at is None or any(seq.num_generated < self.halt_at for seq in outputs):
-            super()._step(engine)
+            self._next_step()
         else:
             time.sleep(0.001)
 

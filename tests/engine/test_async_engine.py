@@ -14,8 +14,8 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression import QueryStats
-from kvreclaim.engine.face.async_engine import AsyncEngine
-from kvreclaim.engine.face.stream import Update
+from kvreclaim.engine.serving.stream import Update
+from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.errors import EngineDeadError, RequestTooLongError
 
 
@@ -81,7 +81,7 @@ def test_aborts_at_any_moment_leave_nothing(make_llm, seed) -> None:
         return engine
 
     engine = run(main())
-    assert not engine._cursors
+    assert not engine.host._cursors
     assert not engine._streams
     assert not engine._outbox
     assert witness.added_ids == witness.ended_ids
@@ -195,7 +195,7 @@ def test_calls_of_several_tasks_run_in_the_engines_thread(make_llm) -> None:
             assert set(names) == {"kvreclaim-engine"}
             with pytest.raises(ZeroDivisionError):
                 await engine.call(lambda _: 1 // 0)
-            assert await engine.call(lambda its: its is engine.llm.engine)
+            assert await engine.call(lambda its: its is engine.host)
             await read(stream)
 
     run(main())

@@ -11,7 +11,7 @@ import tiny
 from settings import small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.face.pool_view import CACHED, FREE, IN_USE, PINNED, SHARED, pool_view
+from kvreclaim.engine.serving.pool_view import CACHED, FREE, IN_USE, PINNED, SHARED, pool_view
 from kvreclaim.memory import marks
 from kvreclaim.memory.pins import Retention
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.connections import Connections
 from kvreclaim.server.run import Server, bind

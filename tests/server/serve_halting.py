@@ -2,32 +2,41 @@
 by itself. Another file says how many answers have come so far.
 
 python serve_halting.py GO HALTED NUM_TOKENS serve --port 0 ...
+python serve_halting.py GO HALTED NUM_TOKENS child FD
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from kvreclaim.cli.main import app
-from kvreclaim.engine.face.async_engine import AsyncEngine
+from kvreclaim.engine.serving import child, process
+from kvreclaim.engine.serving.host import Host
 from kvreclaim.server import run
 
-go, halted, num_tokens = Path(sys.argv.pop(1)), Path(sys.argv.pop(1)), int(sys.argv.pop(1))
-step = AsyncEngine._step
+paths = sys.argv[1:4]
+go, halted, num_tokens = Path(paths[0]), Path(paths[1]), int(paths[2])
+del sys.argv[1:4]
+step = Host.step
 
 
-def step_or_wait(self: AsyncEngine, engine: Any) -> None:
-    outputs = [seq for request in engine.requests.values() for seq in request.sequences]
+def step_or_wait(self: Host) -> None:
+    outputs = [seq for request in self.engine.requests.values() for seq in request.sequences]
     if go.exists() or any(seq.num_generated < num_tokens for seq in outputs):
-        step(self, engine)
+        step(self)
     else:
         halted.write_text(str(len(outputs)))
         time.sleep(0.002)
 
 
-AsyncEngine._step = step_or_wait  # type: ignore[method-assign]
+Host.step = step_or_wait  # type: ignore[method-assign]
+process.PROGRAM = (__file__, *paths, "child")
 run.LAST_BYTES_S = 300  # a machine that is busy writes and reads late
+if sys.argv[1] == "child":
+    del sys.argv[1]
+    child.main()
+    os._exit(0)
 app()

@@ -16,6 +16,7 @@ from running import Running
 from web import LIMIT_S
 
 from kvreclaim import LLM, SamplingParams
+from kvreclaim.engine.serving.host import Host
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -48,20 +49,20 @@ def paused(server: Running) -> Iterator[None]:
 @contextmanager
 def stepping(server: Running, may: Callable[[], object]) -> Iterator[None]:
     """The engine does what it is told, but takes a step only where may() holds; asked in its thread."""
-    engine = server.service.engine
-    step = engine._step
+    host = server.service.engine.host
+    step = host.step
 
-    def step_or_wait(inner: Any) -> None:
+    def step_or_wait() -> None:
         if may():
-            step(inner)
+            step()
         else:
             time.sleep(0.001)
 
-    engine._step = step_or_wait
+    host.step = step_or_wait
     try:
         yield
     finally:
-        engine._step = step
+        host.step = step
 
 
 @contextmanager
@@ -91,8 +92,7 @@ def read_at_once(server: Running) -> Iterator[None]:
     engine = server.service.engine
 
     async def all_taken() -> bool:
-        readers = [cursor.stream for cursor in list(engine._cursors.values())]
-        return not engine._outbox and all(reader._pending is None for reader in readers)
+        return not engine._outbox and all(reader._pending is None for reader in engine._streams.values())
 
     def may() -> bool:
         return asyncio.run_coroutine_threadsafe(all_taken(), server.loop).result(LIMIT_S)
@@ -117,11 +117,12 @@ def assert_empty(server: Running) -> None:
     until(lambda: engine.num_requests == 0)
     checked = asyncio.run_coroutine_threadsafe(engine.call(_check), server.loop)
     checked.result(LIMIT_S)
-    assert not engine._cursors
+    assert not engine.host._cursors
     assert not engine._streams
 
 
-def _check(engine: Any) -> None:
+def _check(host: Host) -> None:
+    engine = host.engine
     engine.memory.check()
     stats = engine.memory.stats()
     assert stats.in_use == 0

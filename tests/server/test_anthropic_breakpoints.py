@@ -51,10 +51,9 @@ def text(words: str, **more: Any) -> dict[str, Any]:
 def rendered(template: str, **body: Any) -> tuple[list[int], list[int]]:
     """(token ids, positions of the breakpoints)"""
     tokenizer = tiny.tokenizer()
-    loaded = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(name="tiny"))
-    llm = SimpleNamespace(loaded=loaded, tokenizer=tokenizer)
+    engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
     config = SimpleNamespace(chat_template=TEMPLATES[template])
-    service = SimpleNamespace(engine=SimpleNamespace(llm=llm), config=config)
+    service = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=config)
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}], **body}
     result = render(MessageRequest.model_validate(body), cast(Service, service))
     return result.token_ids, [point.num_tokens for point in result.breakpoints]
@@ -224,10 +223,9 @@ def test_longer_ones_come_first() -> None:
 
 def test_the_ttl_goes_with_the_breakpoint() -> None:
     tokenizer = tiny.tokenizer()
-    loaded = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(name="tiny"))
-    llm = SimpleNamespace(loaded=loaded, tokenizer=tokenizer)
+    engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
     config = SimpleNamespace(chat_template=TEMPLATES["tools first"])
-    service = SimpleNamespace(engine=SimpleNamespace(llm=llm), config=config)
+    service = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=config)
     body = {"model": "m", "max_tokens": 1, **conversation(system2=HOUR, last=MARK)}
     points = render(MessageRequest.model_validate(body), cast(Service, service)).breakpoints
     assert [point.ttl_s for point in points] == [3600.0, 300.0]

@@ -224,8 +224,8 @@ def test_priority(own: Running):
             ended.append(request.priority)
 
     engine = own.service.engine
-    before = engine.observers
-    engine.observers = (*before, Watcher())
+    before = engine.host.observers
+    engine.host.observers = (*before, Watcher())
     with paused(own):
         threads = []
         for number in (7, -3):
@@ -234,7 +234,7 @@ def test_priority(own: Running):
             until(lambda: engine.num_queued == len(threads))
     for thread in threads:
         thread.join()
-    engine.observers = before
+    engine.host.observers = before
     assert ended == [-3, 7]
 
 

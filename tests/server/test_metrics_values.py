@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 from exposition import Scrape
-from prometheus_client import generate_latest
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.core.engine import StepResult
 from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.serving.served import Served
 from kvreclaim.server.metrics import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
 
@@ -30,12 +30,8 @@ class World:
     token_steps: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.llm.engine, "m")
-        self.metrics.observer._clock = lambda: len(self.steps) * STEP_S
-
-    @property
-    def observer(self) -> MetricsObserver:
-        return self.metrics.observer
+        self.metrics = Metrics(Served.of(self.llm), "m")
+        self.observer = MetricsObserver(self.llm.engine, lambda: len(self.steps) * STEP_S)
 
     def add(
         self, name: str, num_prompt: int, compression: CompressionConfig | None = None, **params
@@ -71,7 +67,8 @@ class World:
         return self.scrape()
 
     def scrape(self) -> Scrape:
-        return Scrape.of(generate_latest(self.metrics.registry).decode())
+        self.metrics.take(self.observer.counted())
+        return Scrape.of(self.metrics.text().decode())
 
     def _all(self) -> list[Request]:
         return list(self.llm.engine.requests.values())

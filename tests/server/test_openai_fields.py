@@ -217,8 +217,8 @@ class Order:
 def check_priority(server: Talker) -> None:
     """Eight requests for four seats: the ones with the lower numbers go first, whenever they came."""
     engine, order = server.running.service.engine, Order()
-    observers = engine.observers
-    engine.observers = (*observers, order)
+    observers = engine.host.observers
+    engine.host.observers = (*observers, order)
     try:
         with paused(server.running):
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
@@ -229,7 +229,7 @@ def check_priority(server: Talker) -> None:
                 until(lambda number=number: engine.num_queued == number + 1)
         assert {asking.answer().status_code for asking in asked} == {200}
     finally:
-        engine.observers = observers
+        engine.host.observers = observers
     assert order.priorities == sorted(priorities)
 
 

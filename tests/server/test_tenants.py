@@ -111,7 +111,7 @@ def work_for_bob(directory: Path, *before: tuple[str, str]) -> tuple[Any, ...]:
     work = Work()
     with running_server(LLM(directory, num_blocks=128), api_keys=KEYS, operator_key="operator") as server:
         engine = server.service.engine
-        engine.observers = (*engine.observers, work)
+        engine.host.observers = (*engine.host.observers, work)
 
         def post(key: str, prompt: str) -> tuple[list[tuple[int, ...]], Any, Any]:
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,10 @@ def serve(
     device: opt.Device = "auto",
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
-    from kvreclaim import LLM
+    from kvreclaim.engine.serving.messages import EngineSpec
+    from kvreclaim.engine.serving.process import ProcessEngine
+    from kvreclaim.engine.serving.readers import Readers
+    from kvreclaim.engine.serving.thread import AsyncEngine
     from kvreclaim.model.loader import hide_progress_bars
     from kvreclaim.server.logs import configure_logging
     from kvreclaim.server.run import bind
@@ -50,8 +54,26 @@ def serve(
     with bind(settings.host, settings.port) as listener:  # before the model is loaded
         for line in said:
             logger.info(line)
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "compression": compression}
-        run(LLM(path, **place, **asdict(engine)), settings, listener)
+        spec = EngineSpec(
+            model=str(path),
+            dtype=dtype,
+            device=device,
+            compression=compression,
+            options=asdict(engine),
+            prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
+        )
+        served: Readers = ProcessEngine.launch(spec) if settings.engine_process else AsyncEngine(spec.load())
+        if not run(served, settings, listener):
+            raise typer.Exit(1)
+
+
+def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:
+    """The engine's process, before its model is loaded."""
+    from kvreclaim.model.loader import hide_progress_bars
+    from kvreclaim.server.logs import configure_logging
+
+    hide_progress_bars()
+    configure_logging(log_format, log_level, log_prompts=log_prompts)
 
 
 def _name_of(path: str | Path) -> str:

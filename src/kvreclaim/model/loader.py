@@ -39,6 +39,11 @@ class LoadedModel:
     vocab_size: int
     modules: str
 
+    @property
+    def name(self) -> str:
+        """As messages call the model."""
+        return self.facts.name
+
 
 def load_model(
     path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
@@ -66,7 +71,7 @@ def load_model(
         modules = f"{modules}; {latents}"
     return LoadedModel(
         model=model,
-        tokenizer=_load_tokenizer(name),
+        tokenizer=load_tokenizer(name),
         facts=probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name),
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
@@ -176,7 +181,8 @@ def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
     return model
 
 
-def _load_tokenizer(name: str) -> Tokenizer | None:
+def load_tokenizer(name: str) -> Tokenizer | None:
+    """Of a local directory or a hub id; None where the directory holds none. Raises: InvalidArgumentError."""
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
         return None
     try:

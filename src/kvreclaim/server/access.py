@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvreclaim.engine.core.outputs import RequestMetrics
-from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.serving.stream import RequestStream
 from kvreclaim.server.service import Service
 
 CLIENT_LEFT = 499
@@ -30,7 +30,7 @@ class Access:
     route:     the path as it is declared; "unmatched" for one that is not
     status:    CLIENT_LEFT if the client closed its connection before the end
     tenant:    digest of the API key; model, user: as the request names them
-    requests:  what the engine was asked to do; their figures are final unless they were aborted just now
+    streams:   what the engine was asked to do; their figures are final unless they were aborted just now
     """
 
     method: str
@@ -45,11 +45,11 @@ class Access:
     tenant: str | None = None
     model: str | None = None
     user: str | None = None
-    requests: Sequence[Request] = ()
+    streams: Sequence[RequestStream] = ()
     metrics: list[RequestMetrics] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = [request.collect_metrics() for request in self.requests]
+        self.metrics = [stream.metrics for stream in self.streams]
 
     def total(self, figure: str) -> int:
         """A figure of RequestMetrics, over all prompts of the request."""
@@ -63,7 +63,11 @@ class Access:
     @property
     def finish_reasons(self) -> list[str]:
         """Of every output; one that had not ended when the client left is being aborted."""
-        return [seq.finish_reason or "abort" for request in self.requests for seq in request.sequences]
+        return [
+            stream.finish_reasons.get(index, "abort")
+            for stream in self.streams
+            for index in range(stream.new.params.n)
+        ]
 
 
 Watcher = Callable[[Access], None]
@@ -117,7 +121,7 @@ class Watch:
             tenant=tenant.name if tenant is not None else None,
             model=state.get("model"),
             user=state.get("user"),
-            requests=self.service.requests_of.pop(state["request_id"], ()),
+            streams=self.service.streams_of.pop(state["request_id"], ()),
         )
         for watcher in self.watchers:
             watcher(access)

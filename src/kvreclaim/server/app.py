@@ -40,6 +40,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         try:
+            await app.state.metrics.begin(service.engine)
             yield
         finally:
             service.workers.close()

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from kvreclaim.checks import require
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import AUTO
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.serving.served import Served
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import KVCompression
 
 
-@dataclass(frozen=True, slots=True)
-class Auto:
-    """What the policy auto is for the served model; error: why it is none."""
-
-    policy: str | None
-    error: KVReclaimError | None
-
-    @classmethod
-    def of(cls, llm: LLM) -> Auto:
-        """By the server's own statistics; reads a file."""
-        own = CompressionConfig() if llm.compression is None else llm.compression
-        try:
-            return cls(llm.resolved(dataclasses.replace(own, policy=AUTO, options={})).policy, None)
-        except KVReclaimError as error:
-            return cls(None, error)
-
-    def named(self) -> str:
-        """Raises: KVReclaimError."""
-        if self.policy is None:
-            assert self.error is not None
-            raise self.error
-        return self.policy
-
-
 def compression_of(
-    given: KVCompression | None, own: CompressionConfig | None, auto: Auto, limits: ServerConfig
+    given: KVCompression | None, served: Served, limits: ServerConfig
 ) -> CompressionConfig | None:
     """None takes the server's own settings. What is left out comes from these, if they are of the same
     policy; statistics always do. Raises: ApiError 400."""
@@ -50,10 +25,11 @@ def compression_of(
         raise ApiError(
             400, "kv_compression is the operator's to choose here; leave it out.", "kv_compression"
         )
+    own = served.compression
     fields = given.model_dump(exclude_none=True)
     try:
         if fields.get("policy", AUTO if own is None else own.policy) == AUTO:
-            fields["policy"] = auto.named()
+            fields["policy"] = served.auto.named()
         if own is None:
             settings = CompressionConfig(**fields)
         elif fields.get("policy", own.policy) == own.policy:

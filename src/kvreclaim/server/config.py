@@ -95,6 +95,7 @@ class ServerConfig:
     tool_call_parser: str | None = option(
         None, "How the model writes tool calls: hermes.", choices=tuple(PARSERS)
     )
+    engine_process: bool = option(True, "The engine in a process of its own; else in a thread.")
     log_prompts: bool = option(False, "Prompts and answers too.")
     otlp_traces_endpoint: str | None = option(None, "Where spans are sent, OTLP over HTTP.")
     trust_traceparent: bool = option(

@@ -14,8 +14,7 @@ from typing import Any, Literal, TextIO
 from pydantic_core import to_json
 
 from kvreclaim.checks import check_choice
-from kvreclaim.engine.answer.detokenizer import Detokenizer
-from kvreclaim.engine.face.exports import LoadedModel
+from kvreclaim.engine.face.exports import Tokenizer
 from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -135,8 +134,8 @@ class AccessLog:
     log_prompts: with the texts of prompts and answers
     """
 
-    def __init__(self, loaded: LoadedModel, *, log_prompts: bool) -> None:
-        self.loaded = loaded
+    def __init__(self, tokenizer: Tokenizer | None, *, log_prompts: bool) -> None:
+        self.tokenizer = tokenizer
         self.log_prompts = log_prompts
 
     def __call__(self, access: Access) -> None:
@@ -152,7 +151,7 @@ class AccessLog:
         }
         optional = {"tenant": access.tenant, "model": access.model, "user": access.user}
         fields |= {name: value for name, value in optional.items() if value is not None}
-        if access.requests:
+        if access.streams:
             fields |= _figures(access)
             if self.log_prompts:
                 fields |= self._texts(access)
@@ -161,20 +160,12 @@ class AccessLog:
         )
 
     def _texts(self, access: Access) -> dict[str, list[str]]:
-        tokenizer = self.loaded.tokenizer
-        given = [request.prompt_token_ids for request in access.requests]
+        tokenizer = self.tokenizer
+        given = [stream.new.prompt_token_ids for stream in access.streams]
         return {
             "prompts": [str(tokenizer.decode(ids) if tokenizer is not None else ids) for ids in given],
-            "answers": [
-                _text_of(seq.detokenizer, seq.token_ids[seq.num_prompt :])
-                for request in access.requests
-                for seq in request.sequences
-            ],
+            "answers": [text for stream in access.streams for text in stream.texts],
         }
-
-
-def _text_of(detokenizer: Detokenizer | None, token_ids: list[int]) -> str:
-    return detokenizer.text if detokenizer is not None else str(token_ids)
 
 
 def _figures(access: Access) -> dict[str, Any]:

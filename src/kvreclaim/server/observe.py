@@ -14,13 +14,12 @@ from kvreclaim.server.service import Service
 
 
 def observe(app: FastAPI, service: Service) -> None:
-    """Watch every request and every engine step. Called last, so that its middleware sees everything."""
+    """Watch every request. Called last, so that its middleware sees everything."""
     config, engine = service.config, service.engine
-    metrics = Metrics(engine.llm.engine, config.served_model_name[0])
-    engine.observers = (*engine.observers, metrics.observer)
+    metrics = Metrics(engine.served, config.served_model_name[0], engine.pid)
     app.state.metrics = metrics
     app.include_router(router)
-    log = AccessLog(engine.llm.loaded, log_prompts=config.log_prompts)
+    log = AccessLog(engine.tokenizer, log_prompts=config.log_prompts)
     watchers: list[Watcher] = [metrics.http, log]
     app.state.tracing = None
     if config.otlp_traces_endpoint is not None:

@@ -1,4 +1,4 @@
-"""One process: uvicorn's event loop in the main thread, the engine in another."""
+"""uvicorn's event loop, with the engine in another process or in another thread."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvreclaim.engine.face.async_engine import AsyncEngine
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
@@ -42,31 +41,48 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; then let running requests end, and return."""
+def serve(engine: Readers, config: ServerConfig, listener: socket.socket) -> bool:
+    """Serve until SIGTERM or SIGINT; then let running requests end. Returns: whether it ended so; if not, the
+    engine's process has gone."""
     fast = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop where it runs: less time per chunk
     with asyncio.Runner(loop_factory=fast) as runner:
-        runner.run(_serve(llm, config, listener))
+        return runner.run(_serve(engine, config, listener))
 
 
-async def _serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
+async def _serve(engine: Readers, config: ServerConfig, listener: socket.socket) -> bool:
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
-    server = Server(Service(AsyncEngine(llm), config))
+    server = Server(Service(engine, config))
     if not allow_files(config.max_connections):
         logger.warning("the system allows fewer open files than --max-connections takes (ulimit -n)")
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
+    losing = asyncio.ensure_future(server.exit_when_lost())
     await server.serve(sockets=[listener])
+    losing.cancel()
+    return not server.lost
 
 
 class Server(uvicorn.Server):
-    """Lets running answers end within the timeout, and exits with 0 after a signal."""
+    """Lets running answers end within the timeout, and exits with 0 after a signal.
+
+    lost: the engine's process went by itself; there is nothing left to serve
+    """
 
     def __init__(self, service: Service) -> None:
         app = create_app(service)
         super().__init__(HTTPConfig(app, service.config))
         self.service = service
+        self.lost = False
+
+    async def exit_when_lost(self) -> None:
+        """Whoever supervises us is to start us anew. Clients get the errors that end their answers first."""
+        await self.service.engine.lost.wait()
+        if not self.should_exit:
+            self.lost = True
+            await asyncio.sleep(LAST_BYTES_S)  # meanwhile /health says it, too
+            self.config.timeout_graceful_shutdown = LAST_BYTES_S
+            self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -15,12 +15,12 @@ from fastapi import Depends, Request
 from kvreclaim.checks import check_text
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.request import Request as EngineRequest
-from kvreclaim.engine.face.async_engine import AsyncEngine, NewRequest
 from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.exports import Retention, Tokenizer
-from kvreclaim.engine.face.stream import RequestStream, Update
-from kvreclaim.server.compression import Auto, compression_of
+from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
@@ -49,23 +49,29 @@ class Prompt:
 class Service:
     """One model behind the routes.
 
-    requests_of: what the engine was asked to do, by the id of the HTTP request, until that is over
+    streams_of: what the engine was asked to do, by the id of the HTTP request, until that is over
     """
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: Readers, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.auto = Auto.of(engine.llm)
         self.draining = asyncio.Event()
         self.started_s = time.time()
-        self.requests_of: dict[str, list[EngineRequest]] = {}
+        self.streams_of: dict[str, list[RequestStream]] = {}
         self.workers = Workers(default_threads())
         self.room = Room(config)
-        self.max_chars = self.max_model_len * longest_token(engine.llm.loaded.tokenizer)
+        self.max_chars = self.max_model_len * longest_token(engine.tokenizer)
 
     @property
     def max_model_len(self) -> int:
-        return self.engine.llm.engine.max_model_len
+        return self.engine.served.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's. Raises: InvalidArgumentError where it has none."""
+        if self.engine.tokenizer is None:
+            raise InvalidArgumentError(f"{self.engine.name} has no tokenizer; pass prompts as token ids.")
+        return self.engine.tokenizer
 
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""
@@ -125,17 +131,15 @@ class Service:
         """Token ids of a text prompt. Raises: ApiError 400 for what cannot fit, before it is encoded."""
         self.check_chars(len(text), "prompt")
         check_text("the prompt", text, "prompt")
-        return list(self.engine.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation, through the chat template."""
-        return render_chat(
-            self.engine.llm.loaded, messages, chat_template=self.config.chat_template, **options
-        )
+        return render_chat(self.engine, messages, chat_template=self.config.chat_template, **options)
 
     def compression(self, given: KVCompression | None) -> CompressionConfig | None:
         """What a request's `kv_compression` says; None: the server's own. Raises: ApiError 400."""
-        return compression_of(given, self.engine.llm.compression, self.auto, self.config)
+        return compression_of(given, self.engine.served, self.config)
 
     @asynccontextmanager
     async def submit(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:
@@ -164,7 +168,7 @@ class Service:
             for index, prompt in enumerate(prompts)
         ]
         streams = await self.engine.add_all(news)
-        self.requests_of[request_id] = [stream.request for stream in streams]
+        self.streams_of[request_id] = streams
         try:
             yield streams
         finally:

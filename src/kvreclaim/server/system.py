@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from kvreclaim import __version__
-from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.serving.host import Host
 from kvreclaim.server.errors import ApiError, OpenAIError
 from kvreclaim.server.service import ServiceDep
 
@@ -55,18 +55,20 @@ async def version() -> Version:
 @router.get("/load", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
 async def load(service: ServiceDep) -> Load:
     """Read between two steps, so that the figures belong together."""
+    return await service.engine.call(load_of)
 
-    def read(engine: Engine) -> Load:
-        stats, scheduler = engine.memory.stats(), engine.scheduler
-        return Load(
-            server_load=len(engine.requests),
-            num_requests_running=len(scheduler.running),
-            num_requests_waiting=len(scheduler.waiting),
-            num_blocks=stats.num_blocks,
-            blocks_in_use=stats.in_use,
-            blocks_cached=stats.cached,
-            blocks_pinned=stats.pinned,
-            blocks_free=stats.free,
-        )
 
-    return await service.engine.call(read)
+def load_of(host: Host) -> Load:
+    """Now."""
+    engine = host.engine
+    stats, scheduler = engine.memory.stats(), engine.scheduler
+    return Load(
+        server_load=len(engine.requests),
+        num_requests_running=len(scheduler.running),
+        num_requests_waiting=len(scheduler.waiting),
+        num_blocks=stats.num_blocks,
+        blocks_in_use=stats.in_use,
+        blocks_cached=stats.cached,
+        blocks_pinned=stats.pinned,
+        blocks_free=stats.free,
+    )

@@ -101,14 +101,14 @@ def attributes(access: Access) -> dict[str, Any]:
         found["gen_ai.provider.name"] = "kvreclaim"
     if access.model is not None:
         found["gen_ai.request.model"] = access.model
-    if access.requests:
+    if access.streams:
         found |= _asked(access) | _got(access) | _latencies(access)
     return found
 
 
 def _asked(access: Access) -> dict[str, Any]:
     """The parameters that every prompt of the request shares."""
-    params = access.requests[0].params
+    params = access.streams[0].new.params
     named = {
         "gen_ai.request.choice.count": params.n,
         "gen_ai.request.max_tokens": params.max_tokens,

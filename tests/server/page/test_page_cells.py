@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.engine.face.pool_view import FREE, IN_USE, SHARED
+from kvreclaim.engine.serving.pool_view import FREE, IN_USE, SHARED
 from kvreclaim.server.page import cells as module
 from kvreclaim.server.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, to_cells
 

@@ -24,7 +24,7 @@ from running import MODEL, Running, running_server
 from steering import halted, until
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.face.pool_view import IN_USE
+from kvreclaim.engine.serving.pool_view import IN_USE
 from kvreclaim.server.page.feed import MAX_PENDING, MAX_VIEWERS, Viewer
 from kvreclaim.server.page.snapshot import Compaction, Recorder
 
@@ -78,7 +78,7 @@ def complete(server: Running, **fields: Any) -> dict[str, Any]:
 
 
 def is_watched(server: Running) -> bool:
-    return any(isinstance(observer, Recorder) for observer in server.service.engine.observers)
+    return any(isinstance(observer, Recorder) for observer in server.service.engine.host.observers)
 
 
 class Outside(HTMLParser):

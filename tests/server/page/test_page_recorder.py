@@ -28,7 +28,6 @@ def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tup
 def run(llm: LLM) -> tuple[list[Compaction], Recorder]:
     """Two requests, one of two outputs; snapshots after every step."""
     engine, recorder, told = llm.engine, Recorder(), []
-    recorder.begin(engine)
     compressor = llm.compressor(CompressionConfig("query_mixture", budget=512, recent=64, interval=64))
     for index, n in enumerate((1, 2)):
         prompt = list(DEMO_TASKS["recall"].make(1024).sample(index).prompt)
@@ -68,7 +67,6 @@ def test_what_happened_before_somebody_watched_is_not_told() -> None:
     while engine.totals.compactions < 2:
         engine.step()
     recorder = Recorder()
-    recorder.begin(engine)
     before = engine.totals.compactions
     while engine.totals.compactions == before:
         recorder.stepped(engine, engine.step())

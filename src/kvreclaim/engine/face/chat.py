@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvreclaim.checks import check_bool, check_text
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.loader import LoadedModel, Tokenizer
+from kvreclaim.model.loader import Tokenizer
 
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """What has a meaning of its own on the way to the template, so that template_kwargs may not set it."""
@@ -24,15 +24,25 @@ MAX_VARIABLE = 64
 Message = Mapping[str, Any]
 
 
-def render_chat(loaded: LoadedModel, messages: Sequence[Message], **options: Any) -> list[int]:
+class Speaker(Protocol):
+    """Whose template and tokenizer it is; name: for messages."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+def render_chat(speaker: Speaker, messages: Sequence[Message], **options: Any) -> list[int]:
     """The token ids of chat_text, which takes the same options and raises the same errors."""
-    text = chat_text(loaded, messages, **options)
-    assert loaded.tokenizer is not None, "chat_text refuses a model without tokenizer"
-    return list(loaded.tokenizer.encode(text, add_special_tokens=False))
+    text = chat_text(speaker, messages, **options)
+    assert speaker.tokenizer is not None, "chat_text refuses a model without tokenizer"
+    return list(speaker.tokenizer.encode(text, add_special_tokens=False))
 
 
 def chat_text(
-    loaded: LoadedModel,
+    speaker: Speaker,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -56,9 +66,9 @@ def chat_text(
     """
     _check_messages(messages)
     _check_ending(add_generation_prompt, continue_final_message)
-    tokenizer, template = _template(loaded, chat_template, with_tools=bool(tools))
+    tokenizer, template = _template(speaker, chat_template, with_tools=bool(tools))
     variables = dict(template_kwargs or {})
-    _check_variables(variables, tools, template, tokenizer, loaded.facts.name)
+    _check_variables(variables, tools, template, tokenizer, speaker.name)
     variables |= {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -112,10 +122,10 @@ def _check_ending(add_generation_prompt: bool, continue_final_message: bool) -> 
         )
 
 
-def _template(loaded: LoadedModel, given: str | None, *, with_tools: bool) -> tuple[Tokenizer, str]:
+def _template(speaker: Speaker, given: str | None, *, with_tools: bool) -> tuple[Tokenizer, str]:
     """The tokenizer, and the template's text: the one given, or the tokenizer's (some have one of their own
     for tools)."""
-    tokenizer, name = loaded.tokenizer, loaded.facts.name
+    tokenizer, name = speaker.tokenizer, speaker.name
     if tokenizer is None:
         raise InvalidArgumentError(
             f"{name} has no tokenizer, so no chat template; pass a prompt as token ids."

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvreclaim.engine.core.outputs import RequestMetrics
-from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
+from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def _block_size(self) -> int:
-        return self.service.engine.llm.engine.config.block_size
+        return self.service.engine.served.block_size
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -92,7 +92,7 @@ class Answer:
     def _text(self, delta: OutputDelta) -> str:
         """What is new; the first text behind a prefill begins with what joins it to that."""
         if self._lead is None and delta.token_ids:
-            tokenizer = self.service.engine.llm.tokenizer
+            tokenizer = self.service.tokenizer
             self._lead = joint(tokenizer, self.prompt.token_ids, delta.token_ids[0])
         if not delta.text or not self._lead:
             return delta.text

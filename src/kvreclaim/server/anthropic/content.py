@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvreclaim.engine.core.outputs import RequestMetrics
-from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.engine.serving.stream import OutputDelta
 from kvreclaim.server.events import event
 from kvreclaim.server.tool_calls import Piece, ToolCall
 

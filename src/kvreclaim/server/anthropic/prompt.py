@@ -47,7 +47,7 @@ def render(body: ConversationFields, service: Service) -> Rendered:
     tools, messages = writer.tools(), writer.messages()
     marks = _marks(body, writer.marks, writer.place)
     text = _text(body, service, tools, messages)
-    tokenizer = service.engine.llm.tokenizer
+    tokenizer = service.tokenizer
     if not marks:
         return Rendered(list(tokenizer.encode(text, add_special_tokens=False)), ())
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -78,7 +78,7 @@ def _text(
         variables["enable_thinking"] = False
     try:
         return chat_text(
-            service.engine.llm.loaded,
+            service.engine,
             messages,
             tools=tools,
             chat_template=service.config.chat_template,

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.core.engine import Engine
+import asyncio
+from contextlib import suppress
+
+from prometheus_client import generate_latest
+
+from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
 from kvreclaim.server.metrics.http import HttpCounts
-from kvreclaim.server.metrics.observer import MetricsObserver
+from kvreclaim.server.metrics.observer import Counted, count
+
+PATIENCE_S = 2.0
+"""A scraper does not wait for a longer step: it gets what was counted when the last one asked."""
 
 
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    observer: to be told by the engine; http: to be told by the server
+    http: to be told by the server
     """
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self.observer = MetricsObserver(engine)
+    def __init__(self, served: Served, model_name: str, engine_pid: int | None = None) -> None:
         self.http = HttpCounts()
-        self.registry = registry_of(MetricsCollector(engine, self.observer, self.http, model_name))
+        self._collector = MetricsCollector(served, self.http, model_name)
+        self.registry = registry_of(self._collector, engine_pid)
+
+    async def begin(self, engine: Readers) -> None:
+        """Let the engine count from now on."""
+        self.take(await engine.call(count))
+
+    async def refresh(self, engine: Readers) -> None:
+        """Ask the engine; what is known already stays if it does not answer in time, or never will."""
+        with suppress(EngineDeadError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                self.take(await engine.call(count, of_the_dead=True))
+
+    def take(self, counted: Counted) -> None:
+        """Newer counts of the engine."""
+        self._collector.counted = counted
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self.registry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
@@ -16,8 +15,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvreclaim.engine.core.engine import Engine
-from kvreclaim.engine.face.exports import MemoryStats
+from kvreclaim.engine.serving.served import Served
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
@@ -28,34 +26,29 @@ from kvreclaim.server.metrics.catalogue import (
     Metric,
 )
 from kvreclaim.server.metrics.http import HttpCounts
-from kvreclaim.server.metrics.observer import Histogram, MetricsObserver
-
-FINISH_REASONS = ("stop", "length", "abort", "error")
-Values = float | Mapping[str, float]
-"""Of a metric: one value, or one per value of its label."""
+from kvreclaim.server.metrics.observer import Counted, Histogram, Values
 
 
 class MetricsCollector(Collector):
-    """Reads a consistent copy at each scrape; the engine waits for that copy at most, not for its text.
+    """Tells the last copy of the engine's counts.
 
     model_name: the label's value
     """
 
-    def __init__(self, engine: Engine, observer: MetricsObserver, http: HttpCounts, model_name: str) -> None:
-        self._observer = observer
+    def __init__(self, served: Served, http: HttpCounts, model_name: str) -> None:
+        self.counted: Counted | None = None
         self._http = http
         self._labels = (model_name, "0")
-        config = asdict(engine.config) | {
-            "num_gpu_blocks": engine.config.num_blocks,
-            "cache_dtype": engine.kv_format.name,
+        config = served.config | {
+            "num_gpu_blocks": served.num_blocks,
+            "cache_dtype": served.kv_format,
             "engine": "0",
         }
         self._config = {name: str(value) for name, value in config.items()}
 
     def collect(self) -> Iterator[Family]:
-        with self._observer.lock:
-            values = engine_values(self._observer)
-            histograms = {name: each.copy() for name, each in self._observer.histograms.items()}
+        assert self.counted is not None, "the engine has been asked to count"
+        values, histograms = self.counted.values, self.counted.histograms
         yield from (self._family(metric, values[metric.name]) for metric in (*GAUGES, *COUNTERS))
         yield from (self._histogram(metric, histograms[metric.name]) for metric in HISTOGRAMS)
         for metric, found in zip(HTTP_COUNTERS, (self._http.by_class(), self._http.by_status), strict=True):
@@ -83,69 +76,13 @@ class MetricsCollector(Collector):
         return family
 
 
-def registry_of(collector: MetricsCollector) -> CollectorRegistry:
-    """A registry of its own, with the figures of the process besides."""
+def registry_of(collector: MetricsCollector, engine_pid: int | None) -> CollectorRegistry:
+    """A registry of its own, with the figures of this process, and of the engine's if it has its own."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
+    if engine_pid is not None:
+        ProcessCollector(namespace="kvreclaim_engine", pid=lambda: engine_pid, registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
-
-
-def engine_values(seen: MetricsObserver) -> dict[str, Values]:
-    """The value of every gauge and counter of the engine. The caller holds the observer's lock."""
-    return _request_values(seen) | _cache_values(seen.figures.memory) | _compression_values(seen)
-
-
-def _request_values(seen: MetricsObserver) -> dict[str, Values]:
-    figures, totals = seen.figures, seen.totals
-    preemptions = dict(totals.preemptions)
-    return {
-        "vllm:num_requests_running": figures.num_running,
-        "vllm:num_requests_waiting": figures.num_waiting,
-        "vllm:num_requests_waiting_by_reason": {"capacity": figures.num_waiting, "deferred": 0},
-        "vllm:prompt_tokens": seen.prompt_tokens,
-        "vllm:prompt_tokens_cached": seen.prompt_tokens_cached,
-        "vllm:prompt_tokens_by_source": {
-            "local_compute": seen.prompt_tokens - seen.prompt_tokens_cached,
-            "local_cache_hit": seen.prompt_tokens_cached,
-        },
-        "vllm:generation_tokens": totals.generation_tokens,
-        "vllm:num_preemptions": sum(preemptions.values()),
-        "vllm:request_success": {reason: totals.finished.get(reason, 0) for reason in FINISH_REASONS},
-        "kvreclaim:preemptions": preemptions,
-        "kvreclaim:engine_steps": totals.steps,
-        "kvreclaim:engine_step_seconds": seen.step_s,
-    }
-
-
-def _cache_values(memory: MemoryStats) -> dict[str, Values]:
-    return {
-        "vllm:kv_cache_usage_perc": memory.in_use / memory.num_blocks,
-        "vllm:prefix_cache_queries": memory.prefix_query_tokens,
-        "vllm:prefix_cache_hits": memory.prefix_hit_tokens,
-        "kvreclaim:blocks": {"in_use": memory.in_use, "cached": memory.cached, "free": memory.free},
-        "kvreclaim:blocks_peak": memory.peak_in_use,
-        "kvreclaim:pinned_blocks": memory.pinned,
-        "kvreclaim:pins_refused": memory.pins_refused,
-        "kvreclaim:prefix_misses": memory.misses,
-        "kvreclaim:prefix_evictions": memory.prefix_evictions,
-    }
-
-
-def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
-    totals, net_freed = seen.totals, seen.blocks_freed - seen.blocks_taken
-    return {
-        "kvreclaim:reclaim_efficiency": (
-            net_freed / totals.blocks_perfect if totals.blocks_perfect else float("nan")
-        ),
-        "kvreclaim:tokens_evicted": totals.tokens_evicted,
-        "kvreclaim:blocks_freed": seen.blocks_freed,
-        "kvreclaim:blocks_taken": seen.blocks_taken,
-        "kvreclaim:blocks_perfect": totals.blocks_perfect,
-        "kvreclaim:compactions": totals.compactions,
-        "kvreclaim:compactions_postponed": totals.compactions_postponed,
-        "kvreclaim:compaction_seconds": totals.compact_s,
-        "kvreclaim:scoring_seconds": totals.score_s,
-    }

@@ -1,19 +1,20 @@
-"""Counts what the engine does, in the engine's thread."""
+"""Counts what the engine does, where the engine runs."""
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.face.exports import MemoryStats
+from kvreclaim.engine.serving.host import Host
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
 
 COMPLETE = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 @dataclass(slots=True)
@@ -57,6 +58,18 @@ class Figures:
     memory: MemoryStats
 
 
+Values = float | Mapping[str, float]
+"""Of a metric: one value, or one per value of its label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What has been counted so far, as plain values that belong together."""
+
+    values: dict[str, Values]
+    histograms: dict[str, Histogram]
+
+
 class MetricsObserver:
     """An EngineObserver. Its cost is O(1) a step and O(1) for each output that got a token.
 
@@ -75,44 +88,44 @@ class MetricsObserver:
         self.totals = engine.totals  # the engine's own: only ever grows
         self.figures = _read(engine)
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.max_model_len)) for m in HISTOGRAMS}
-        self.lock = threading.Lock()
         self._progress: dict[str, Progress] = {}
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
 
     def added(self, engine: Engine, request: Request) -> None:
-        with self.lock:
-            lengths = [len(seq.token_ids) for seq in request.sequences]
-            self._progress[request.request_id] = Progress(lengths, [None] * len(lengths))
-            self._take(engine)
+        lengths = [len(seq.token_ids) for seq in request.sequences]
+        self._progress[request.request_id] = Progress(lengths, [None] * len(lengths))
+        self._take(engine)
 
     def stepped(self, engine: Engine, result: StepResult) -> None:
         now = self._clock()
-        with self.lock:
-            self.step_s += result.stats.elapsed_s
-            self._observe("vllm:iteration_tokens_total", result.stats.num_tokens)
-            before: dict[float, int] = {}
-            for request in result.requests:
-                progress = self._progress.get(request.request_id)
-                if progress is not None:
-                    self._advance(request, progress, now, before)
-            self._note_gaps(before, now)
-            self._take(engine)
-            for sample in engine.memory.drain_residency():
-                self._observe("vllm:kv_block_lifetime_seconds", sample.lifetime_s)
-                self._observe("vllm:kv_block_idle_before_evict_seconds", sample.idle_before_evict_s)
-                for gap in sample.reuse_gaps_s:
-                    self._observe("vllm:kv_block_reuse_gap_seconds", gap)
+        self.step_s += result.stats.elapsed_s
+        self._observe("vllm:iteration_tokens_total", result.stats.num_tokens)
+        before: dict[float, int] = {}
+        for request in result.requests:
+            progress = self._progress.get(request.request_id)
+            if progress is not None:
+                self._advance(request, progress, now, before)
+        self._note_gaps(before, now)
+        self._take(engine)
+        for sample in engine.memory.drain_residency():
+            self._observe("vllm:kv_block_lifetime_seconds", sample.lifetime_s)
+            self._observe("vllm:kv_block_idle_before_evict_seconds", sample.idle_before_evict_s)
+            for gap in sample.reuse_gaps_s:
+                self._observe("vllm:kv_block_reuse_gap_seconds", gap)
 
     def ended(self, engine: Engine, request: Request) -> None:
         now = self._clock()
-        with self.lock:
-            before: dict[float, int] = {}
-            progress = self._progress.pop(request.request_id, None)
-            if progress is not None:
-                self._advance(request, progress, now, before)
-                self._note_gaps(before, now)
-                self._conclude(request)
-            self._take(engine)
+        before: dict[float, int] = {}
+        progress = self._progress.pop(request.request_id, None)
+        if progress is not None:
+            self._advance(request, progress, now, before)
+            self._note_gaps(before, now)
+            self._conclude(request)
+        self._take(engine)
+
+    def counted(self) -> Counted:
+        """Copies."""
+        return Counted(engine_values(self), {name: each.copy() for name, each in self.histograms.items()})
 
     def _take(self, engine: Engine) -> None:
         """Copy the engine's figures, and tell apart what compression gave and took since the last time: the
@@ -200,3 +213,70 @@ class MetricsObserver:
 def _read(engine: Engine) -> Figures:
     scheduler = engine.scheduler
     return Figures(len(scheduler.running), len(scheduler.waiting), engine.memory.stats())
+
+
+def count(host: Host) -> Counted:
+    """Begin to count what this engine does, or say what has been counted so far."""
+    found = next((each for each in host.observers if isinstance(each, MetricsObserver)), None)
+    if found is None:
+        found = MetricsObserver(host.engine)
+        host.observers = (*host.observers, found)
+    return found.counted()
+
+
+def engine_values(seen: MetricsObserver) -> dict[str, Values]:
+    """The value of every gauge and counter of the engine."""
+    return _request_values(seen) | _cache_values(seen.figures.memory) | _compression_values(seen)
+
+
+def _request_values(seen: MetricsObserver) -> dict[str, Values]:
+    figures, totals = seen.figures, seen.totals
+    preemptions = dict(totals.preemptions)
+    return {
+        "vllm:num_requests_running": figures.num_running,
+        "vllm:num_requests_waiting": figures.num_waiting,
+        "vllm:num_requests_waiting_by_reason": {"capacity": figures.num_waiting, "deferred": 0},
+        "vllm:prompt_tokens": seen.prompt_tokens,
+        "vllm:prompt_tokens_cached": seen.prompt_tokens_cached,
+        "vllm:prompt_tokens_by_source": {
+            "local_compute": seen.prompt_tokens - seen.prompt_tokens_cached,
+            "local_cache_hit": seen.prompt_tokens_cached,
+        },
+        "vllm:generation_tokens": totals.generation_tokens,
+        "vllm:num_preemptions": sum(preemptions.values()),
+        "vllm:request_success": {reason: totals.finished.get(reason, 0) for reason in FINISH_REASONS},
+        "kvreclaim:preemptions": preemptions,
+        "kvreclaim:engine_steps": totals.steps,
+        "kvreclaim:engine_step_seconds": seen.step_s,
+    }
+
+
+def _cache_values(memory: MemoryStats) -> dict[str, Values]:
+    return {
+        "vllm:kv_cache_usage_perc": memory.in_use / memory.num_blocks,
+        "vllm:prefix_cache_queries": memory.prefix_query_tokens,
+        "vllm:prefix_cache_hits": memory.prefix_hit_tokens,
+        "kvreclaim:blocks": {"in_use": memory.in_use, "cached": memory.cached, "free": memory.free},
+        "kvreclaim:blocks_peak": memory.peak_in_use,
+        "kvreclaim:pinned_blocks": memory.pinned,
+        "kvreclaim:pins_refused": memory.pins_refused,
+        "kvreclaim:prefix_misses": memory.misses,
+        "kvreclaim:prefix_evictions": memory.prefix_evictions,
+    }
+
+
+def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
+    totals, net_freed = seen.totals, seen.blocks_freed - seen.blocks_taken
+    return {
+        "kvreclaim:reclaim_efficiency": (
+            net_freed / totals.blocks_perfect if totals.blocks_perfect else float("nan")
+        ),
+        "kvreclaim:tokens_evicted": totals.tokens_evicted,
+        "kvreclaim:blocks_freed": seen.blocks_freed,
+        "kvreclaim:blocks_taken": seen.blocks_taken,
+        "kvreclaim:blocks_perfect": totals.blocks_perfect,
+        "kvreclaim:compactions": totals.compactions,
+        "kvreclaim:compactions_postponed": totals.compactions_postponed,
+        "kvreclaim:compaction_seconds": totals.compact_s,
+        "kvreclaim:scoring_seconds": totals.score_s,
+    }

@@ -15,8 +15,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from kvreclaim.engine.core.outputs import RequestMetrics
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.stream import OutputDelta, RequestStream, Update
+from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
@@ -49,7 +48,7 @@ class Answer(ABC):
         self.response_id = answer_id(request_id, self.route)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
-        self.vocabulary = Vocabulary(service.engine.llm.tokenizer)
+        self.vocabulary = Vocabulary(service.tokenizer)
         self._created = int(time.time())
         self._metrics: dict[int, RequestMetrics] = {}
         self._num_generated = 0
@@ -62,27 +61,27 @@ class Answer(ABC):
         return await answer_json(self._whole(), request)
 
     @abstractmethod
-    def choice(self, index: int, delta: OutputDelta, request: Request) -> dict[str, Any]:
+    def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
         """The whole of one output. index: among the outputs of all prompts."""
 
     @abstractmethod
     def chunk_choices(
-        self, index: int, delta: OutputDelta, request: Request, *, first: bool
+        self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
         """What is to be told of one output's news, one chunk each; none while there is nothing to tell."""
 
-    def extras(self, request: Request) -> dict[str, Any]:
+    def extras(self, stream: RequestStream) -> dict[str, Any]:
         """Further fields of a whole answer and of an output's first chunk, for a request with one prompt."""
         return {}
 
-    def of_prompt(self, request: Request) -> dict[str, Any]:
+    def of_prompt(self, stream: RequestStream) -> dict[str, Any]:
         """What was asked to be told of the prompt."""
         told: dict[str, Any] = {}
         if self.fields.prompt_logprobs is not None:
-            assert request.prompt_logprobs is not None, f"{request.request_id} asked for prompt_logprobs"
-            told["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.vocabulary)
+            assert stream.prompt_logprobs is not None, f"{stream.request_id} asked for prompt_logprobs"
+            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, self.vocabulary)
         if self.fields.return_token_ids:
-            told["prompt_token_ids"] = request.prompt_token_ids
+            told["prompt_token_ids"] = stream.new.prompt_token_ids
         return told
 
     def take(self, delta: OutputDelta) -> OutputDelta:
@@ -104,19 +103,17 @@ class Answer(ABC):
                 self._metrics[place] = update.metrics
                 await asyncio.sleep(0)  # between many short ones others have their turn
                 choices += await self._beside(
-                    partial(self._choices, place, update, stream.request), update, first=True
+                    partial(self._choices, place, update, stream), update, first=True
                 )
-            more = await self._beside(lambda: json_of(self.extras(streams[0].request)), update, first=True)
+            more = await self._beside(lambda: json_of(self.extras(streams[0])), update, first=True)
         head, usage = to_json(self._head(self.kind)), to_json({"usage": self.usage()})
         joined = b'"choices":[' + b",".join(choices) + b"]"
         return b",".join([head[:-1], joined, *([more[1:-1]] if len(more) > 2 else []), usage[1:]])
 
-    def _choices(self, place: int, update: Update, request: Request) -> list[bytes]:
+    def _choices(self, place: int, update: Update, stream: RequestStream) -> list[bytes]:
         """JSON of the outputs of a prompt."""
         deltas = sorted(update.deltas.values(), key=lambda delta: delta.index)
-        return [
-            json_of(self.choice(self._index(place, delta), self.take(delta), request)) for delta in deltas
-        ]
+        return [json_of(self.choice(self._index(place, delta), self.take(delta), stream)) for delta in deltas]
 
     async def _beside(self, work: Callable[[], T], update: Update, *, first: bool) -> T:
         """Do what makes JSON of an update: in a thread, if much is told. first: also of the prompt."""
@@ -134,30 +131,30 @@ class Answer(ABC):
                 if update.metrics is not None:
                     self._metrics[place] = update.metrics
                 first = place * (self.fields.n or 1) not in self._begun
-                work = partial(self._chunks, place, update, streams[place].request)
+                work = partial(self._chunks, place, update, streams[place])
                 if chunks := await self._beside(work, update, first=first):
                     yield chunks
         if self.options.include_usage:
             yield event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
         yield event("[DONE]")
 
-    def _chunks(self, place: int, update: Update, request: Request) -> bytes:
+    def _chunks(self, place: int, update: Update, stream: RequestStream) -> bytes:
         """The events of an update."""
         return b"".join(
             self._chunk(choice, more)
             for delta in update.deltas.values()
-            for choice, more in self._news(self._index(place, delta), self.take(delta), request)
+            for choice, more in self._news(self._index(place, delta), self.take(delta), stream)
         )
 
     def _news(
-        self, index: int, delta: OutputDelta, request: Request
+        self, index: int, delta: OutputDelta, stream: RequestStream
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The choices of an output's next chunks, each with what stands beside `choices`."""
         first = index not in self._begun
         self._begun.add(index)
         self._num_generated += len(delta.token_ids)
-        for choice in self.chunk_choices(index, delta, request, first=first):
-            more = self.extras(request) if first else {}
+        for choice in self.chunk_choices(index, delta, stream, first=first):
+            more = self.extras(stream) if first else {}
             first = False
             if self.options.continuous_usage_stats:
                 more["usage"] = token_usage(list(self._metrics.values()), self._num_generated)

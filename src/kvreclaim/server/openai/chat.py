@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvreclaim.engine.core import request as engine
-from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
@@ -103,7 +102,7 @@ class ChatAnswer(Answer):
         parser = service.config.tool_call_parser if fields.tools and fields.tool_choice != "none" else None
         self._splitters: defaultdict[int, Splitter] = defaultdict(lambda: Splitter(parser))
 
-    def choice(self, index: int, delta: OutputDelta, request: engine.Request) -> dict[str, Any]:
+    def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
         text, calls = self._said(index, delta)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
         if calls:
@@ -111,7 +110,7 @@ class ChatAnswer(Answer):
         return self._about(index, delta) | {"message": message}
 
     def chunk_choices(
-        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+        self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
         choices: list[dict[str, Any]] = []
         if first:
@@ -127,8 +126,8 @@ class ChatAnswer(Answer):
             choices.append(self._about(index, delta) | {"delta": said})
         return choices
 
-    def extras(self, request: engine.Request) -> dict[str, Any]:
-        return self.of_prompt(request)
+    def extras(self, stream: RequestStream) -> dict[str, Any]:
+        return self.of_prompt(stream)
 
     def _about(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """All but what was said."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
-from kvreclaim.engine.core import request as engine
-from kvreclaim.engine.face.stream import OutputDelta
+from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
@@ -108,15 +108,15 @@ class CompletionAnswer(Answer):
         super().__init__(fields, service, request_id, prompts)
         self._offsets: dict[int, TextOffsets] = {}
 
-    def choice(self, index: int, delta: OutputDelta, request: engine.Request) -> dict[str, Any]:
-        return self._choice(index, delta, request, first=True)
+    def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
+        return self._choice(index, delta, stream, first=True)
 
     def chunk_choices(
-        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+        self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> list[dict[str, Any]]:
         tells = delta.text or delta.finish_reason or (first and self.fields.echo)
         silent = not tells and self.fields.logprobs is None and not self.fields.return_token_ids
-        return [] if silent else [self._choice(index, delta, request, first=first)]
+        return [] if silent else [self._choice(index, delta, stream, first=first)]
 
     def take(self, delta: OutputDelta) -> OutputDelta:
         """Without the token that is drawn for want of a way to draw none."""
@@ -127,12 +127,11 @@ class CompletionAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         """That token does not count."""
         if self.fields.max_tokens == 0:
-            for metrics in self._metrics.values():
-                metrics.num_generated_tokens = 0
+            self._metrics = {at: replace(m, num_generated_tokens=0) for at, m in self._metrics.items()}
         return super().usage()
 
     def _choice(
-        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+        self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> dict[str, Any]:
         fields, text = self.fields, delta.text
         choice: dict[str, Any] = {
@@ -143,28 +142,28 @@ class CompletionAnswer(Answer):
             "stop_reason": delta.stop_reason,
         }
         if first and fields.echo:
-            choice["text"] = self._echo(index, delta, request) + text
+            choice["text"] = self._echo(index, delta, stream) + text
         if fields.logprobs is not None:
-            choice["logprobs"] = self._logprobs(index, delta, request, first=first)
+            choice["logprobs"] = self._logprobs(index, delta, stream, first=first)
         if fields.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        return choice | self.of_prompt(request) if first else choice
+        return choice | self.of_prompt(stream) if first else choice
 
-    def _echo(self, index: int, delta: OutputDelta, request: engine.Request) -> str:
+    def _echo(self, index: int, delta: OutputDelta, stream: RequestStream) -> str:
         """The prompt, and what joins it to the answer."""
         tokenizer = self.vocabulary.tokenizer
         given = self.fields.prompt[index // (self.fields.n or 1)]
-        tokens = request.prompt_token_ids
+        tokens = stream.new.prompt_token_ids
         text = given if isinstance(given, str) else str(tokenizer.decode(tokens, skip_special_tokens=True))
         return text + (joint(tokenizer, tokens, delta.token_ids[0]) if delta.token_ids else "")
 
     def _logprobs(
-        self, index: int, delta: OutputDelta, request: engine.Request, *, first: bool
+        self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> dict[str, list[Any]]:
         offsets = self._offsets.setdefault(index, TextOffsets(self.vocabulary.tokenizer))
         token_ids: list[int] = delta.token_ids
         reports: list[Report | None] = [*delta.logprobs]
         if first and self.fields.echo:
-            assert request.prompt_logprobs is not None, f"{request.request_id} echoes with logprobs"
-            token_ids, reports = request.prompt_token_ids + token_ids, [*request.prompt_logprobs, *reports]
+            assert stream.prompt_logprobs is not None, f"{stream.request_id} echoes with logprobs"
+            token_ids, reports = stream.new.prompt_token_ids + token_ids, [*stream.prompt_logprobs, *reports]
         return completion_logprobs(token_ids, reports, self.vocabulary, offsets)

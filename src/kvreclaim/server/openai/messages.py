@@ -186,5 +186,5 @@ def _nameless(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template_knows(service: Service, word: str) -> bool:
-    template = service.config.chat_template or service.engine.llm.tokenizer.chat_template
+    template = service.config.chat_template or service.tokenizer.chat_template
     return re.search(rf"\b{word}\b", str(template)) is not None

@@ -59,7 +59,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep
     def work() -> Tokens:
         ids, strings = _ids(body, service), None
         if body.return_token_strs:
-            strings = [str(token) for token in service.engine.llm.tokenizer.convert_ids_to_tokens(ids)]
+            strings = [str(token) for token in service.tokenizer.convert_ids_to_tokens(ids)]
         return Tokens(count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings)
 
     size = len(body.prompt) if body.prompt is not None else None
@@ -98,13 +98,12 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: Tenan
     """Text of token ids, special tokens included."""
     if body.model is not None:
         service.check_model(body.model)
-    llm = service.engine.llm
-    size = llm.loaded.vocab_size
+    size = service.engine.served.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise ApiError(400, f"tokens holds {wrong}; the model's ids go from 0 to {size - 1}.", "tokens")
 
     def work() -> Text:
-        return Text(prompt=str(llm.tokenizer.decode(body.tokens)))
+        return Text(prompt=str(service.tokenizer.decode(body.tokens)))
 
     return await _written(work, service, tenant, size=len(body.tokens))

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import event
+from kvreclaim.server.page import snapshot as reading
 from kvreclaim.server.page.cells import count_states, group_size, to_cells
-from kvreclaim.server.page.snapshot import Compaction, Recorder, Snapshot
+from kvreclaim.server.page.snapshot import Compaction, Snapshot
 from kvreclaim.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,6 @@ class Feed:
         self._service = service
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._recorder = Recorder()
         self._frame: bytes | None = None
 
     def check_room(self) -> None:
@@ -94,7 +95,7 @@ class Feed:
         elif self._frame is not None:
             viewer.show(self._frame, [])
         try:
-            async for chunk in viewer.events(self._service.engine.llm.engine.memory.pool.num_blocks):
+            async for chunk in viewer.events(self._service.engine.served.num_blocks):
                 yield chunk
         finally:
             self._viewers.discard(viewer)
@@ -104,29 +105,33 @@ class Feed:
         engine, draining = self._service.engine, self._service.draining
         reason = "stopped"
         try:
-            await engine.call(self._recorder.begin)
-            engine.observers = (*engine.observers, self._recorder)
-            last, sent_s = b"", 0.0
-            while self._viewers and not draining.is_set():
-                snapshot = await engine.call(self._recorder.take)
-                body, frame = await asyncio.to_thread(frame_event, snapshot)
-                news = body != last or snapshot.at_s - sent_s >= QUIET_S
-                if news:
-                    last, sent_s, self._frame = body, snapshot.at_s, frame
-                for viewer in self._viewers:
-                    viewer.show(frame if news else None, snapshot.compactions)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(draining.wait(), PERIOD_S)
+            while self._viewers and not draining.is_set():  # somebody may come while the recording ends
+                await engine.call(reading.begin)
+                await self._show(engine, draining)
+                await engine.call(reading.end)
             reason = "draining"
         except EngineDeadError:
             logger.info("the page's feed ends with the engine")
         except Exception:
             logger.exception("the page's feed failed")
         finally:
-            engine.observers = tuple(each for each in engine.observers if each is not self._recorder)
             self._task = self._frame = None
             for viewer in self._viewers:
                 viewer.dismiss(reason)
+
+    async def _show(self, engine: Readers, draining: asyncio.Event) -> None:
+        """What happens, to all viewers."""
+        last, sent_s = b"", 0.0
+        while self._viewers and not draining.is_set():
+            snapshot = await engine.call(reading.take)
+            body, frame = await asyncio.to_thread(frame_event, snapshot)
+            news = body != last or snapshot.at_s - sent_s >= QUIET_S
+            if news:
+                last, sent_s, self._frame = body, snapshot.at_s, frame
+            for viewer in self._viewers:
+                viewer.show(frame if news else None, snapshot.compactions)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(draining.wait(), PERIOD_S)
 
 
 def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:

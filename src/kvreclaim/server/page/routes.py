@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mimetypes
 from contextlib import suppress
@@ -14,11 +13,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from kvreclaim.compression import CompressionConfig, Compressor, Wrapper, policy_class, policy_names
-from kvreclaim.engine.core.engine import Engine
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, policy_names
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.served import Auto
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.server.compression import Auto
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import Feed
@@ -83,8 +81,7 @@ def install_page(app: FastAPI, service: Service) -> None:
     @router.get("/page/settings")
     async def settings(request: Request) -> Response:
         service = service_of(request)
-        made = await asyncio.to_thread(_compressors, service.engine.llm, service.auto)
-        return JSONResponse(await service.engine.call(lambda engine: _settings(service, engine, made)))
+        return JSONResponse(_settings(service, await service.engine.call(offered)))
 
     @router.get("/page/example")
     async def example(request: Request, index: int = 0) -> Response:
@@ -95,41 +92,32 @@ def install_page(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def _compressors(llm: LLM, auto: Auto) -> dict[str, Compressor]:
-    """Of every policy that this model can have, as it is written and with its defaults, the one that auto
-    stands for first; reads files."""
-    made = {}
-    first = (auto.policy or Wrapper.default_inner, CONTROL)
-    for name in (*first, *policy_names()):
-        with suppress(KVReclaimError):
-            if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
-                made[name] = llm.compressor(CompressionConfig(name))
-    return made
-
-
-def _settings(service: Service, engine: Engine, made: dict[str, Compressor]) -> dict[str, Any]:
-    """What the page's form offers. Runs in the engine's thread, which knows what it can give a policy."""
-    own = service.engine.llm.compression
+def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
+    """What the page's form offers."""
+    served = service.engine.served
     return {
         "models": service.config.served_model_name,
-        "num_blocks": engine.memory.pool.num_blocks,
-        "block_size": engine.memory.block_size,
-        "max_model_len": engine.max_model_len,
-        "policies": [name for name, compressor in made.items() if _generates(engine, compressor)],
-        "default_policy": own.policy if own is not None else None,
+        "num_blocks": served.num_blocks,
+        "block_size": served.block_size,
+        "max_model_len": served.max_model_len,
+        "policies": policies,
+        "default_policy": served.compression.policy if served.compression is not None else None,
     }
 
 
-def _generates(engine: Engine, compressor: Compressor) -> bool:
-    """Whether this model can generate with the policy."""
-    try:
-        engine.signals.check(compressor, scored=False)
-    except KVReclaimError:
-        return False
-    return True
+def offered(host: Host) -> list[str]:
+    """Every policy that this engine can have, as it is written and with its defaults, the one that auto
+    stands for first; reads files the first time."""
+    first = (Auto.of(host.llm).policy or Wrapper.default_inner, CONTROL)
+    found = []
+    for name in (*first, *policy_names()):
+        with suppress(KVReclaimError):
+            if name in first or (name != "full" and not issubclass(policy_class(name), Wrapper)):
+                host.engine.signals.check(host.llm.compressor(CompressionConfig(name)), scored=False)
+                found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def _knows(service: Service, text: str) -> bool:
     """Whether every word of the text is one token of the model: it is the demo model's language."""
-    tokenizer = service.engine.llm.loaded.tokenizer
-    return tokenizer is not None and len(service.encode(text)) == len(text.split())
+    return service.engine.tokenizer is not None and len(service.encode(text)) == len(text.split())

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.pool_view import PoolView, pool_view
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.pool_view import PoolView, pool_view
 from kvreclaim.schedule import Pass
 
 
@@ -47,14 +48,10 @@ class Snapshot:
 
 
 class Recorder:
-    """Notes compactions as they happen, while somebody watches. Lives in the engine's thread."""
+    """Notes compactions as they happen, while somebody watches. Lives where the engine runs."""
 
     def __init__(self) -> None:
         self._compactions: list[Compaction] = []
-
-    def begin(self, engine: Engine) -> None:
-        """Compactions from here on count."""
-        self._compactions = []
 
     def added(self, engine: Engine, request: Request) -> None:
         """Nothing has happened to it yet."""
@@ -85,6 +82,23 @@ class Recorder:
             },
             compactions=done,
         )
+
+
+def begin(host: Host) -> None:
+    """Compactions from here on count."""
+    end(host)
+    host.observers = (*host.observers, Recorder())
+
+
+def take(host: Host) -> Snapshot:
+    """The engine now, with the compactions since the last one."""
+    recorder = next(each for each in host.observers if isinstance(each, Recorder))
+    return recorder.take(host.engine)
+
+
+def end(host: Host) -> None:
+    """Nobody watches any more."""
+    host.observers = tuple(each for each in host.observers if not isinstance(each, Recorder))
 
 
 def _compaction(request: Request, done: Pass[int]) -> Compaction:

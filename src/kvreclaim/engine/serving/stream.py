@@ -1,13 +1,34 @@
-"""What an asyncio caller sees of a request: its outputs as they grow."""
+"""What an asyncio caller sees of a request: its outputs as they grow. Plain values: they cross processes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
-from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.core.outputs import FinishReason, Logprob, PromptLogprobs, RequestMetrics
+from kvreclaim.memory.pins import Retention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A request before the engine has it.
+
+    compression: None takes the LLM's own
+    priority:    under the policy "priority" a lower number runs first
+    retention:   how long the prompt's blocks are worth keeping
+    tenant:      for whom: tenants get fair shares of the engine
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    compression: CompressionConfig | None = None
+    priority: int = 0
+    retention: tuple[Retention, ...] = ()
+    tenant: str | None = None
 
 
 @dataclass(slots=True)
@@ -36,14 +57,16 @@ class OutputDelta:
 class Update:
     """What a request gained since its reader last looked.
 
-    metrics:  of the request so far, in its first update and its last
-    finished: nothing follows; error: why the request failed, None otherwise
+    metrics:         of the request so far, in its first update and its last
+    finished:        nothing follows; error: why the request failed, None otherwise
+    prompt_logprobs: of every token of the prompt, in the first update, if they were asked for
     """
 
     deltas: dict[int, OutputDelta]
     metrics: RequestMetrics | None = None
     finished: bool = False
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def extend(self, later: Update) -> None:
         """Take in what came after."""
@@ -53,6 +76,7 @@ class Update:
             else:
                 self.deltas[index] = delta
         self.metrics = later.metrics or self.metrics
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.finished, self.error = later.finished, later.error
 
 
@@ -61,22 +85,52 @@ class RequestStream:
 
     A reader that is slow finds several steps in one update; it holds up nobody and needs no more memory
     than its outputs.
+
+    new:             what was asked for
+    ended:           its last update has come
+    prompt_logprobs: once the first update has come, if they were asked for
+    finish_reasons:  of the outputs that have ended, by index
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, new: NewRequest) -> None:
+        self.new = new
         self.ended = False
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.finish_reasons: dict[int, FinishReason] = {}
+        self._metrics = RequestMetrics(num_prompt_tokens=len(new.prompt_token_ids))
+        self._num_generated = 0
+        self._said: dict[int, list[str]] = {}
         self._pending: Update | None = None
         self._arrived = asyncio.Event()
         self._finished = asyncio.Event()
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        return self.new.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """As far as they are known: final once the stream has ended; before, those of the first update with
+        what has been generated since."""
+        if self.ended:
+            return self._metrics
+        return replace(self._metrics, num_generated_tokens=self._num_generated)
+
+    @property
+    def texts(self) -> list[str]:
+        """Of every output, what has come so far."""
+        return ["".join(self._said.get(index, ())) for index in range(self.new.params.n)]
 
     def put(self, update: Update) -> None:
         """Called in the event loop."""
         self.ended = update.finished
+        self._metrics = update.metrics or self._metrics
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
+        for delta in update.deltas.values():
+            self._num_generated += len(delta.token_ids)
+            self._said.setdefault(delta.index, []).append(delta.text)
+            if delta.finish_reason is not None:
+                self.finish_reasons[delta.index] = delta.finish_reason
         if self._pending is None:
             self._pending = update
         else:
@@ -105,54 +159,3 @@ class RequestStream:
             yield update
             if update.finished:
                 return
-
-
-@dataclass(slots=True)
-class Cursor:
-    """How far the outputs of a request have been passed on. Lives in the engine's thread."""
-
-    request: Request
-    stream: RequestStream
-    begun: bool = False
-    places: list[Place] = field(default_factory=list)
-
-    def advance(self) -> Update:
-        """Everything that is new since the last call."""
-        request = self.request
-        num_prompt = len(request.prompt_token_ids)
-        self.places += [Place(seq, num_prompt) for seq in request.sequences[len(self.places) :]]
-        deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
-        finished = request.finished
-        metrics = request.collect_metrics() if finished or not self.begun else None
-        self.begun = True
-        return Update(deltas, metrics, finished, request.error)
-
-
-@dataclass(slots=True)
-class Place:
-    """How far one output has been passed on: so many of its tokens, characters and reports."""
-
-    seq: Sequence
-    num_tokens: int
-    num_chars: int = 0
-    num_reports: int = 0
-    ended: bool = False
-
-    def advance(self) -> OutputDelta:
-        """What is new; the delta that says why the output ended is its last."""
-        seq = self.seq
-        text = seq.detokenizer.text if seq.detokenizer is not None else ""
-        reports = seq.logprobs[self.num_reports :] if seq.logprobs else []
-        delta = OutputDelta(
-            seq.index,
-            text[self.num_chars :],
-            seq.token_ids[self.num_tokens :],
-            reports,
-            seq.finish_reason,
-            seq.stop_reason,
-        )
-        self.num_chars = len(text)
-        self.num_tokens += len(delta.token_ids)
-        self.num_reports += len(reports)
-        self.ended = seq.finish_reason is not None
-        return delta

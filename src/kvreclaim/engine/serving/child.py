@@ -1,0 +1,210 @@
+"""The engine's process: one thread that steps, and between two steps does what it is told.
+
+python -m kvreclaim.engine.serving.child FD
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.errors import EngineDeadError, KVReclaimError
+
+logger = logging.getLogger(__name__)
+
+
+class Child:
+    """Steps for as long as there is work, and waits for messages where there is none."""
+
+    def __init__(self, channel: Channel, host: Host) -> None:
+        self._channel = channel
+        self._host = host
+        self._made: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told_death = False
+        self._early: dict[str, bool] = {}  # requests whose compressors are being made: aborted meanwhile?
+        self._poller = select.poll()
+        self._poller.register(self._wake, select.POLLIN)
+
+    def run(self) -> None:
+        """Until it is told to stop, or nobody is left to tell."""
+        try:
+            while self._turn():
+                pass
+        except ChannelClosedError:
+            logger.warning("the server has gone; the engine's process ends")
+
+    def _turn(self) -> bool:
+        """Messages, then a step. Returns: whether to go on."""
+        goes_on = True
+        try:
+            ready = self._wait()
+            if ready & ~select.POLLOUT:
+                for message in self._channel.receive():
+                    goes_on = self._handle(message) and goes_on
+            while self._made.qsize():
+                self._made.get()()
+            if self._host.has_work:
+                self._host.step()
+        except ChannelClosedError:
+            raise
+        except BaseException as error:  # a library's panic is no Exception
+            self._host.die(error)
+        self._channel.flush()
+        self._pass_on()
+        return goes_on or self._finish()
+
+    def _wait(self) -> int:
+        """Until there is something to do. Returns: the events of the channel."""
+        events = select.POLLIN | (select.POLLOUT if self._channel.pending else 0)
+        self._poller.register(self._channel, events)
+        found = dict(self._poller.poll(0 if self._host.has_work else None))
+        if self._wake in found:
+            os.eventfd_read(self._wake)
+        return found.get(self._channel.fileno(), 0)
+
+    def _pass_on(self) -> None:
+        """Tell what is new. While the other side has not taken the last of it, it gathers here."""
+        died = self._host.death is not None and not self._told_death
+        if not self._channel.pending and (self._host.num_news or died):
+            self._told_death = self._host.death is not None
+            self._channel.send(Told(self._host.num_waiting, self._host.take(), self._host.death))
+
+    def _finish(self) -> bool:
+        """The last words, however slow the other side takes them."""
+        self._host.abort_all()
+        while self._channel.pending or self._host.num_news:
+            self._channel.flush()
+            self._pass_on()
+            if self._channel.pending:
+                select.select((), (self._channel,), ())
+        return False
+
+    def _handle(self, message: Any) -> bool:
+        match message:
+            case Add(ticket=ticket):
+                self._add(message)
+            case Abort(request_id=request_id) if request_id in self._early:
+                self._early[request_id] = True
+            case Abort(request_id=request_id):
+                self._host.abort(request_id)
+            case Call(ticket=ticket, function=function, of_the_dead=of_the_dead):
+                self._answer(ticket, lambda: function(self._host), of_the_dead=of_the_dead)
+            case Stop():
+                return False
+        return True
+
+    def _add(self, message: Add) -> None:
+        """Requests whose compressors are known at once; a thread makes others, so that no step waits."""
+        llm = self._host.llm
+        configs = [
+            new.compression if new.compression is not None else llm.compression for new in message.news
+        ]
+        known = [None if config is None else llm.compressors.kept(config) for config in configs]
+        if all(k is not None or config is None for k, config in zip(known, configs, strict=True)):
+            self._queue(message, known)
+            return
+
+        self._early |= {new.request_id: False for new in message.news}
+
+        def make() -> None:
+            try:
+                made = [None if config is None else llm.compressor(config) for config in configs]
+            except Exception as error:
+                refusal = error
+                self._made.put(lambda: self._queue(message, refusal))
+            else:
+                self._made.put(lambda: self._queue(message, made))
+            os.eventfd_write(self._wake, 1)
+
+        threading.Thread(target=make, name="kvreclaim-compressors", daemon=True).start()
+
+    def _queue(self, message: Add, compressors: list[Compressor | None] | Exception) -> None:
+        def add() -> None:
+            if isinstance(compressors, Exception):
+                raise compressors
+            self._host.add_all(message.news, compressors)
+
+        self._answer(message.ticket, add)
+        for new in message.news:
+            if self._early.pop(new.request_id, False):
+                self._host.abort(new.request_id)
+
+    def _answer(self, ticket: int, work: Callable[[], Any], *, of_the_dead: bool = False) -> None:
+        """Do it, and say what came of it."""
+        value, error = None, None
+        try:
+            if self._host.death is not None and not of_the_dead:
+                raise EngineDeadError(f"the engine has stopped ({self._host.death}); restart the server.")
+            value = work()
+        except Exception as raised:
+            if not isinstance(raised, KVReclaimError):
+                logger.exception("a message to the engine's process failed")
+            error = _plain(raised)
+        self._channel.send(Answer(ticket, self._host.num_waiting, value, error))
+
+
+def _plain(error: Exception) -> Exception:
+    """The error as it can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__} in the engine's process; its log has more")
+    return error
+
+
+def main() -> None:
+    """The process: the first message is the engine's EngineSpec; Ready is the first answer."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to both of us; the server lets requests end first
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        spec = _first(channel)
+        if spec.prepare is not None:
+            spec.prepare()
+        try:
+            host = Host(spec.load())
+        except Exception as error:
+            if not isinstance(error, KVReclaimError):
+                logger.exception("the engine did not start")
+            _send_whole(channel, Ready(None, _plain(error)))
+            return
+        _send_whole(channel, Ready(Served.of(host.llm)))
+    except ChannelClosedError:
+        return
+    Child(channel, host).run()
+
+
+def _first(channel: Channel) -> EngineSpec:
+    while True:
+        select.select((channel,), (), ())
+        if messages := channel.receive():
+            spec: EngineSpec = messages[0]
+            return spec
+
+
+def _send_whole(channel: Channel, message: Ready) -> None:
+    channel.send(message)
+    while channel.pending:
+        select.select((), (channel,), ())
+        channel.flush()
+
+
+if __name__ == "__main__":
+    main()
+    logging.shutdown()
+    os._exit(0)  # an interpreter that shuts down waits for the threads of libraries

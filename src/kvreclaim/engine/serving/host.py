@@ -1,0 +1,210 @@
+"""The engine's side: requests in, updates out, between two steps. Whose thread or process it is in, it does
+not know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.core.engine import Engine, StepResult
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.core.request import Sequence as Output
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
+
+logger = logging.getLogger(__name__)
+
+News = list[tuple[str, Update]]
+"""Updates by the ids of their requests, each request once."""
+
+
+class EngineObserver(Protocol):
+    """Told what happens, where the engine runs: it must be quick and may read the engine."""
+
+    def added(self, engine: Engine, request: Request) -> None: ...
+
+    def stepped(self, engine: Engine, result: StepResult) -> None: ...
+
+    def ended(self, engine: Engine, request: Request) -> None: ...
+
+
+class Host:
+    """An engine and the requests that somebody else reads.
+
+    death: why it cannot go on, None while it can
+    """
+
+    def __init__(self, llm: LLM, observers: Sequence[EngineObserver] = ()) -> None:
+        self.llm = llm
+        self.engine = llm.engine
+        self.observers = tuple(observers)
+        self.death: str | None = None
+        self._cursors: dict[str, Cursor] = {}
+        self._news: dict[str, Update] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.death is None and self.engine.has_unfinished
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks yet."""
+        return len(self.engine.scheduler.waiting)
+
+    def add_all(self, news: Sequence[NewRequest], compressors: Sequence[Compressor | None]) -> None:
+        """Queue requests, all or none. Raises what Engine.add_request raises."""
+        requests: list[Request] = []
+        try:
+            for new, compressor in zip(news, compressors, strict=True):
+                request = self.engine.add_request(
+                    new.request_id,
+                    new.prompt_token_ids,
+                    new.params,
+                    compressor,
+                    priority=new.priority,
+                    retention=new.retention,
+                    tenant=new.tenant,
+                )
+                requests.append(request)
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        for request in requests:
+            self._cursors[request.request_id] = Cursor(request)
+            self._tell("added", request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; one that is not known has ended by itself."""
+        cursor = self._cursors.get(request_id)
+        if cursor is not None and not cursor.request.finished:
+            self.engine.abort(request_id)
+            self._note([cursor.request])
+
+    def abort_all(self) -> None:
+        for request_id in list(self._cursors):
+            self.abort(request_id)
+
+    def step(self) -> None:
+        """One step of the engine. If it fails, the requests in flight end; the engine goes on if it can."""
+        try:
+            result = self.engine.step()
+        except Exception as error:
+            self._survive(error)
+            return
+        self._tell("stepped", result)  # first: who has an answer finds it counted
+        self._note(result.requests)
+
+    def die(self, error: BaseException) -> None:
+        """Nothing can be relied on any more: every request ends, and none is taken."""
+        logger.critical("the engine cannot go on", exc_info=error)
+        self.death = type(error).__name__  # its words may quote a prompt; the log has them
+        for request_id, cursor in self._cursors.items():
+            request = cursor.request
+            request.error = request.error or f"{self.death}: {error}"
+            self._add(request_id, Update({}, finished=True, error=request.error))
+            self._tell("ended", request)
+        self._cursors.clear()
+
+    def take(self) -> News:
+        """What is new since the last call."""
+        news, self._news = self._news, {}
+        return list(news.items())
+
+    @property
+    def num_news(self) -> int:
+        """Requests of which there is something new."""
+        return len(self._news)
+
+    def _survive(self, error: Exception) -> None:
+        """A step failed as a whole: end what is in flight and go on, if the engine lets us."""
+        ours = {request_id: cursor.request for request_id, cursor in self._cursors.items()}
+        requests = {**self.engine.requests, **ours}  # ours alone: what ended in this very step
+        logger.exception("an engine step failed; ending requests %s", list(requests))
+        for request in requests.values():
+            if not request.finished:
+                request.error = f"{type(error).__name__}: {error}"
+                self.engine.abort(request.request_id)
+        self._note(list(requests.values()))
+
+    def _note(self, requests: list[Request]) -> None:
+        """Keep what is new of these requests for `take`."""
+        ended = []
+        for request in requests:
+            cursor = self._cursors.get(request.request_id)
+            if cursor is None:
+                continue
+            update = cursor.advance()
+            if update.finished:
+                del self._cursors[request.request_id]
+                ended.append(request)
+            self._add(request.request_id, update)
+        for request in ended:
+            self._tell("ended", request)
+
+    def _add(self, request_id: str, update: Update) -> None:
+        known = self._news.get(request_id)
+        if known is None:
+            self._news[request_id] = update
+        else:
+            known.extend(update)
+
+    def _tell(self, event: Literal["added", "stepped", "ended"], fact: Request | StepResult) -> None:
+        for observer in self.observers:
+            try:
+                getattr(observer, event)(self.engine, fact)
+            except Exception:
+                logger.exception("%s failed", type(observer).__name__)
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far the outputs of a request have been passed on."""
+
+    request: Request
+    begun: bool = False
+    places: list[Place] = field(default_factory=list)
+
+    def advance(self) -> Update:
+        """Everything that is new since the last call."""
+        request = self.request
+        num_prompt = len(request.prompt_token_ids)
+        self.places += [Place(seq, num_prompt) for seq in request.sequences[len(self.places) :]]
+        deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
+        first, finished = not self.begun, request.finished
+        metrics = request.collect_metrics() if finished or first else None
+        self.begun = True
+        return Update(deltas, metrics, finished, request.error, request.prompt_logprobs if first else None)
+
+
+@dataclass(slots=True)
+class Place:
+    """How far one output has been passed on: so many of its tokens, characters and reports."""
+
+    seq: Output
+    num_tokens: int
+    num_chars: int = 0
+    num_reports: int = 0
+    ended: bool = False
+
+    def advance(self) -> OutputDelta:
+        """What is new; the delta that says why the output ended is its last."""
+        seq = self.seq
+        text = seq.detokenizer.text if seq.detokenizer is not None else ""
+        reports = seq.logprobs[self.num_reports :] if seq.logprobs else []
+        delta = OutputDelta(
+            seq.index,
+            text[self.num_chars :],
+            seq.token_ids[self.num_tokens :],
+            reports,
+            seq.finish_reason,
+            seq.stop_reason,
+        )
+        self.num_chars = len(text)
+        self.num_tokens += len(delta.token_ids)
+        self.num_reports += len(reports)
+        self.ended = seq.finish_reason is not None
+        return delta

@@ -1,0 +1,207 @@
+"""The engine in a process of its own, for callers in an event loop: no parser shares its interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
+from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.stream import NewRequest
+from kvreclaim.errors import EngineDeadError
+from kvreclaim.model.loader import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PROGRAM = ("-m", "kvreclaim.engine.serving.child")
+STOP_S = 10.0
+"""A process that has not ended by then, told to stop, is killed: a step may take as long as it likes."""
+
+
+class ProcessEngine(Readers):
+    """As AsyncEngine, over a pair of sockets. If either process goes, the other one notices at once."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: Channel, served: Served, tokenizer: Tokenizer | None
+    ) -> None:
+        super().__init__(tokenizer, process.pid)
+        self._served = served
+        self._process = process
+        self._channel = channel
+        self._tickets = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._queued = 0
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def launch(cls, spec: EngineSpec) -> ProcessEngine:
+        """Start the process and wait for its model; this side loads the tokenizer meanwhile.
+
+        Raises: what LLM raises there; EngineDeadError if the process ends before.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, *PROGRAM, str(theirs.fileno())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        channel = Channel(ours)
+        try:
+            channel.send(spec)
+            tokenizer = load_tokenizer(spec.model)
+            ready = _await_ready(channel)
+            if ready.error is not None:
+                raise ready.error
+            assert ready.served is not None, "an engine that serves says what"
+            return cls(process, channel, ready.served, tokenizer)
+        except BaseException as error:
+            channel.close()
+            code = process.wait()
+            if isinstance(error, ChannelClosedError):
+                raise EngineDeadError(
+                    f"the engine's process ended {_how(code)} before it served; the log may say why."
+                ) from error
+            raise
+
+    @property
+    def served(self) -> Served:
+        return self._served
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel.fileno(), self._on_readable)
+
+    async def stop(self) -> None:
+        self.death = self.death or "it was shut down"
+        self._stopping = True
+        if not self.lost.is_set():
+            self._send(Stop())
+        try:
+            await asyncio.to_thread(self._process.wait, STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine's process did not stop in %g s and is killed", STOP_S)
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self._lose()
+
+    def abort(self, request_id: str) -> None:
+        self._send(Abort(request_id))
+
+    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
+        if not of_the_dead:
+            self._check_alive()
+        result: T = await self._ask(lambda ticket: Call(ticket, function, of_the_dead))
+        return result
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._queued
+
+    async def _add(self, news: Sequence[NewRequest]) -> None:
+        await self._ask(lambda ticket: Add(ticket, news))
+
+    async def _ask(self, message: Callable[[int], Add | Call]) -> Any:
+        """Send it and wait for its answer."""
+        if self.lost.is_set():
+            raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
+        assert self._loop is not None, "start() comes first"
+        ticket = next(self._tickets)
+        self._asked[ticket] = answer = self._loop.create_future()
+        try:
+            self._send(message(ticket))
+            return await answer
+        finally:
+            self._asked.pop(ticket, None)
+
+    def _send(self, message: Add | Call | Abort | Stop) -> None:
+        """Send as much as goes now, and the rest when it goes."""
+        assert self._loop is not None, "start() comes first"
+        if self.lost.is_set():
+            return
+        try:
+            self._channel.send(message)
+        except ChannelClosedError:
+            return  # the reader sees it, too, after what was said before
+        if self._channel.pending:
+            self._loop.add_writer(self._channel.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._channel.flush()
+        except ChannelClosedError:
+            self._loop.remove_writer(self._channel.fileno())
+            return
+        if not self._channel.pending:
+            self._loop.remove_writer(self._channel.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            messages = self._channel.receive()
+        except ChannelClosedError:
+            self._lose()
+            return
+        for message in messages:
+            self._queued = message.num_waiting
+            if isinstance(message, Told):
+                self.death = self.death or message.death
+                self._deliver(message.news)
+            else:
+                self._take(message)
+
+    def _take(self, answer: Answer) -> None:
+        asked = self._asked.get(answer.ticket)
+        if asked is None or asked.done():
+            return
+        if answer.error is not None:
+            asked.set_exception(answer.error)
+        else:
+            asked.set_result(answer.value)
+
+    def _lose(self) -> None:
+        """The process has gone, or is going."""
+        if self.lost.is_set():
+            return
+        assert self._loop is not None, "start() comes first"
+        for remove in (self._loop.remove_reader, self._loop.remove_writer):
+            remove(self._channel.fileno())
+        self._channel.close()
+        try:
+            code: int | None = self._process.wait(1.0)  # a closed socket comes a moment before the end
+        except subprocess.TimeoutExpired:
+            code = None
+        reason = f"its process ended {_how(code)}"
+        if not self._stopping:
+            logger.critical("the engine has stopped: %s", reason)
+        self.lost.set()
+        self._queued = 0
+        self._end_all(reason)
+        error = EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(error)
+
+
+def _await_ready(channel: Channel) -> Ready:
+    while True:
+        select.select((channel,), (channel,) if channel.pending else (), ())
+        channel.flush()
+        if messages := channel.receive():
+            ready: Ready = messages[0]
+            return ready
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "without an exit code"
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,142 @@
+"""The readers' side of an engine: one stream for each request, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvreclaim.engine.serving.host import Host, News
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.errors import EngineDeadError
+from kvreclaim.model.loader import Tokenizer
+
+T = TypeVar("T")
+
+
+class Readers(ABC):
+    """Many callers of one event loop, and one engine that runs elsewhere.
+
+    pid:       of the engine's process where that is another, else None
+    tokenizer: this side's own, None where the model has none
+    death:     why nothing is served any more, None while it is; lost: set when its process has gone
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, pid: int | None = None) -> None:
+        self.pid = pid
+        self.tokenizer = tokenizer
+        self.death: str | None = None
+        self.lost = asyncio.Event()
+        self._streams: dict[str, RequestStream] = {}
+        self._num_adding = 0
+        self._emptied = asyncio.Event()
+
+    @property
+    @abstractmethod
+    def served(self) -> Served:
+        """What there is to know of the engine."""
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.served.name
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to serve; called in the event loop that will call everything else."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End every request and the engine; whoever calls later gets an EngineDeadError."""
+
+    @abstractmethod
+    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
+        """Run a function where the engine runs, between two steps. In another process it must be a module's
+        own, and what it returns plain. Raises what it raises, EngineDeadError.
+
+        of_the_dead: also when the engine cannot go on, as long as there is somebody to ask
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; one that has ended is none of our business any more."""
+
+    @property
+    @abstractmethod
+    def _num_waiting(self) -> int:
+        """Requests in the engine's queue."""
+
+    @abstractmethod
+    async def _add(self, news: Sequence[NewRequest]) -> None:
+        """Have the engine take them all, or none."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being added or have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that hold no blocks yet."""
+        return self._num_adding + self._num_waiting
+
+    async def add(self, new: NewRequest) -> RequestStream:
+        """Queue a request. Raises what Engine.add_request raises, and EngineDeadError."""
+        return (await self.add_all([new]))[0]
+
+    async def add_all(self, news: Sequence[NewRequest]) -> list[RequestStream]:
+        """Queue requests, all or none. Cancelled meanwhile, it leaves none in the engine."""
+        self._check_alive()
+        streams = [RequestStream(new) for new in news]
+        self._streams |= {stream.request_id: stream for stream in streams}
+        self._num_adding += len(news)
+        try:
+            await self._add(news)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                for new in news:
+                    self.abort(new.request_id)
+            for new in news:
+                self._streams.pop(new.request_id, None)
+            raise
+        finally:
+            self._num_adding -= len(news)
+            self._note_empty()
+        return streams
+
+    async def abort_all(self) -> None:
+        """End every request; return once their readers have been told."""
+        if self.death is None:
+            await self.call(Host.abort_all)
+
+    async def drained(self) -> None:
+        """Return once no request is left."""
+        while self.num_requests:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def _check_alive(self) -> None:
+        if self.death is not None:
+            raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
+
+    def _deliver(self, news: News) -> None:
+        """Wake the readers."""
+        for request_id, update in news:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # its caller has gone
+            stream.put(update)
+            if update.finished:
+                del self._streams[request_id]
+        self._note_empty()
+
+    def _end_all(self, reason: str) -> None:
+        """Nothing will come any more: tell everybody who waits."""
+        self.death = self.death or reason
+        self._deliver([(name, Update({}, finished=True, error=reason)) for name in self._streams])
+
+    def _note_empty(self) -> None:
+        if not self.num_requests:
+            self._emptied.set()

@@ -1,0 +1,72 @@
+"""What callers must know of an engine that they may not touch. Plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.config import AUTO
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.errors import KVReclaimError
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What the policy auto is for the served model; error: why it is none."""
+
+    policy: str | None
+    error: KVReclaimError | None
+
+    @classmethod
+    def of(cls, llm: LLM) -> Auto:
+        """By the engine's own statistics; reads a file."""
+        own = CompressionConfig() if llm.compression is None else llm.compression
+        try:
+            return cls(llm.resolved(dataclasses.replace(own, policy=AUTO, options={})).policy, None)
+        except KVReclaimError as error:
+            return cls(None, error)
+
+    def named(self) -> str:
+        """Raises: KVReclaimError."""
+        if self.policy is None:
+            assert self.error is not None
+            raise self.error
+        return self.policy
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine's model and limits.
+
+    name:        of the model, for messages
+    compression: of requests that bring none of their own
+    config:      EngineConfig's fields as they were chosen; kv_format: of the cache
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    compression: CompressionConfig | None
+    auto: Auto
+    config: dict[str, Any]
+    kv_format: str
+
+    @classmethod
+    def of(cls, llm: LLM) -> Served:
+        """May read the file of statistics."""
+        engine = llm.engine
+        return cls(
+            name=llm.loaded.facts.name,
+            vocab_size=llm.loaded.vocab_size,
+            max_model_len=engine.max_model_len,
+            num_blocks=engine.memory.pool.num_blocks,
+            block_size=engine.memory.block_size,
+            compression=llm.compression,
+            auto=Auto.of(llm),
+            config=dataclasses.asdict(engine.config),
+            kv_format=engine.kv_format.name,
+        )

@@ -1,0 +1,132 @@
+"""The engine in a thread of its own, for callers in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any, TypeVar
+
+from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.serving.host import EngineObserver, Host, News
+from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.serving.stream import NewRequest
+
+T = TypeVar("T")
+
+MANY, SOON_S = 8, 0.004
+"""News of so many streams waits so long: by then the engine's thread is in native code of its next step.
+At once, both threads would want the interpreter at the same time (docs/log.md has what was measured)."""
+
+
+class AsyncEngine(Readers):
+    """Serves many callers of one event loop from one engine, which nobody else may touch meanwhile.
+
+    Everything that concerns the engine runs in its thread, between two steps.
+    """
+
+    def __init__(self, llm: LLM, observers: Sequence[EngineObserver] = ()) -> None:
+        super().__init__(llm.loaded.tokenizer)
+        self.llm = llm
+        self.host = Host(llm, observers)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outbox: deque[News] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._serve, name="kvreclaim-engine", daemon=True)
+
+    @cached_property
+    def served(self) -> Served:  # it may read a file: once, when somebody asks
+        return Served.of(self.llm)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self.death = self.death or "it was shut down"
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put(lambda: self.host.abort(request_id))
+
+    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():  # the caller may have gone
+                try:
+                    if not of_the_dead:
+                        self._check_alive()
+                    answer.set_result(function(self.host))
+                except BaseException as error:
+                    answer.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise  # the end of the engine
+
+        if not of_the_dead:
+            self._check_alive()
+        self._inbox.put(run)
+        return await asyncio.wrap_future(answer)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self.host.num_waiting
+
+    async def _add(self, news: Sequence[NewRequest]) -> None:
+        compressors = [await self._compressor(new.compression) for new in news]
+        await self.call(lambda host: host.add_all(news, compressors))
+
+    async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
+        """Of one's own setting or the LLM's. Made where neither a step nor the event loop has to wait."""
+        config = config if config is not None else self.llm.compression
+        if config is None:
+            return None
+        return self.llm.compressors.kept(config) or await asyncio.to_thread(self.llm.compressor, config)
+
+    def _serve(self) -> None:
+        """The thread: commands, then a step, for as long as there is either. After the engine's death it
+        answers commands with an error."""
+        while True:
+            try:
+                while self._inbox.qsize() or not self.host.has_work:
+                    command = self._inbox.get()
+                    if command is None:
+                        self.host.abort_all()
+                        self._pass_on()
+                        return
+                    command()
+                    self._pass_on()
+                self.host.step()
+            except BaseException as error:  # a library's panic is no Exception
+                self.host.die(error)
+                self.death = self.host.death
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Hand what is new to the event loop, all requests at once."""
+        if news := self.host.take():
+            self._outbox.append(news)
+            waits = len(news) >= MANY and self.host.has_work
+            self._post(self._deliver_soon if waits else self._deliver_outbox)
+
+    def _post(self, callback: Callable[..., None], *args: Any) -> None:
+        """Have it called in the event loop, if that still runs: a process that exits at once leaves us."""
+        assert self._loop is not None, "start() comes first"
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _deliver_soon(self) -> None:
+        assert self._loop is not None, "start() comes first"
+        self._loop.call_later(SOON_S, self._deliver_outbox)
+
+    def _deliver_outbox(self) -> None:
+        while self._outbox:
+            self._deliver(self._outbox.popleft())
