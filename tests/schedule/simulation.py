@@ -159,13 +159,14 @@ class Ask:
     footprint: Footprint
     priority: int
     salt: str | None
+    tenant: str | None = None
     guilty: bool = False
 
 
 class World:
     """A scheduler and its worker, step by step, with the whole structure checked after each."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, scheduler: type[Scheduler[Sequence]] = Scheduler) -> None:
         self.random = random
         self.size = random.choice((1, 2, 4))
         self.max_chunk = random.choice((3, 8, 20))
@@ -179,7 +180,7 @@ class World:
         )
         self.max_num_seqs = random.choice((1, 3, 6))
         self.by_priority = random.random() < 0.5
-        self.scheduler: Scheduler[Sequence] = Scheduler(
+        self.scheduler: Scheduler[Sequence] = scheduler(
             self.memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_chunk,
@@ -190,6 +191,7 @@ class World:
         self.asked: dict[str, Ask] = {}
         self.waits_for_fork: dict[str, bool] = {}
         self.counts: Counter[str] = Counter()
+        self.plans: list[StepPlan] = []
         self.next_id = 0
 
     def ask(self, ask: Ask) -> bool:
@@ -220,6 +222,7 @@ class World:
             footprint=ask.footprint,
             priority=ask.priority if self.by_priority else 0,
             cache_salt=ask.salt,
+            tenant=ask.tenant,
         )
         self.sequences[seq.seq_id] = seq
         self.next_id += 1
@@ -239,8 +242,10 @@ class World:
         """fault: None, "raise" (the pass fails half-way and each row is tried alone), or "nan"."""
         plan = self.scheduler.schedule()
         self._check_plan(plan)
+        self.plans.append(plan)
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(plan.preempted)
+        self.counts["fairness"] += sum(lost.reason == "fairness" for lost in plan.preempted)
         self.counts["hits"] += sum(one.num_hit for one in plan.admitted)
         self.counts["copies"] += len(plan.copies)
         self.worker.prepare(plan, self.sequences)
@@ -308,8 +313,10 @@ class World:
             seq.seats = 1
             for index in range(1, self.asked[seq.request_id].num_outputs):
                 child = self._sequence(seq.request_id, index, list(seq.token_ids), seq.first_id)
-                self.scheduler.fork(seq, child)
-                self.worker.rows[child.seq_id] = self.worker.rows[seq.seq_id].copy()
+                if self.scheduler.fork(seq, child):
+                    self.worker.rows[child.seq_id] = self.worker.rows[seq.seq_id].copy()
+                else:
+                    self.counts["forks that wait"] += 1
                 outputs.append(child)
         for one in outputs:
             one.token_ids.append(self._token(one))
@@ -337,7 +344,9 @@ class World:
             self.worker.check(seq.seq_id)
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert {seq.seq_id for seq in (*running, *waiting)} == self.sequences.keys()
-        assert sum(seq.seats for seq in running) <= self.max_num_seqs
+        assert len(running) <= self.max_num_seqs
+        for tenant in {seq.tenant for seq in running}:
+            assert sum(seq.seats for seq in running if seq.tenant == tenant) <= self.max_num_seqs
         assert self.worker.rows.keys() == {seq.seq_id for seq in running}
 
     def drain(self) -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from one_tenant import OneTenant
 from simulation import Ask, World
 
 from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.way import Way
 
 STEPS_PER_WORLD = 500
 WORLDS_PER_PART = 50
 NUM_PARTS = 4
 SHARED = [Random("shared").randrange(3) for _ in range(30)]
+TENANTS = ((None,), (None, "a"), ("a", "a", "a", "b"), ("a", "b", "c", "d", None))
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
@@ -44,7 +47,7 @@ def random_footprint(world: World) -> Footprint:
     )
 
 
-def random_ask(world: World) -> Ask:
+def random_ask(world: World, tenants: tuple[str | None, ...] = (None,)) -> Ask:
     """A prompt begins with a shared text, or with all that a running sequence holds."""
     random = world.random
     prompt = SHARED[: random.randrange(30)]
@@ -58,25 +61,31 @@ def random_ask(world: World) -> Ask:
         footprint=random_footprint(world),
         priority=random.randrange(3),
         salt=random.choice((None, None, "", "a")),
+        tenant=random.choice(tenants),
         guilty=random.random() < 0.03,
     )
 
 
 def run_world(seed: int, num_steps: int) -> Counter[str]:
     random = Random(seed)
-    world = World(random)
+    tenants = random.choice(TENANTS)
+    return run(World(random), tenants, num_steps).counts
+
+
+def run(world: World, tenants: tuple[str | None, ...], num_steps: int) -> World:
+    random = world.random
     asks = random.choice((0.1, 0.2, 0.5))
     faults = random.choice(((None,), (None, None, None, "raise"), (None,) * 8 + ("nan", "raise")))
     for _ in range(num_steps):
         if random.random() < asks and len(world.sequences) < 20:
-            world.ask(random_ask(world))
+            world.ask(random_ask(world, tenants))
         if world.sequences and random.random() < 0.01:
             world.abort(random.choice(list(world.sequences.values())).request_id)
         if random.random() < 0.005:
             world.memory.reset_prefix_cache()
         world.step(random.choice(faults))
     world.drain()
-    return world.counts
+    return world
 
 
 @pytest.mark.slow  # 100,000 steps, in parts that may run side by side
@@ -88,6 +97,23 @@ def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
     assert total["steps"] >= WORLDS_PER_PART * STEPS_PER_WORLD
     for what in ("preemptions", "hits", "copies", "passes", "failed passes"):
         assert total[what] > 200, f"{total} has hardly any {what}"
+    for what in ("fairness", "forks that wait"):
+        assert total[what] > 20, f"{total} has hardly any {what}"
+
+
+@pytest.mark.parametrize("tenant", [None, "a"])
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_one_tenant_is_served_as_if_there_were_no_tenants(part: int, tenant: str | None) -> None:
+    """The same plans, step by step, by faults and aborts, as of a scheduler with one list."""
+    total: Counter[str] = Counter()
+    for seed in range(part * 15, (part + 1) * 15):
+        found, plain = (
+            run(World(Random(seed), kind), (tenant,), num_steps=150) for kind in (Scheduler, OneTenant)
+        )
+        assert found.plans == plain.plans
+        total += found.counts
+    assert total["fairness"] == 0
+    assert min(total[what] for what in ("preemptions", "hits", "passes", "failed passes")) > 0
 
 
 def test_decisions_need_no_torch() -> None:

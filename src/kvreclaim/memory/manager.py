@@ -124,9 +124,12 @@ class MemoryManager:
         return self.prefix.match(keys, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """Whether admit and then grow(num_tokens) would succeed: a queued hit is no longer free."""
-        queued = len(match.entries) - self.num_shared(match)
-        return blocks_for(num_tokens, self.block_size) <= self.pool.num_free - queued
+        """Whether admit and then grow(num_tokens) would succeed."""
+        return blocks_for(num_tokens, self.block_size) <= self.num_spare(match)
+
+    def num_spare(self, match: PrefixMatch) -> int:
+        """Blocks that could be taken beside those of a match: a queued hit is no longer free."""
+        return self.pool.num_free - (len(match.entries) - self.num_shared(match))
 
     def num_shared(self, match: PrefixMatch) -> int:
         """Blocks of a match that other sequences hold now."""

@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.ledger import compress
+from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares
 from kvreclaim.schedule.step import Admitted, Pass, Preempted, PreemptionReason, Row, StepDone, StepPlan
 from kvreclaim.schedule.way import Way
 
 logger = logging.getLogger(__name__)
-
-
-Seq = TypeVar("Seq", bound=Sequence)
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A step in the making. budget: tokens that may still be added; lost: ids of preempted sequences."""
-
-    budget: int
-    rows: dict[int, tuple[Row, Growth]] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-    admitted: list[Admitted] = field(default_factory=list)
-    preempted: list[Preempted] = field(default_factory=list)
-    failed: list[tuple[int, Exception]] = field(default_factory=list)
-
-    def add(self, row: Row, growth: Growth) -> None:
-        self.rows[row.seq_id] = row, growth
-        self.budget -= row.num_tokens
-
-    def lose(self, seq_id: int) -> None:
-        self.lost.add(seq_id)
-        dropped = self.rows.pop(seq_id, None)
-        self.budget += dropped[0].num_tokens if dropped else 0
-
-    def plan(self) -> StepPlan:
-        grown = [growth for _, growth in self.rows.values()]
-        return StepPlan(
-            rows=tuple(row for row, _ in self.rows.values()),
-            copies=tuple(pair for growth in grown for pair in growth.copies),
-            fresh=tuple(block for growth in grown for block in growth.new_blocks),
-            admitted=tuple(self.admitted),
-            preempted=tuple(self.preempted),
-            failed=tuple(self.failed),
-        )
 
 
 class Scheduler(Generic[Seq]):
@@ -76,7 +44,7 @@ class Scheduler(Generic[Seq]):
         self.memory = memory
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Seq] = []
+        self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
@@ -86,21 +54,26 @@ class Scheduler(Generic[Seq]):
         self._known[seq.seq_id] = seq
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
         seq.status = Status.WAITING
-        if self._by_priority:
-            insort(self.waiting, seq, key=attrgetter("rank"))
-        else:
-            self.waiting.append(seq)
+        self.waiting.add(seq)
 
-    def fork(self, parent: Seq, child: Seq) -> None:
-        """Let a new sequence run that shares every block and all lengths of another."""
-        child.num_computed = parent.num_computed
-        child.account = parent.account.fork()
+    def fork(self, parent: Seq, child: Seq) -> bool:
+        """Let a new sequence run that shares every block and all lengths of another.
+
+        Returns: whether it runs. If other tenants have the seats by now it waits, as if it had run and been
+        preempted.
+        """
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         child.keys = parent.keys.fork(child.token_ids)
-        self.memory.fork(parent.seq_id, child.seq_id, child.keys)
         self._known[child.seq_id] = child
+        if len(self.running) >= self.max_num_seqs:
+            self.waiting.insert(child)
+            return False
+        child.num_computed = parent.num_computed
+        child.account = parent.account.fork()
+        self.memory.fork(parent.seq_id, child.seq_id, child.keys)
         child.status = Status.RUNNING
         self.running.append(child)
+        return True
 
     def remove(self, seq: Seq) -> None:
         """Forget a sequence wherever it is and return its blocks; one that is not known is ignored."""
@@ -109,28 +82,28 @@ class Scheduler(Generic[Seq]):
             self.running.remove(seq)
             seq.status = Status.ENDED
             self.memory.free(seq.seq_id)
-        elif seq in self.waiting:
+        else:
             self.waiting.remove(seq)
         seq.status = Status.ENDED
 
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
-        step = _Step(self.max_num_batched_tokens)
-        for seq in sorted(self.running, key=self._turn):
-            if step.budget == 0:
-                break
-            if seq.seq_id not in step.lost:
-                try:
-                    self._continue(seq, step)
-                except Exception as error:
-                    self._fail(seq, step, error)
-        while not step.lost and step.budget > 0 and self.waiting:
-            seq = self.waiting[0]
-            try:
-                if not self._admit(seq, step):
-                    break
-            except Exception as error:
-                self._fail(seq, step, error)
+        step: Draft[Seq] = Draft(self.max_num_batched_tokens)
+        order = sorted(self.running, key=self._turn)
+        tenants = {seq.tenant for seq in order} | self.waiting.tenants
+        if len(tenants) < 2:
+            self._continue_all(order, step)
+            self._admit_all(step)
+            return step.plan()
+        step.shares = Shares(self.memory, self.running, len(tenants), self.max_num_seqs)
+        prompts = [seq for seq in order if _is_prefill(seq)]
+        self._continue_all(order[: len(order) - len(prompts)], step)
+        waiting = (self.waiting.line(tenant).seqs[: self.max_num_seqs] for tenant in self.waiting.tenants)
+        step.tokens = tokens = PromptTokens(
+            prompts, chain.from_iterable(waiting), step.budget, least=self.max_num_batched_tokens // FRACTION
+        )
+        self._admit_all(step)
+        self._continue_all(sorted(prompts, key=lambda seq: tokens.wanted[seq.tenant]), step)
         return step.plan()
 
     def done(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
@@ -180,79 +153,137 @@ class Scheduler(Generic[Seq]):
         left = (block for index, block in enumerate(done.source_ids) if index not in set(gone))
         return replace(done, target_ids=tuple(left), blocks_freed=freed)
 
-    def _fail(self, seq: Seq, step: _Step, error: Exception) -> None:
+    def _fail(self, seq: Seq, step: Draft[Seq], error: Exception) -> None:
         """Keep a sequence out of this step and of the queue; the caller ends its request."""
         step.lose(seq.seq_id)
         step.failed.append((seq.seq_id, error))
-        if seq in self.waiting:
-            self.waiting.remove(seq)
+        self.waiting.remove(seq)
 
     def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
         return _is_prefill(seq), _is_postponed(seq), seq.rank if self._by_priority else ()
 
-    def _continue(self, seq: Seq, step: _Step) -> None:
+    def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
+        for seq in sequences:
+            if step.budget == 0:
+                break
+            if seq.seq_id not in step.lost:
+                try:
+                    self._continue(seq, step)
+                except Exception as error:
+                    self._fail(seq, step, error)
+
+    def _continue(self, seq: Seq, step: Draft[Seq]) -> None:
         """Let a running sequence compute its next tokens, at the expense of others if it must be.
 
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
         """
-        if step.rows and _is_postponed(seq):
+        num_tokens = min(seq.next_chunk, step.room(seq))
+        if not num_tokens or (step.rows and _is_postponed(seq)):
             return
-        num_tokens = min(seq.next_chunk, step.budget)
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
-            step.lose(victim.seq_id)
-            step.preempted.append(self._preempt(victim, seq))
+            victim = self._victim(step)
+            reason: PreemptionReason = "prefill" if _is_prefill(seq) else "decode"
+            step.pressed = True
+            self._preempt(victim, seq, "itself" if victim is seq else reason, step)
             if victim is seq:
                 return
-        step.add(*self._grow(seq, num_tokens))
+        step.add(seq, *self._grow(seq, num_tokens))
+
+    def _victim(self, step: Draft[Seq]) -> Seq:
+        """Who is preempted when a running sequence needs blocks."""
+        if step.shares is not None:
+            return step.shares.largest()
+        return max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
 
     def _grow(self, seq: Seq, num_tokens: int) -> tuple[Row, Growth]:
         row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=not seq.reads_sparsely)
         return row, self.memory.grow(seq.seq_id, num_tokens)
 
-    def _admit(self, seq: Seq, step: _Step) -> bool:
-        """Let the first that waits begin. Returns: whether there was room."""
-        if sum(other.seats for other in self.running) + seq.seats > self.max_num_seqs:
+    def _admit_all(self, step: Draft[Seq]) -> None:
+        """Let those that wait begin, in their turn, while there is room for them and their tokens."""
+        while not (step.pressed or step.failed) and step.budget > 0:
+            seq = self.waiting.next(step.num_running, step.skipped)
+            if seq is None or (step.refused and seq.priority > step.refused[0].seqs[0].priority):
+                break
+            if not step.room(seq):
+                step.skipped.add(seq.tenant)
+                continue
+            try:
+                if self._admit(seq, step):
+                    for line in step.refused:
+                        line.passed += 1
+                elif not self._may_pass(seq, step):
+                    break
+            except Exception as error:
+                self._fail(seq, step, error)
+
+    def _may_pass(self, seq: Seq, step: Draft[Seq]) -> bool:
+        """Whether sequences of other tenants may begin though there is no room for this one, whose turn it
+        is: not for ever, unless it is its own tenant's that are in its way."""
+        line = self.waiting.line(seq.tenant)
+        if step.shares is None or step.tokens is None:
+            return False
+        step.skipped.add(seq.tenant)
+        step.tokens.forget_waiting(seq.tenant)
+        if step.shares.fills_itself(seq):
+            return True
+        step.refused.append(line)
+        return line.passed < self.max_num_seqs
+
+    def _admit(self, seq: Seq, step: Draft[Seq]) -> bool:
+        """Let one that waits begin. Returns: whether there was room, or others have given way."""
+        shares = step.shares
+        has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
+        if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
-        known = len(seq.token_ids)
+        known, size = len(seq.token_ids), self.memory.block_size
         held = seq.footprint.slots_needed(seq.num_prompt, known)
-        needed = max(1, held - match.num_tokens) + self._known_growth()
+        own = max(1, held - match.num_tokens)
         first_pass = seq.footprint.first_pass(seq.num_prompt)
         if seq.footprint.way.moves and first_pass is not None and first_pass < known:
             # Its blocks are its own from then on, while others go on holding those that it shared.
-            needed += self.memory.num_shared(match) * self.memory.block_size
-        if not self.memory.can_admit(match, needed):
-            return False
+            own += self.memory.num_shared(match) * size
+
+        def needed(running: list[Seq]) -> int:
+            return own + self._known_growth(running)
+
+        if not (has_seat and self.memory.can_admit(match, needed(self.running))):
+            victims = shares.victims(seq, match, blocks_for(held, size), needed) if shares is not None else []
+            if not victims:
+                return False
+            for victim in victims:
+                self._preempt(victim, seq, "fairness", step)
         self.memory.admit(seq.seq_id, match, priority=seq.priority)
-        self.waiting.remove(seq)
+        self.waiting.begin(seq)
+        room = step.room(seq)
         self.running.append(seq)
         seq.status = Status.RUNNING
         seq.num_computed = match.num_tokens
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens))
-        step.add(*self._grow(seq, min(seq.next_chunk, step.budget)))
+        step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
         return True
 
-    def _known_growth(self) -> int:
-        """Slots that running sequences will still take and whose number is known: up to the next pass of
-        those whose blocks then come back. Admitting into them would only preempt somebody soon."""
+    def _has_seat(self, seq: Seq) -> bool:
+        return sum(other.seats for other in self.running) + seq.seats <= self.max_num_seqs
+
+    def _known_growth(self, running: list[Seq]) -> int:
+        """Slots that these will still take and whose number is known: up to the next pass of those whose
+        blocks then come back. Admitting into them would only preempt somebody soon."""
         size = self.memory.block_size
         growth = 0
-        for seq in self.running:
+        for seq in running:
             if seq.footprint.bounded:
                 peak = min(seq.max_len, seq.footprint.decode_cap)
                 held = len(self.memory.table(seq.seq_id).block_ids)
                 growth += max(0, blocks_for(peak, size) - held) * size
         return growth
 
-    def _preempt(self, victim: Seq, needy: Seq) -> Preempted:
-        """Take a sequence's blocks for one that needs some, itself maybe."""
-        reason: PreemptionReason = "prefill" if _is_prefill(needy) else "decode"
-        if victim is needy:
-            reason = "itself"
+    def _preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
+        """Take a sequence's blocks and its seat for one that needs some, itself maybe."""
         logger.info(
             "request %s (output %d, priority %d) is preempted for request %s (priority %d), reason %s: "
             "%d of %d blocks in use, %d tokens to compute again",
@@ -270,11 +301,8 @@ class Scheduler(Generic[Seq]):
         self.memory.free(victim.seq_id)
         victim.reset()
         victim.status = Status.WAITING
-        if self._by_priority:
-            insort(self.waiting, victim, key=attrgetter("rank"))
-        else:
-            self.waiting.insert(0, victim)
-        return Preempted(victim.seq_id, reason)
+        self.waiting.add_back(victim)
+        step.preempt(Preempted(victim.seq_id, reason))
 
 
 def _is_prefill(seq: Sequence) -> bool:

@@ -9,7 +9,7 @@ from typing import Generic, Literal
 from kvreclaim.memory.changes import Id
 from kvreclaim.schedule.way import Way
 
-PreemptionReason = Literal["decode", "prefill", "itself"]
+PreemptionReason = Literal["decode", "prefill", "itself", "fairness"]
 """A sequence gave its blocks back for the next token of another, for another's prompt, or because it needed
 one and was last in line itself."""
 

@@ -167,7 +167,7 @@ class Engine:
         step = self.lifecycle.follow(plan)
         if not step and not touched and self.scheduler.waiting and not self.scheduler.running:
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
-            self.lifecycle.fail(self.scheduler.waiting[0].request, stuck, "admitting")
+            self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
         num_decode = sum(_is_decode(item) for item in step)
         for item in step:

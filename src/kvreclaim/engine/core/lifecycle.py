@@ -61,14 +61,14 @@ class Lifecycle:
         self.scheduler.add(seq)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
-        """The siblings of a prompt that has just been computed; they share all its blocks."""
+        """The siblings of a prompt that has just been computed; they share all its blocks, or wait."""
         request, parent.seats = parent.request, 1
         children = []
         for index in range(1, request.params.n):
             child = self._new_sequence(request, index, list(parent.token_ids), parent.footprint)
-            child.state = parent.state.fork()
-            self.scheduler.fork(parent, child)
-            self.signals.fork(parent.seq_id, child.seq_id)
+            if self.scheduler.fork(parent, child):
+                child.state = parent.state.fork()
+                self.signals.fork(parent.seq_id, child.seq_id)
             children.append(child)
         return children
 

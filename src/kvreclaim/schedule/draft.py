@@ -1,0 +1,78 @@
+"""A step in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from kvreclaim.memory.changes import Growth
+from kvreclaim.schedule.queue import Line, Seq, Tenant
+from kvreclaim.schedule.sequence import Status
+from kvreclaim.schedule.shares import PromptTokens, Shares
+from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class Draft(Generic[Seq]):
+    """What has been decided so far.
+
+    budget:  tokens that may still be added
+    shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs
+    lost:    ids of sequences that have been preempted or failed
+    pressed: running sequences lack blocks, so nobody else begins
+    skipped: tenants whose turn is over; refused: lines of those whose first sequence found no room
+    """
+
+    budget: int
+    shares: Shares[Seq] | None = None
+    tokens: PromptTokens | None = None
+    rows: dict[int, tuple[Row, Growth]] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    pressed: bool = False
+    skipped: set[Tenant] = field(default_factory=set)
+    refused: list[Line[Seq]] = field(default_factory=list)
+    admitted: list[Admitted] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    failed: list[tuple[int, Exception]] = field(default_factory=list)
+
+    def room(self, seq: Seq) -> int:
+        """Tokens that a sequence may compute."""
+        if self.tokens is None:
+            return self.budget
+        left = self.tokens.left_to_begin if seq.status is Status.WAITING else self.tokens.left
+        return min(self.budget, left(seq.tenant))
+
+    def num_running(self, tenant: Tenant) -> int:
+        """Sequences of one of several tenants."""
+        return self.shares.num_running(tenant) if self.shares is not None else 0
+
+    def add(self, seq: Seq, row: Row, growth: Growth) -> None:
+        self.rows[row.seq_id] = row, growth
+        self.budget -= row.num_tokens
+        if self.tokens is not None:
+            self.tokens.take(seq.tenant, row.num_tokens)
+
+    def lose(self, seq_id: int) -> None:
+        """It computes nothing in this step."""
+        self.lost.add(seq_id)
+        dropped = self.rows.pop(seq_id, None)
+        self.budget += dropped[0].num_tokens if dropped else 0
+
+    def preempt(self, lost: Preempted) -> None:
+        """One that has begun in this very step has not begun."""
+        self.lose(lost.seq_id)
+        begun = [one for one in self.admitted if one.seq_id != lost.seq_id]
+        if len(begun) == len(self.admitted):
+            self.preempted.append(lost)
+        self.admitted = begun
+
+    def plan(self) -> StepPlan:
+        grown = [growth for _, growth in self.rows.values()]
+        return StepPlan(
+            rows=tuple(row for row, _ in self.rows.values()),
+            copies=tuple(pair for growth in grown for pair in growth.copies),
+            fresh=tuple(block for growth in grown for block in growth.new_blocks),
+            admitted=tuple(self.admitted),
+            preempted=tuple(self.preempted),
+            failed=tuple(self.failed),
+        )

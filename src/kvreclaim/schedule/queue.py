@@ -1,0 +1,106 @@
+"""Who waits, and whose turn it is."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from kvreclaim.schedule.sequence import Sequence
+
+Seq = TypeVar("Seq", bound=Sequence)
+Tenant = str | None
+
+
+@dataclass(slots=True, eq=False)
+class Line(Generic[Seq]):
+    """Those of one tenant that wait, the first one first.
+
+    since:  its place among tenants that hold as many seats; grows with each sequence that leaves to run
+    passed: times that another tenant's sequence began because the first one did not fit
+    """
+
+    since: int
+    seqs: list[Seq] = field(default_factory=list)
+    passed: int = 0
+
+
+class Queue(Generic[Seq]):
+    """Waiting sequences: a line for each tenant, by arrival, or by rank.
+
+    Whose turn it is costs O(tenants that wait), a place in a line one shift of that line.
+    """
+
+    def __init__(self, *, by_rank: bool) -> None:
+        self._by_rank = by_rank
+        self._lines: dict[Tenant, Line[Seq]] = {}
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        return sum(len(line.seqs) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Seq]:
+        return chain.from_iterable(line.seqs for line in self._lines.values())
+
+    @property
+    def tenants(self) -> Set[Tenant]:
+        """Those that have sequences here."""
+        return self._lines.keys()
+
+    def line(self, tenant: Tenant) -> Line[Seq]:
+        """Of a tenant that waits."""
+        return self._lines[tenant]
+
+    def add(self, seq: Seq) -> None:
+        """At the end of its line, or where its rank belongs."""
+        if self._by_rank:
+            self.insert(seq)
+        else:
+            self._line_for(seq).append(seq)
+
+    def add_back(self, seq: Seq) -> None:
+        """One that ran: in front of its line, or where its rank belongs."""
+        if self._by_rank:
+            self.insert(seq)
+        else:
+            self._line_for(seq).insert(0, seq)
+
+    def insert(self, seq: Seq) -> None:
+        """Where its rank belongs."""
+        insort(self._line_for(seq), seq, key=attrgetter("rank"))
+
+    def remove(self, seq: Seq) -> None:
+        """One that may be here or not."""
+        line = self._lines.get(seq.tenant)
+        if line is not None and seq in line.seqs:
+            line.seqs.remove(seq)
+            if not line.seqs:
+                del self._lines[seq.tenant]
+
+    def begin(self, seq: Seq) -> None:
+        """The first of a line leaves it to run."""
+        line = self._lines[seq.tenant]
+        self._num_begun += 1
+        line.since, line.passed = self._num_begun + 1, 0  # behind whoever comes before the next one begins
+        self.remove(seq)
+
+    def next(self, num_running: Callable[[Tenant], int], skip: Set[Tenant]) -> Seq | None:
+        """Of the most important that wait, the first one of the tenant that has the fewest running ones, and
+        among such of the one that has not had a turn for longest. skip: tenants that are left out."""
+        found, least = None, None
+        for tenant, line in self._lines.items():
+            if tenant not in skip:
+                first = line.seqs[0]
+                turn = first.priority, num_running(tenant), line.since, first.first_id, first.index
+                if least is None or turn < least:
+                    found, least = first, turn
+        return found
+
+    def _line_for(self, seq: Seq) -> list[Seq]:
+        line = self._lines.get(seq.tenant)
+        if line is None:
+            line = self._lines[seq.tenant] = Line(self._num_begun)
+        return line.seqs

@@ -1,0 +1,164 @@
+"""What each of several tenants may have: seats, blocks, prompt tokens of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Generic
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.schedule.queue import Seq, Tenant
+
+FRACTION = 32
+"""A tenant's prompts may have at least this part of a step, however short those of another one are."""
+
+
+class Shares(Generic[Seq]):
+    """Equal parts of the seats and of the blocks, while several tenants run or wait.
+
+    A tenant may hold more than its part as long as nobody else wants it. When the sequence of another one
+    waits, which would stay within its own parts, the one that holds most above its part gives way: with what
+    was admitted last, never with the only sequence that it has, and only to what is at least as important.
+    What gave way is above its part, so it comes back at nobody's expense, and the first of each tenant
+    always gets on.
+
+    running: all that run, in the order of admission; the scheduler's own list
+    seats, blocks: a tenant's part
+    """
+
+    def __init__(
+        self, memory: MemoryManager, running: list[Seq], num_tenants: int, max_num_seqs: int
+    ) -> None:
+        self.seats = max(1, max_num_seqs // num_tenants)
+        self.blocks = memory.pool.num_blocks // num_tenants
+        self._memory = memory
+        self._running = running
+        self._max_num_seqs = max_num_seqs
+
+    def num_running(self, tenant: Tenant) -> int:
+        return sum(seq.tenant == tenant for seq in self._running)
+
+    def has_seat(self, seq: Seq) -> bool:
+        """Whether there is one now. Seats kept for forks to come are kept from their own tenant, and from
+        those that have their part; forks that find none left wait."""
+        if len(self._running) >= self._max_num_seqs:
+            return False
+        every = sum(other.seats for other in self._running) + seq.seats
+        return every <= self._max_num_seqs or self.may_ask_for_seat(seq)
+
+    def may_ask_for_seat(self, seq: Seq) -> bool:
+        """Whether others are to give way if there is none."""
+        return self.num_running(seq.tenant) < self.seats and not self.fills_itself(seq)
+
+    def fills_itself(self, seq: Seq) -> bool:
+        """Whether its own tenant's sequences leave no room for it and its forks."""
+        own = sum(other.seats for other in self._running if other.tenant == seq.tenant)
+        return own + seq.seats > self._max_num_seqs
+
+    def largest(self) -> Seq:
+        """Among the least important, the last one of the tenant that holds most blocks."""
+        least = max(seq.priority for seq in self._running)
+        candidates = [seq for seq in self._running if seq.priority == least]
+        return _last(candidates, max(_tenants(candidates), key=lambda each: self._held(each, candidates)))
+
+    def victims(
+        self, seq: Seq, match: PrefixMatch, num_blocks: int, needed: Callable[[list[Seq]], int]
+    ) -> list[Seq]:
+        """Who is to give way so that this one can begin; nobody, if that would not do.
+
+        num_blocks: that it will hold; needed: slots to be free beside the match's blocks while these run
+        """
+        rest, gone = list(self._running), []
+        released, freed, refs = Counter[int](), 0, self._memory.pool.refs
+        hits, spare, size = set(match.block_ids), self._memory.num_spare(match), self._memory.block_size
+        while (crowded := len(rest) >= self._max_num_seqs) or blocks_for(needed(rest), size) > spare + freed:
+            above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, num_blocks, rest)
+            if not above:
+                return []
+            victim = _last(rest, max(above, key=above.__getitem__))
+            rest.remove(victim)
+            gone.append(victim)
+            for block in self._memory.table(victim.seq_id).blocks():
+                released[block] += 1
+                freed += released[block] == refs[block] and block not in hits
+        return gone
+
+    def _above_seats(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
+        """Tenants that hold more seats than their part, while this one's has not got its part."""
+        counts = Counter(other.tenant for other in rest)
+        if counts[seq.tenant] >= self.seats:
+            return {}
+        least = {other.tenant for other in rest if other.priority >= seq.priority}
+        return {each: count for each, count in counts.items() if count > self.seats and each in least}
+
+    def _above_blocks(self, seq: Seq, num_blocks: int, rest: list[Seq]) -> dict[Tenant, int]:
+        """Tenants that hold more blocks than their part, while this one's would not."""
+        if self._held(seq.tenant, rest) + num_blocks > self.blocks:
+            return {}
+        counts = Counter(other.tenant for other in rest)
+        least = {other.tenant for other in rest if other.priority >= seq.priority}
+        may = [each for each in least if each != seq.tenant and counts[each] > 1]
+        held = {each: self._held(each, rest) for each in may}
+        return {each: num_held for each, num_held in held.items() if num_held > self.blocks}
+
+    def _held(self, tenant: Tenant, running: list[Seq]) -> int:
+        """Blocks of a tenant, each counted once; counted only if they may be above its part."""
+        tables = [self._memory.table(seq.seq_id) for seq in running if seq.tenant == tenant]
+        most = sum(table.num_blocks for table in tables)
+        return most if most <= self.blocks else len(set().union(*(table.blocks() for table in tables)))
+
+
+class PromptTokens:
+    """How many tokens of a step the prompts of each tenant may have, while several tenants have some: as many
+    as the one that has fewest to compute, so that nobody's first token waits for much more than there is of
+    one's own; at least a certain number, and at most equal parts.
+
+    running, waiting: sequences whose prompts go on, and those that may begin in this step
+    budget:           of all of them
+    least:            what any tenant may have, however short the prompts of another are
+    wanted:           tokens to compute, by tenant
+    """
+
+    def __init__(self, running: Iterable[Seq], waiting: Iterable[Seq], budget: int, *, least: int) -> None:
+        self._running = Counter[Tenant]()
+        for seq in running:
+            self._running[seq.tenant] += seq.num_uncomputed
+        self.wanted = self._running.copy()
+        for seq in waiting:
+            self.wanted[seq.tenant] += seq.num_uncomputed
+        self._budget = budget
+        self._least = least
+        self._taken = Counter[Tenant]()
+
+    def left(self, tenant: Tenant) -> int:
+        """Tokens that a prompt of this tenant may have now."""
+        num_tenants = max(1, len(self.wanted))
+        part = max(1, self._budget // num_tenants)
+        if num_tenants > 1:
+            part = min(part, max(self._least, min(self.wanted.values())))
+        return max(0, part - self._taken[tenant])
+
+    def left_to_begin(self, tenant: Tenant) -> int:
+        """The same for one that waits: those that run come first."""
+        return max(0, self.left(tenant) - self._running[tenant])
+
+    def take(self, tenant: Tenant, num_tokens: int) -> None:
+        self._taken[tenant] += num_tokens
+
+    def forget_waiting(self, tenant: Tenant) -> None:
+        """There is no room for those that wait."""
+        self.wanted[tenant] = self._running[tenant] + self._taken[tenant]
+        if not self.wanted[tenant]:
+            del self.wanted[tenant]
+
+
+def _tenants(running: list[Seq]) -> list[Tenant]:
+    return list(dict.fromkeys(seq.tenant for seq in running))
+
+
+def _last(running: list[Seq], tenant: Tenant) -> Seq:
+    """Of a tenant's the least important, and of these the one admitted last."""
+    own = [(seq.priority, place) for place, seq in enumerate(running) if seq.tenant == tenant]
+    return running[max(own)[1]]

@@ -1,0 +1,88 @@
+"""Slow twin of the scheduler for one tenant: a list that waits, and nothing about shares."""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.scheduler import Scheduler
+from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
+
+
+class OneTenant(Scheduler[Sequence]):
+    """The order is that of one list. The last to come, or the least important one, is preempted."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.waiting = []
+
+    def add(self, seq):
+        self._known[seq.seq_id] = seq
+        seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
+        seq.status = Status.WAITING
+        self._queue(seq, len(self.waiting))
+
+    def remove(self, seq):
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+            seq.status = Status.ENDED
+            self._known.pop(seq.seq_id)
+        elif seq.status is Status.RUNNING:
+            super().remove(seq)
+
+    def _queue(self, seq, place):
+        if self._by_priority:
+            insort(self.waiting, seq, key=attrgetter("rank"))
+        else:
+            self.waiting.insert(place, seq)
+
+    def schedule(self) -> StepPlan:
+        step = Draft(self.max_num_batched_tokens)
+        for seq in sorted(self.running, key=self._turn):
+            if step.budget and seq.seq_id not in step.lost:
+                self._continue(seq, step)
+        while not step.lost and step.budget and self.waiting and self._begins(self.waiting[0], step):
+            pass
+        return step.plan()
+
+    def _continue(self, seq, step):
+        prefill = seq.num_uncomputed > 1
+        if step.rows and prefill and seq.is_due:
+            return
+        num_tokens = min(seq.next_chunk, step.budget)
+        while not self.memory.can_grow(seq.seq_id, num_tokens):
+            victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
+            step.lose(victim.seq_id)
+            reason = "itself" if victim is seq else "prefill" if prefill else "decode"
+            step.preempted.append(Preempted(victim.seq_id, reason))
+            self.running.remove(victim)
+            self.memory.free(victim.seq_id)
+            victim.reset()
+            victim.status = Status.WAITING
+            self._queue(victim, 0)
+            if victim is seq:
+                return
+        step.add(seq, *self._grow(seq, num_tokens))
+
+    def _begins(self, seq, step) -> bool:
+        if sum(other.seats for other in self.running) + seq.seats > self.max_num_seqs:
+            return False
+        match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+        known = len(seq.token_ids)
+        held = seq.footprint.slots_needed(seq.num_prompt, known)
+        needed = max(1, held - match.num_tokens) + self._known_growth(self.running)
+        first_pass = seq.footprint.first_pass(seq.num_prompt)
+        if seq.footprint.way.moves and first_pass is not None and first_pass < known:
+            needed += self.memory.num_shared(match) * self.memory.block_size
+        if not self.memory.can_admit(match, needed):
+            return False
+        self.memory.admit(seq.seq_id, match, priority=seq.priority)
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_computed = match.num_tokens
+        step.admitted.append(Admitted(seq.seq_id, match.num_tokens))
+        step.add(seq, *self._grow(seq, min(seq.next_chunk, step.budget)))
+        return True

@@ -1,0 +1,135 @@
+"""A scheduler that serves requests of several tenants, with tokens that nobody computes: counts alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvreclaim.memory import MemoryManager
+from kvreclaim.schedule import Scheduler, Sequence, StepDone, StepPlan
+
+SIZE = 16
+
+
+@dataclass
+class Asked:
+    """A request. first_token: steps from its arrival to its first token, that one included."""
+
+    name: str
+    tenant: str | None
+    num_prompt: int
+    num_outputs: int
+    arrived: int
+    first_token: int | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return all(len(seq.token_ids) >= seq.max_len for seq in self.sequences)
+
+
+class Serving:
+    """rows: of the last step, in tokens by tenant. preempted: of all steps, by (tenant, reason)."""
+
+    def __init__(
+        self,
+        num_blocks: int = 100_000,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        by_priority: bool = False,
+    ) -> None:
+        self.memory = MemoryManager(num_blocks, SIZE)
+        self.scheduler: Scheduler[Sequence] = Scheduler(
+            self.memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            by_priority=by_priority,
+        )
+        self.asked: dict[str, Asked] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.rows: Counter[str | None] = Counter()
+        self.preempted: Counter[tuple[str | None, str]] = Counter()
+        self.num_steps = 0
+        self._ids = count()
+
+    def ask(
+        self,
+        tenant: str | None,
+        num_prompt: int = 10,
+        max_tokens: int = 4000,
+        num_outputs: int = 1,
+        priority: int = 0,
+    ) -> Asked:
+        name = f"{tenant}-{len(self.asked)}"
+        asked = self.asked[name] = Asked(name, tenant, num_prompt, num_outputs, self.num_steps)
+        prompt = [len(self.asked)] * num_prompt  # shared with nobody
+        seq = self._sequence(asked, prompt, num_prompt + max_tokens, priority)
+        seq.seats = num_outputs
+        self.scheduler.add(seq)
+        return asked
+
+    def _sequence(self, asked: Asked, tokens: list[int], max_len: int, priority: int) -> Sequence:
+        seq_id = next(self._ids)
+        first_id = asked.sequences[0].seq_id if asked.sequences else seq_id
+        seq = Sequence(
+            seq_id,
+            asked.name,
+            tokens,
+            asked.num_prompt,
+            max_len,
+            len(asked.sequences),
+            first_id,
+            priority=priority,
+            tenant=asked.tenant,
+        )
+        asked.sequences.append(seq)
+        self.sequences[seq_id] = seq
+        return seq
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert not plan.failed
+        self.num_steps += 1
+        self.rows = Counter()
+        for row in plan.rows:
+            self.rows[self.sequences[row.seq_id].tenant] += row.num_tokens
+        self.preempted.update((self.sequences[one.seq_id].tenant, one.reason) for one in plan.preempted)
+        assert not self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
+        for row in plan.rows:
+            self._draw(self.sequences[row.seq_id])
+        return plan
+
+    def _draw(self, seq: Sequence) -> None:
+        if seq.num_uncomputed:
+            return
+        asked = self.asked[seq.request_id]
+        outputs = [seq]
+        if seq.seats > 1:
+            seq.seats = 1
+            for _ in range(1, asked.num_outputs):
+                child = self._sequence(asked, list(seq.token_ids), seq.max_len, seq.priority)
+                self.scheduler.fork(seq, child)
+                outputs.append(child)
+        for one in outputs:
+            one.token_ids.append(one.index)
+            if len(one.token_ids) >= one.max_len:
+                self.scheduler.remove(one)
+        if asked.first_token is None:
+            asked.first_token = self.num_steps - asked.arrived
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def num_running(self, tenant: str | None) -> int:
+        return sum(seq.tenant == tenant for seq in self.scheduler.running)
+
+    def num_waiting(self, tenant: str | None) -> int:
+        return sum(seq.tenant == tenant for seq in self.scheduler.waiting)
+
+    def held(self, tenant: str | None) -> int:
+        """Blocks, each counted once."""
+        tables = (self.memory.table(seq.seq_id) for seq in self.scheduler.running if seq.tenant == tenant)
+        return len({block for table in tables for block in table.blocks()})
