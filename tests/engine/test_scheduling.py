@@ -90,7 +90,7 @@ def test_the_victim_is_the_last_to_come_or_the_least_important(policy, victims, 
 def test_every_reason_of_a_preemption_is_told(make_llm, caplog):
     """A prompt's next chunk, a next token, or its own: counted apart, and all are there from the start."""
     engine = make_llm(scheduling_policy="priority", block_size=8, num_blocks=14).engine
-    assert engine.totals.preemptions == {"decode": 0, "prefill": 0, "itself": 0}
+    assert engine.totals.preemptions == {"decode": 0, "prefill": 0, "itself": 0, "fairness": 0}
     rng, requests = random.Random(2), []
     with caplog.at_level(logging.INFO, logger="kvreclaim.schedule"):
         for i in range(30):

@@ -6,6 +6,7 @@ from bisect import insort
 from operator import attrgetter
 
 from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.room import known_growth, own_slots
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
 from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
@@ -48,7 +49,7 @@ class OneTenant(Scheduler[Sequence]):
         return step.plan()
 
     def _continue(self, seq, step):
-        prefill = seq.num_uncomputed > 1
+        prefill = seq.is_prefill
         if step.rows and prefill and seq.is_due:
             return
         num_tokens = min(seq.next_chunk, step.budget)
@@ -70,12 +71,7 @@ class OneTenant(Scheduler[Sequence]):
         if sum(other.seats for other in self.running) + seq.seats > self.max_num_seqs:
             return False
         match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
-        known = len(seq.token_ids)
-        held = seq.footprint.slots_needed(seq.num_prompt, known)
-        needed = max(1, held - match.num_tokens) + self._known_growth(self.running)
-        first_pass = seq.footprint.first_pass(seq.num_prompt)
-        if seq.footprint.way.moves and first_pass is not None and first_pass < known:
-            needed += self.memory.num_shared(match) * self.memory.block_size
+        needed = own_slots(seq, match, self.memory) + known_growth(self.running, self.memory, prompts=False)
         if not self.memory.can_admit(match, needed):
             return False
         self.memory.admit(seq.seq_id, match, priority=seq.priority)

@@ -10,13 +10,13 @@ from itertools import chain
 from operator import attrgetter
 from typing import Generic
 
-from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.queue import Queue, Seq
-from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.room import known_growth, own_slots
+from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares
 from kvreclaim.schedule.step import Admitted, Pass, Preempted, PreemptionReason, Row, StepDone, StepPlan
 from kvreclaim.schedule.way import Way
@@ -32,7 +32,13 @@ class Scheduler(Generic[Seq]):
               first, when a running sequence needs blocks. Who waits preempts nobody, however important: it
               is admitted before all less important ones as soon as there is room (as in vLLM).
 
-    A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority.
+    A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
+    and tenant.
+
+    Several tenants take turns and get equal parts (Queue, Shares, PromptTokens): of those that wait, and are
+    equally important, the tenant with the fewest running ones is next; one that has its part gives way to
+    one that has not; and in a step each may compute as many prompt tokens as the others. With one tenant
+    nothing of this happens.
 
     A step: schedule; execute the plan; done; append what is drawn (or let done do it) and remove what has
     ended; compress; carry out the passes; compressed. Not thread-safe. Reads no clock.
@@ -96,7 +102,7 @@ class Scheduler(Generic[Seq]):
             self._admit_all(step)
             return step.plan()
         step.shares = Shares(self.memory, self.running, len(tenants), self.max_num_seqs)
-        prompts = [seq for seq in order if _is_prefill(seq)]
+        prompts = [seq for seq in order if seq.is_prefill]
         self._continue_all(order[: len(order) - len(prompts)], step)
         waiting = (self.waiting.line(tenant).seqs[: self.max_num_seqs] for tenant in self.waiting.tenants)
         step.tokens = tokens = PromptTokens(
@@ -161,7 +167,7 @@ class Scheduler(Generic[Seq]):
 
     def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
-        return _is_prefill(seq), _is_postponed(seq), seq.rank if self._by_priority else ()
+        return seq.is_prefill, seq.is_postponed, seq.rank if self._by_priority else ()
 
     def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
         for seq in sequences:
@@ -180,22 +186,19 @@ class Scheduler(Generic[Seq]):
         token a step beyond the blocks that it is to give back.
         """
         num_tokens = min(seq.next_chunk, step.room(seq))
-        if not num_tokens or (step.rows and _is_postponed(seq)):
+        if not num_tokens or (step.rows and seq.is_postponed):
             return
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            victim = self._victim(step)
-            reason: PreemptionReason = "prefill" if _is_prefill(seq) else "decode"
+            if step.shares is not None:
+                victim = step.shares.largest()
+            else:
+                victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
+            reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
             self._preempt(victim, seq, "itself" if victim is seq else reason, step)
             if victim is seq:
                 return
         step.add(seq, *self._grow(seq, num_tokens))
-
-    def _victim(self, step: Draft[Seq]) -> Seq:
-        """Who is preempted when a running sequence needs blocks."""
-        if step.shares is not None:
-            return step.shares.largest()
-        return max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
 
     def _grow(self, seq: Seq, num_tokens: int) -> tuple[Row, Growth]:
         row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=not seq.reads_sparsely)
@@ -240,19 +243,13 @@ class Scheduler(Generic[Seq]):
             return False
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
-        known, size = len(seq.token_ids), self.memory.block_size
-        held = seq.footprint.slots_needed(seq.num_prompt, known)
-        own = max(1, held - match.num_tokens)
-        first_pass = seq.footprint.first_pass(seq.num_prompt)
-        if seq.footprint.way.moves and first_pass is not None and first_pass < known:
-            # Its blocks are its own from then on, while others go on holding those that it shared.
-            own += self.memory.num_shared(match) * size
+        own, with_prompts = own_slots(seq, match, self.memory), shares is not None
 
-        def needed(running: list[Seq]) -> int:
-            return own + self._known_growth(running)
+        def needed(running: Iterable[Seq]) -> int:
+            return own + known_growth(running, self.memory, prompts=with_prompts)
 
         if not (has_seat and self.memory.can_admit(match, needed(self.running))):
-            victims = shares.victims(seq, match, blocks_for(held, size), needed) if shares is not None else []
+            victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
                 return False
             for victim in victims:
@@ -269,18 +266,6 @@ class Scheduler(Generic[Seq]):
 
     def _has_seat(self, seq: Seq) -> bool:
         return sum(other.seats for other in self.running) + seq.seats <= self.max_num_seqs
-
-    def _known_growth(self, running: list[Seq]) -> int:
-        """Slots that these will still take and whose number is known: up to the next pass of those whose
-        blocks then come back. Admitting into them would only preempt somebody soon."""
-        size = self.memory.block_size
-        growth = 0
-        for seq in running:
-            if seq.footprint.bounded:
-                peak = min(seq.max_len, seq.footprint.decode_cap)
-                held = len(self.memory.table(seq.seq_id).block_ids)
-                growth += max(0, blocks_for(peak, size) - held) * size
-        return growth
 
     def _preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
         """Take a sequence's blocks and its seat for one that needs some, itself maybe."""
@@ -303,12 +288,3 @@ class Scheduler(Generic[Seq]):
         victim.status = Status.WAITING
         self.waiting.add_back(victim)
         step.preempt(Preempted(victim.seq_id, reason))
-
-
-def _is_prefill(seq: Sequence) -> bool:
-    return seq.num_uncomputed > 1
-
-
-def _is_postponed(seq: Sequence) -> bool:
-    """Whether a pass inside its prompt has lacked blocks."""
-    return _is_prefill(seq) and seq.is_due

@@ -66,6 +66,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_prefill(self) -> bool:
+        """Whether more than its newest token is to be computed."""
+        return self.num_uncomputed > 1
+
+    @property
+    def is_postponed(self) -> bool:
+        """Whether a pass inside its prompt has lacked blocks."""
+        return self.is_prefill and self.is_due
+
+    @property
     def is_due(self) -> bool:
         """Whether it is compressed at its present length."""
         return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)

@@ -58,23 +58,24 @@ class Shares(Generic[Seq]):
         return own + seq.seats > self._max_num_seqs
 
     def largest(self) -> Seq:
-        """Among the least important, the last one of the tenant that holds most blocks."""
+        """Who is preempted when one that runs needs blocks: among the least important, but for the first of
+        them, which always gets on, the last one of the tenant that holds most blocks."""
         least = max(seq.priority for seq in self._running)
         candidates = [seq for seq in self._running if seq.priority == least]
-        return _last(candidates, max(_tenants(candidates), key=lambda each: self._held(each, candidates)))
+        candidates = candidates[1:] or candidates
+        tenants = dict.fromkeys(seq.tenant for seq in candidates)
+        return _last(candidates, max(tenants, key=lambda tenant: self._held(tenant, candidates)))
 
-    def victims(
-        self, seq: Seq, match: PrefixMatch, num_blocks: int, needed: Callable[[list[Seq]], int]
-    ) -> list[Seq]:
+    def victims(self, seq: Seq, match: PrefixMatch, needed: Callable[[Iterable[Seq]], int]) -> list[Seq]:
         """Who is to give way so that this one can begin; nobody, if that would not do.
 
-        num_blocks: that it will hold; needed: slots to be free beside the match's blocks while these run
+        needed: slots to be free beside the match's blocks while these run
         """
         rest, gone = list(self._running), []
         released, freed, refs = Counter[int](), 0, self._memory.pool.refs
         hits, spare, size = set(match.block_ids), self._memory.num_spare(match), self._memory.block_size
         while (crowded := len(rest) >= self._max_num_seqs) or blocks_for(needed(rest), size) > spare + freed:
-            above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, num_blocks, rest)
+            above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, rest)
             if not above:
                 return []
             victim = _last(rest, max(above, key=above.__getitem__))
@@ -93,9 +94,10 @@ class Shares(Generic[Seq]):
         least = {other.tenant for other in rest if other.priority >= seq.priority}
         return {each: count for each, count in counts.items() if count > self.seats and each in least}
 
-    def _above_blocks(self, seq: Seq, num_blocks: int, rest: list[Seq]) -> dict[Tenant, int]:
+    def _above_blocks(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
         """Tenants that hold more blocks than their part, while this one's would not."""
-        if self._held(seq.tenant, rest) + num_blocks > self.blocks:
+        slots = seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids))
+        if self._held(seq.tenant, rest) + blocks_for(slots, self._memory.block_size) > self.blocks:
             return {}
         counts = Counter(other.tenant for other in rest)
         least = {other.tenant for other in rest if other.priority >= seq.priority}
@@ -152,10 +154,6 @@ class PromptTokens:
         self.wanted[tenant] = self._running[tenant] + self._taken[tenant]
         if not self.wanted[tenant]:
             del self.wanted[tenant]
-
-
-def _tenants(running: list[Seq]) -> list[Tenant]:
-    return list(dict.fromkeys(seq.tenant for seq in running))
 
 
 def _last(running: list[Seq], tenant: Tenant) -> Seq:

@@ -10,8 +10,8 @@ from kvreclaim.memory.changes import Id
 from kvreclaim.schedule.way import Way
 
 PreemptionReason = Literal["decode", "prefill", "itself", "fairness"]
-"""A sequence gave its blocks back for the next token of another, for another's prompt, or because it needed
-one and was last in line itself."""
+"""A sequence gave its blocks back for the next token of another, for another's prompt, because it needed one
+and was last in line itself, or because its tenant held more than its part and another one waited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class Ask:
     stop: tuple[int, ...] = ()
     fault: str | None = None
     retention: int = 0
+    tenant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Habits:
     policies: tuple[str | None, ...]
     kinds: tuple[str, ...]
     salts: tuple[str | None, ...]
+    tenants: tuple[str | None, ...]
     asks: float
     raises: float
     not_finite: float
@@ -148,6 +150,7 @@ class Habits:
             policies=(None, *random.choices((*POLICIES, None), k=3)),
             kinds=(*random.choices(KINDS, k=2), random.choice(("many", "greedy"))),
             salts=random.choice(((None,), (None,), (None, "", "a"))),
+            tenants=random.choice(((None,), ("x", "y"), ("x", "x", "x", "y"), ("x", "y", "z", None))),
             asks=random.choice((0.1, 0.2, 0.4)),
             raises=random.choice((0.0, 0.02, 0.2)),
             not_finite=random.choice((0.0, 0.0, 0.02)),
@@ -186,6 +189,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         stop=random.choice(((), (), (7, 11, 30))),
         fault=random.choice(("guilty", "poison")) if random.random() < habits.special else None,
         retention=random.choice((0, 0, 0, 8)),
+        tenant=random.choice(habits.tenants),
     )
 
 

@@ -124,6 +124,7 @@ class World:
                 continuation=list(question.continuation) or None,
                 priority=ask.priority if self.setup.scheduling_policy == "priority" else 0,
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
+                tenant=ask.tenant,
             )
         except KVReclaimError:
             self.counts["refused"] += 1
@@ -202,6 +203,7 @@ class World:
             self._check_answer(asked, oracle)
         totals = self.engine.totals
         self.counts["preemptions"] += totals.num_preemptions
+        self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
         self.counts["postponed passes"] += totals.compactions_postponed
         self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens

@@ -1,0 +1,39 @@
+"""How many slots have to be free before a sequence begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.schedule.sequence import Sequence
+
+
+def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
+    """That it takes itself besides the blocks of its match."""
+    known = len(seq.token_ids)
+    slots = max(1, seq.footprint.slots_needed(seq.num_prompt, known) - match.num_tokens)
+    first_pass = seq.footprint.first_pass(seq.num_prompt)
+    if seq.footprint.way.moves and first_pass is not None and first_pass < known:
+        # Its blocks are its own from then on, while others go on holding those that it shared.
+        slots += memory.num_shared(match) * memory.block_size
+    return slots
+
+
+def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts: bool) -> int:
+    """Slots that running sequences will still take and whose number is known: up to the next pass of those
+    whose blocks then come back. Admitting into them would only preempt somebody soon.
+
+    prompts: those of prompts that are not computed yet, too: among several tenants it is not the one admitted
+             last that would be preempted for them
+    """
+    size, growth = memory.block_size, 0
+    for seq in running:
+        peak = min(seq.max_len, seq.footprint.decode_cap) if seq.footprint.bounded else 0
+        if prompts and seq.is_prefill:
+            peak = max(peak, seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids)))
+        if peak:
+            held = len(memory.table(seq.seq_id).block_ids)
+            growth += max(0, blocks_for(peak, size) - held) * size
+    return growth
