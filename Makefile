@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak attack vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -31,6 +31,10 @@ test: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
+
+# What strangers and tenants can do to a server, in full size, and what others notice of it.
+attack: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/attack.py $(if $(ONLY),--only "$(ONLY)")
 
 # Random walks over the engine: every policy, way and KV format, prefix hits, forks, preemption, aborts, failures.
 FUZZ_STEPS ?= 100000

@@ -32,7 +32,8 @@ MODELS = (
     MessageRequest,
     ConversationFields,
 )
-MANY = 20_000
+MANY, FEW = 20_000, 500
+PAD = "a" * 5000
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 OPTIONS = {"policy": "knorm", "options": {"keep": [[]] * MANY}}
@@ -50,8 +51,12 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
         "kv_compression.options",
     ),
     ("/v1/completions", {"prompt": "a", **{f"x{i}": 1 for i in range(MANY)}}, "x0"),
-    ("/v1/chat/completions", {"messages": [{}] * MANY}, "messages.0.role"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
+    ("/v1/chat/completions", {"messages": [{}] * FEW, "cache_salt": PAD}, "messages.0.role"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{}] * FEW}], "cache_salt": PAD},
+        "messages.0.content",
+    ),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]},
@@ -63,10 +68,10 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{**USER, **{f"x{i}": 1 for i in range(MANY)}}]},
         "messages.0.x0",
     ),
-    ("/v1/messages", {"messages": [{}] * MANY, "max_tokens": 1}, "messages.0.role"),
+    ("/v1/messages", {"messages": [{}] * FEW, "max_tokens": 1, "cache_salt": PAD}, "messages.0.role"),
     (
         "/v1/messages",
-        {"messages": [{"role": "user", "content": [{}] * MANY}], "max_tokens": 1},
+        {"messages": [{"role": "user", "content": [{}] * FEW}], "max_tokens": 1, "cache_salt": PAD},
         "messages.0.content.0",
     ),
     ("/v1/messages", {"messages": [USER], "system": [{}] * MANY, "max_tokens": 1}, "system.0.type"),
@@ -97,13 +102,13 @@ def test_a_wrong_body_costs_one_error(
     """However many elements are wrong, and in a thread: the event loop never sees them."""
     counted, threads = [], []
 
-    def parse(model: type[BaseModel], body: bytes, content_type: str) -> BaseModel:
+    def parse(model: type[BaseModel], body: bytes, *others: Any) -> BaseModel:
         threads.append(threading.current_thread().name)
         try:
             model.model_validate(json.loads(body))
         except ValidationError as error:
             counted.append(error.error_count())
-        return real(model, body, content_type)
+        return real(model, body, *others)
 
     real = bodies.parse
     monkeypatch.setattr(bodies, "parse", parse)
@@ -116,6 +121,22 @@ def test_a_wrong_body_costs_one_error(
     assert error.get("param", named) == named
     assert counted[0] <= 4, "one wrong element, seen as each kind that it could have been"
     assert threads[0].startswith("kvreclaim-worker")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_more_messages_than_tokens_are_not_looked_at(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, blocks: bool
+):
+    """Nor blocks of them: a model is never made of any."""
+    many = server.service.max_model_len + 1
+    said = [{"type": "text", "text": "a"}] * many if blocks else "a"
+    messages = [{"role": "user", "content": said}] * (1 if blocks else many)
+    for model in MODELS:
+        monkeypatch.setattr(model, "model_validate", None)
+    answer = post(server, path, json.dumps({"model": MODEL, "messages": messages}).encode())
+    assert answer.status_code == 400
+    assert f"{many} messages or blocks" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("model", MODELS)

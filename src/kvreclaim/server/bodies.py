@@ -52,7 +52,7 @@ class BodyRoute(APIRoute):
                 body = await _read(request, service)
             except ClientDisconnect:
                 return gone()
-            work = partial(parse, model, body, request.headers.get("content-type", ""))
+            work = partial(parse, model, body, request.headers.get("content-type", ""), service)
             parsed = await service.workers.run(tenant_of(request).name, work, size=len(body))
             return await handler(_Parsed(request, parsed))
 
@@ -86,7 +86,16 @@ async def _read(request: Request, service: Service) -> bytes:
         ) from None
 
 
-def parse(model: type[BaseModel], body: bytes, content_type: str) -> BaseModel:
+def num_messages(value: dict[str, Any]) -> int:
+    """Of a body that may have any shape: messages, each as the blocks that it has."""
+    messages = value.get("messages")
+    if not isinstance(messages, list):
+        return 0
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return len(messages) + sum(len(content) - 1 for content in contents if isinstance(content, list))
+
+
+def parse(model: type[BaseModel], body: bytes, content_type: str, service: Service) -> BaseModel:
     """The body as the model has it. Raises: ApiError 400 for the first thing that is wrong."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     if not body or kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
@@ -97,6 +106,7 @@ def parse(model: type[BaseModel], body: bytes, content_type: str) -> BaseModel:
         raise ApiError(400, f"the body is not JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ApiError(400, NO_OBJECT)
+    service.check_messages(num_messages(value), 0)  # to check each would cost more than to read them
     try:
         return model.model_validate(value)
     except ValidationError as error:

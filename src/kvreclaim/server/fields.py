@@ -27,6 +27,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
 """Of token ids that each new token is compared with."""
+MAX_TOOLS = 1024
+"""Definitions, or calls of one message."""
+MAX_BLOCKS = 4096
+"""Of a system prompt, and of a tool's result."""
 MAX_OPTIONS = 64
 """Of a policy, and of the entries of one that is a list."""
 

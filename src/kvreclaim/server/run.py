@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -54,6 +55,7 @@ async def _serve(engine: Readers, config: ServerConfig, listener: socket.socket)
     server = Server(Service(engine, config))
     if not allow_files(config.max_connections):
         logger.warning("the system allows fewer open files than --max-connections takes (ulimit -n)")
+    gc.freeze()  # what is there now stays: every later search for garbage would go through it
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("serving %s at %s", ", ".join(config.served_model_name), address)

@@ -120,8 +120,8 @@ class Service:
         if num_messages > self.max_model_len:
             raise ApiError(
                 400,
-                f"there are {num_messages} messages, but max_model_len is {self.max_model_len} tokens; leave "
-                "some out.",
+                f"there are {num_messages} messages or blocks, but max_model_len is {self.max_model_len} "
+                "tokens; leave some out.",
                 param="messages",
                 code="context_length_exceeded",
             )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kvreclaim.server.fields import Fields, GeneratingFields, Listed, StopList, refusal
+from kvreclaim.server.fields import MAX_BLOCKS, MAX_TOOLS, Fields, GeneratingFields, Listed, StopList, refusal
 
 TTL_S: Mapping[str, float] = {"5m": 300.0, "1h": 3600.0}
 BLOCKS_OF_ROLE: Mapping[str, tuple[str, ...]] = {
@@ -45,7 +45,8 @@ class ToolUseBlock(Block):
 
 
 TextBlocks = Annotated[
-    Listed[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])
+    Annotated[Listed[TextBlock], Field(max_length=MAX_BLOCKS)],
+    BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 
 
@@ -106,7 +107,7 @@ class ConversationFields(Fields):
     model: str
     messages: Annotated[Listed[Message], Field(min_length=1)]
     system: TextBlocks | None = None
-    tools: Listed[Tool] | None = None
+    tools: Annotated[Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.fields import Fields, Listed, described
+from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.service import Service
 
 
@@ -45,7 +45,7 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Listed[ToolCallMessage] | None = None
+    tool_calls: Annotated[Listed[ToolCallMessage], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -75,7 +75,7 @@ NAMED = {
 """Fields of the request by the argument that a template refuses; all others are about the messages."""
 
 Messages = Annotated[Listed[Message], Field(min_length=1)]
-Tools = Annotated[Listed[Tool], Field(min_length=1)]
+Tools = Annotated[Listed[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ConversationOptions(Fields):
