@@ -181,12 +181,14 @@ class Shadow:
         sequence.node = node.number
         sequence.entries.append(node)
 
-    def pin(self, sequence: ShadowSequence, retention: Sequence[tuple[int, float]]) -> None:
+    def pin(
+        self, sequence: ShadowSequence, retention: Sequence[tuple[int, float]], owner: str | None
+    ) -> None:
         for i, node in enumerate(sequence.entries):
             ttls = [ttl_s for num_tokens, ttl_s in retention if num_tokens // self.block_size > i]
             if not ttls or node not in self.nodes.values():
                 return
-            self.pins.pin(node.block, max(ttls))
+            self.pins.pin(node.block, max(ttls), owner)
 
     def reasons(self, salt: str | None, tokens: Sequence[int], matched: int, limit: int) -> set[str]:
         """Why the next full block after so many matched tokens may have been missed. Of what was evicted

@@ -128,6 +128,30 @@ def test_more_than_the_budget_is_refused_from_the_end_and_counted():
     assert (memory.stats().pinned, memory.stats().pins_refused) == (2, 4)
 
 
+def test_one_owner_uses_all_of_the_budget_until_another_wants_its_part():
+    memory, _ = memory_of(50, 0.2)
+
+    def pinned(seq_id: int, first: int, owner: str | None) -> tuple[int, int]:
+        """Blocks of five that are pinned then, of this chain and of all."""
+        memory.pin(run_and_keep(memory, seq_id, range(first, first + 21)), [Retention(20, 60)], owner)
+        memory.check()
+        own = sum(memory.pool.marks[block] & PINNED > 0 for block in memory.table(seq_id).block_ids)
+        return own, memory.stats().pinned
+
+    assert pinned(0, 0, "a") == (5, 5)
+    assert pinned(1, 100, "a") == (5, 10)
+    assert pinned(2, 200, "a") == (0, 10)
+    assert memory.stats().pins_refused == 5
+    assert pinned(3, 300, "b") == (5, 10)
+    assert memory.stats().pins_refused == 10, "those that gave way"
+    marks = memory.pool.marks
+    assert [marks[block] & PINNED > 0 for block in memory.table(0).blocks()] == [True] * 5 + [False]
+    assert not any(marks[block] & PINNED for block in memory.table(1).blocks())
+    assert pinned(4, 400, "c") == (3, 10)
+    assert pinned(5, 500, "b") == (0, 10)
+    assert pinned(6, 600, None) == (2, 10), "a third of ten, then a quarter"
+
+
 def run_and_keep(memory: MemoryManager, seq_id: int, tokens) -> int:
     run(memory, seq_id, tokens)
     return seq_id

@@ -65,9 +65,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def admit(self, tokens, salt, max_tokens, priority):
         self.start(tokens, salt, max_tokens, priority)
 
-    @rule(number=PICK, retention=st.lists(st.tuples(st.integers(0, 16), st.sampled_from([1, 3.5, 20]))))
-    def pin(self, number, retention):
-        self.world.pin(self.pick(number), retention)
+    @rule(
+        number=PICK,
+        retention=st.lists(st.tuples(st.integers(0, 16), st.sampled_from([1, 3.5, 20]))),
+        owner=st.sampled_from([None, "a", "b"]),
+    )
+    def pin(self, number, retention, owner):
+        self.world.pin(self.pick(number), retention, owner)
 
     @rule(seconds=st.sampled_from([0.5, 1, 2, 5]))
     def time_passes(self, seconds):

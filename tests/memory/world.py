@@ -89,10 +89,10 @@ class World:
                 sequence.entries.append(shadow.nodes[shadow.path_of_block[block]])
         shadow.pins.refresh(sequence.held())
 
-    def pin(self, seq_id: int, retention: Sequence[tuple[int, float]]) -> None:
+    def pin(self, seq_id: int, retention: Sequence[tuple[int, float]], owner: str | None = None) -> None:
         if self.foretold:
-            self.memory.pin(seq_id, [Retention(*kept) for kept in retention])
-            self.shadow.pin(self.shadow.sequences[seq_id], retention)
+            self.memory.pin(seq_id, [Retention(*kept) for kept in retention], owner)
+            self.shadow.pin(self.shadow.sequences[seq_id], retention, owner)
 
     def _match(self, keys: BlockKeys, max_tokens: int | None) -> PrefixMatch:
         tokens, salt = token_list(keys), keys.salt

@@ -144,13 +144,14 @@ class MemoryManager:
         self._refuse_known(seq_id)
         self._tables[seq_id] = self.prefix.begin(match, priority)
 
-    def pin(self, seq_id: int, retention: Sequence[Retention]) -> None:
+    def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Keep the full blocks of this sequence's beginning when others are reused, as long as
-        max_pinned_fraction allows: the blocks beyond it, the last ones, are refused and counted.
+        max_pinned_fraction allows: the blocks beyond it, the last ones, are refused and counted, unless
+        other owners have more pins than this one, which give way.
 
         To be called when the tokens in question have been computed; what is not indexed is not pinned.
         """
-        self.prefix.pin(self.table(seq_id), retention)
+        self.prefix.pin(self.table(seq_id), retention, owner)
 
     def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
         """Begin a sequence that shares every written block of another; room past them is not shared.

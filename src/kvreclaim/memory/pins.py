@@ -47,7 +47,11 @@ class Pins:
     would have been; if nothing else is left to reuse, the blocks put aside go in the order of their
     turns. So a pin costs its place to nobody, no pool is ever scanned, and a pool is never stuck.
 
-    Passing a block over is paid by the release that queued it: everything is O(log pins) amortised.
+    Every owner may use all of the limit while nobody else wants it. One that finds it used up, and has less
+    than an equal part, gets the place of the last pin of the owner that has most.
+
+    Passing a block over is paid by the release that queued it: everything is O(log pins) amortised, and
+    O(owners) for a pin beyond the limit.
 
     Args:
         marks: the pool's; PINNED is kept here
@@ -62,6 +66,8 @@ class Pins:
         """Queued blocks whose turn has come while they were pinned, to the number of that turn."""
         self._marks, self._clock = marks, clock
         self._ttl_s: dict[int, float] = {}
+        self._owner: dict[int, str | None] = {}
+        self._owned: dict[str | None, dict[int, None]] = {}
         self._ends: BlockHeap[float] = BlockHeap()
         self._kept: BlockHeap[int] = BlockHeap()
         self._due: BlockHeap[int] = BlockHeap()
@@ -74,8 +80,9 @@ class Pins:
         """Whether the order of reuse is not the eviction order's alone."""
         return bool(self._ttl_s or self.aside)
 
-    def pin(self, block: int, ttl_s: float, now: float) -> bool:
-        """Pin an indexed block for this long from now on; of two pins of a block the longer one holds.
+    def pin(self, block: int, ttl_s: float, now: float, owner: str | None = None) -> bool:
+        """Pin an indexed block for this long from now on; of two pins of a block the longer one holds, and
+        the first one's owner.
 
         now: what expire said, once for all blocks of a chain, so that no pin of one outlives that of
         the block before it. Returns: whether it is pinned; if not, there were limit others.
@@ -83,15 +90,30 @@ class Pins:
         ends, longest = now + ttl_s, ttl_s
         if block in self._ttl_s:
             ends, longest = max(ends, self._ends.key(block)), max(ttl_s, self._ttl_s[block])
-        elif len(self._ttl_s) >= self.limit:
+        elif not self._make_room(owner):
             self.num_refused += 1
             return False
-        elif block in self.aside:
-            self._due.remove(block)
-            self._kept.push(block, self.aside[block])
+        else:
+            self._owner[block] = owner
+            self._owned.setdefault(owner, {})[block] = None
+            if block in self.aside:
+                self._due.remove(block)
+                self._kept.push(block, self.aside[block])
         self._ttl_s[block] = longest
         self._ends.push(block, ends)
         self._marks[block] |= PINNED
+        return True
+
+    def _make_room(self, owner: str | None) -> bool:
+        """Whether there is room for a pin of this owner, if need be in place of another one's."""
+        if len(self._ttl_s) < self.limit:
+            return True
+        owners = self._owned.keys() | {owner}
+        if len(self._owned.get(owner, ())) >= self.limit // len(owners):
+            return False
+        most = max(self._owned.values(), key=len)
+        self.drop(next(reversed(most)))
+        self.num_refused += 1
         return True
 
     def refresh(self, blocks: Iterable[int]) -> None:
@@ -113,6 +135,10 @@ class Pins:
         """End the pin of a block."""
         del self._ttl_s[block]
         self._ends.remove(block)
+        owner = self._owner.pop(block)
+        del self._owned[owner][block]
+        if not self._owned[owner]:
+            del self._owned[owner]
         self._marks[block] &= ~PINNED
         if block in self.aside:
             self._kept.remove(block)
@@ -148,5 +174,9 @@ class Pins:
         marked = {block for block, mark in enumerate(self._marks) if mark & PINNED}
         assert marked == set(self._ttl_s) == set(self._ends), f"{len(marked)} marked, {len(self)} pinned"
         assert len(self) <= self.limit, f"{len(self)} pins, {self.limit} allowed"
+        owned = {block: owner for owner, blocks in self._owned.items() for block in blocks}
+        assert owned == self._owner, f"{len(owned)} owned by somebody, {len(self._owner)} have an owner"
+        assert owned.keys() == marked, f"{len(owned)} owned, {len(marked)} marked"
+        assert all(self._owned.values()), "an owner of nothing"
         assert set(self._kept) == {block for block in self.aside if block in marked}, "kept: not the pinned"
         assert set(self._due) == set(self.aside) - marked, "due: not those whose pins ended"

@@ -20,7 +20,7 @@ class MemoryStats:
     prefix_hit_tokens:           those of them that were found
     misses:                      the others, by each reason of MISS_REASONS
     prefix_evictions:            cached blocks reused for something else
-    pins_refused:                blocks that were not pinned because too many others were
+    pins_refused:                blocks that were not pinned, or no longer, because too many others were
     blocks_freed_by_compression: net of fresh blocks, so it can fall while siblings hold the rest
     cow_copies:                  shared tail blocks that had to be copied before a write
     """

@@ -251,7 +251,7 @@ class Engine:
             request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
             request.metrics.num_repeated_tokens = table.repeated_len
             if request.retention:
-                self.memory.pin(seq.seq_id, request.retention)
+                self.memory.pin(seq.seq_id, request.retention, request.tenant)
 
 
 def _is_decode(item: Scheduled) -> bool:

@@ -102,10 +102,10 @@ class PrefixCache:
                 table.entries.append(entry)
                 table.repeated_len += self._size * (entry.block != block)
 
-    def pin(self, table: BlockTable, retention: Sequence[Retention]) -> None:
+    def pin(self, table: BlockTable, retention: Sequence[Retention], owner: str | None) -> None:
         """Pin the blocks under which this sequence's beginning can be hit, as far as they still can be."""
         now = self._pool.pins.expire()
         for entry, ttl_s in zip(table.entries, ttls(retention, self._size), strict=False):
             if not self._pool.index.is_live(entry):
                 return
-            self._pool.pins.pin(entry.block, ttl_s, now)
+            self._pool.pins.pin(entry.block, ttl_s, now, owner)

@@ -102,7 +102,9 @@ COUNTERS = (
     _counter("kvreclaim:prefix_misses", "Looked-up tokens not found; hits + misses = queries.", "reason"),
     _counter("kvreclaim:prefix_evictions", "Cached blocks reused for something else."),
     _counter("kvreclaim:preemptions", "Preemptions by reason.", "reason"),
-    _counter("kvreclaim:pins_refused", "Blocks not pinned since --max-pinned-fraction was reached."),
+    _counter(
+        "kvreclaim:pins_refused", "Blocks not pinned, or no longer, since --max-pinned-fraction was reached."
+    ),
     _counter("kvreclaim:tokens_evicted", "Tokens that left the attention of every head."),
     _counter("kvreclaim:blocks_freed", "Blocks that compression gave back, net, in steps where it gave."),
     _counter(
