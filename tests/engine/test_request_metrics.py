@@ -60,9 +60,9 @@ def test_indexed_tokens_count_the_prompt_also_of_scored_requests(make_llm):
 def told_of_pins(llm, monkeypatch):
     pinned, pin = [], llm.engine.memory.pin
 
-    def noted(seq_id, retention):
-        pinned.append((llm.engine.memory.table(seq_id).logical_len, tuple(retention)))
-        pin(seq_id, retention)
+    def noted(seq_id, retention, owner):
+        pinned.append((llm.engine.memory.table(seq_id).logical_len, tuple(retention), owner))
+        pin(seq_id, retention, owner)
 
     monkeypatch.setattr(llm.engine.memory, "pin", noted)
     return pinned
@@ -74,12 +74,13 @@ def test_the_memory_is_told_of_retention_once_when_the_prompt_is_there(make_llm,
     kept = [Retention(16, 300.0), Retention(8, 3600.0)]
     long = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
     for i in range(3):
-        engine.add_request(f"r{i}", tiny.prompts((30,), seed=i)[0], long, retention=kept)
-    engine.add_request("none", tiny.prompts((20,), seed=9)[0], GREEDY)
+        prompt = tiny.prompts((30,), seed=i)[0]
+        engine.add_request(f"r{i}", prompt, long, retention=kept, tenant="one")
+    engine.add_request("none", tiny.prompts((20,), seed=9)[0], GREEDY, tenant="one")
     while engine.has_unfinished:
         engine.step()
     assert engine.totals.num_preemptions > 0, "some prompts were computed again"
-    assert pinned == [(30, tuple(kept))] * 3
+    assert pinned == [(30, tuple(kept), "one")] * 3
     assert engine.memory.stats().pinned > 0
 
 

@@ -167,7 +167,8 @@ class Scheduler(Generic[Seq]):
 
     def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
-        return seq.is_prefill, seq.is_postponed, seq.rank if self._by_priority else ()
+        prefill = seq.is_prefill
+        return prefill, prefill and seq.is_due, seq.rank if self._by_priority else ()
 
     def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
         for seq in sequences:
@@ -185,7 +186,7 @@ class Scheduler(Generic[Seq]):
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
         """
-        num_tokens = min(seq.next_chunk, step.room(seq))
+        num_tokens = min(seq.next_chunk, step.budget if step.tokens is None else step.room(seq))
         if not num_tokens or (step.rows and seq.is_postponed):
             return
         while not self.memory.can_grow(seq.seq_id, num_tokens):
