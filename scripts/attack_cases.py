@@ -176,7 +176,7 @@ def silence(target: Target) -> list[Outcome]:
     for client in clients:
         client.close()
     # More than the server allows one client is a miss.
-    return [Outcome(200 if still <= 256 else 500, 0, time.perf_counter() - begun, 0)]
+    return [Outcome(200 if still <= 128 else 500, 0, time.perf_counter() - begun, 0)]
 
 
 def is_open(client: Any) -> bool:
@@ -313,7 +313,7 @@ TENANTS = [
     ),
     Attack(
         "prompt_logprobs, as many as are allowed",
-        asking("/v1/completions", prompt=[IDS[:3900]] * 3, max_tokens=1, prompt_logprobs=20),
+        asking("/v1/completions", prompt=[IDS[:3100]] * 2, max_tokens=1, prompt_logprobs=20),
         (200,),
         refused=False,
     ),

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import tiny
 
+from kvreclaim.engine.face.plain import PlainText
 from kvreclaim.memory.pins import Retention
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.prompt import render
@@ -53,7 +54,7 @@ def rendered(template: str, **body: Any) -> tuple[list[int], list[int]]:
     tokenizer = tiny.tokenizer()
     engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
     config = SimpleNamespace(chat_template=TEMPLATES[template])
-    service = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=config)
+    service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer))
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}], **body}
     result = render(MessageRequest.model_validate(body), cast(Service, service))
     return result.token_ids, [point.num_tokens for point in result.breakpoints]
@@ -225,7 +226,7 @@ def test_the_ttl_goes_with_the_breakpoint() -> None:
     tokenizer = tiny.tokenizer()
     engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
     config = SimpleNamespace(chat_template=TEMPLATES["tools first"])
-    service = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=config)
+    service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer))
     body = {"model": "m", "max_tokens": 1, **conversation(system2=HOUR, last=MARK)}
     points = render(MessageRequest.model_validate(body), cast(Service, service)).breakpoints
     assert [point.ttl_s for point in points] == [3600.0, 300.0]

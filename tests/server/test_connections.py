@@ -30,8 +30,9 @@ def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 
 @pytest.fixture
-def narrow(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
-    """Room for four connections, two of each client."""
+def narrow(tiny_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """Room for four connections, two of each client, who need no patience with each other."""
+    monkeypatch.setattr("kvreclaim.server.connections.PATIENCE_S", 0.0)
     limits = {"max_connections": 4, "max_connections_per_address": 2}
     with running_server(LLM(tiny_dir("llama"), num_blocks=128), **limits) as running:
         yield running
@@ -159,6 +160,18 @@ def test_a_client_makes_room_with_its_own_silent_connections(narrow: Running):
         third = stack.enter_context(connect(narrow))
         assert rest(first) == b""
         for client in (second, third, other):
+            client.sendall(GET + b"\r\n")
+            assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_comes_all_at_once_is_turned_away(narrow: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvreclaim.server.connections.PATIENCE_S", web.LIMIT_S)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(connect(narrow)) for _ in range(2))
+        until(lambda: narrow.connections.num_open == 2)
+        with connect(narrow) as third:
+            assert third.recv(65_536).startswith(b"HTTP/1.1 503 ")
+        for client in (first, second):
             client.sendall(GET + b"\r\n")
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
 

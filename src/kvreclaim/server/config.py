@@ -55,7 +55,7 @@ class ServerConfig:
         5, "Seconds that a connection may be idle.", low=1, flags=("--keep-alive-timeout",)
     )
     max_connections: int = option(1024, "Open connections.", low=1)
-    max_connections_per_address: int = option(256, "Open connections of one client; a proxy is one.", low=1)
+    max_connections_per_address: int = option(128, "Open connections of one client; a proxy is one.", low=1)
     max_n: int = option(64, "Outputs per request.", low=1)
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
     max_outputs_per_request: int = option(1024, "Prompts times n of one request.", low=1)
@@ -90,6 +90,9 @@ class ServerConfig:
         low=0.0,
         high=86_400.0,
         flags=("--shutdown-timeout",),
+    )
+    allow_special_tokens_in_text: bool = option(
+        False, "What spells a control token in messages, tools and template variables is one."
     )
     chat_template: str | None = option(None, "Jinja file instead of the model's own.", typed_as=Path)
     tool_call_parser: str | None = option(

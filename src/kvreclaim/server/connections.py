@@ -20,6 +20,8 @@ from kvreclaim.server.errors import ApiError, error_body
 MAX_HEAD_BYTES = 64 << 10
 """Of request line and headers, and of what stands around the chunks of a body."""
 MAX_HEADERS = 256
+PATIENCE_S = 1.0
+"""What a connection has at least for a whole request, however many others want its place."""
 LINGER_S = 5.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the answer."""
 OTHER_FILES = 256
@@ -27,15 +29,17 @@ OTHER_FILES = 256
 
 @dataclass(slots=True)
 class Address:
-    """One client's connections. waiting: those that have sent no whole request, the oldest first."""
+    """One client's connections. waiting: those that have sent no whole request, and since when; the oldest
+    first."""
 
     num_open: int = 0
-    waiting: dict[HTTPProtocol, None] = field(default_factory=dict)
+    waiting: dict[HTTPProtocol, float] = field(default_factory=dict)
 
 
 class Connections:
-    """All connections of a server. Where there is no room, one that has sent no whole request makes it: of
-    the same client, or of the one who has most of these. So those who are silent cannot keep others out."""
+    """All connections of a server. Where there is no room, one that has sent no whole request for a while
+    makes it: of the same client, or of the one who has most of these. So those who are silent cannot keep
+    others out, and those who come all at once are turned away, which costs nothing."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -52,13 +56,14 @@ class Connections:
         elif self.num_open >= self.config.max_connections:
             crowded = max(self.addresses.values(), key=lambda address: len(address.waiting))
         if crowded is not None:
-            if not crowded.waiting:
+            oldest, since = next(iter(crowded.waiting.items()), (None, 0.0))
+            if oldest is None or connection.loop.time() - since < PATIENCE_S:
                 return False
-            next(iter(crowded.waiting)).give_up()
+            oldest.give_up()
         self.addresses[client] = own
         self.num_open += 1
         own.num_open += 1
-        own.waiting[connection] = None
+        own.waiting[connection] = connection.loop.time()
         return True
 
     def leave(self, connection: HTTPProtocol) -> None:
@@ -74,7 +79,7 @@ class Connections:
         waiting = self.addresses[connection.client_network].waiting
         waiting.pop(connection, None)
         if waits:
-            waiting[connection] = None
+            waiting[connection] = connection.loop.time()
 
 
 class HTTPConfig(uvicorn.Config):

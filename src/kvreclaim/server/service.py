@@ -15,8 +15,9 @@ from fastapi import Depends, Request
 from kvreclaim.checks import check_text
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.chat import render_chat
+from kvreclaim.engine.face.chat import chat_text
 from kvreclaim.engine.face.exports import Retention, Tokenizer
+from kvreclaim.engine.face.plain import PlainText
 from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError
@@ -60,6 +61,9 @@ class Service:
         self.streams_of: dict[str, list[RequestStream]] = {}
         self.workers = Workers(default_threads())
         self.room = Room(config)
+        self.plain: PlainText | None = None
+        if engine.tokenizer is not None:
+            self.plain = PlainText(engine.tokenizer, allow=config.allow_special_tokens_in_text)
         self.max_chars = self.max_model_len * longest_token(engine.tokenizer)
 
     @property
@@ -135,7 +139,9 @@ class Service:
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation, through the chat template."""
-        return render_chat(self.engine, messages, chat_template=self.config.chat_template, **options)
+        text = text_of(self, messages, **options)
+        assert self.plain is not None, "a model without tokenizer is refused"
+        return self.plain.encode(text)
 
     def compression(self, given: KVCompression | None) -> CompressionConfig | None:
         """What a request's `kv_compression` says; None: the server's own. Raises: ApiError 400."""
@@ -175,6 +181,28 @@ class Service:
             for stream in streams:
                 if not stream.ended:
                     self.engine.abort(stream.request_id)
+
+
+def text_of(
+    service: Service,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> str:
+    """A conversation through the chat template, for `plain` to encode, which guards what users wrote."""
+    given: tuple[Any, ...] = (messages, tools, template_kwargs)
+    if service.plain is not None:  # without tokenizer chat_text refuses
+        given = tuple(map(service.plain.guard, given))
+    return chat_text(
+        service.engine,
+        given[0],
+        tools=given[1],
+        template_kwargs=given[2],
+        chat_template=service.config.chat_template,
+        **options,
+    )
 
 
 def longest_token(tokenizer: Tokenizer | None) -> int:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvreclaim.engine.face.chat import chat_text
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
 from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.service import Service
+from kvreclaim.server.service import Service, text_of
 
 MAX_BREAKPOINTS = 4
 EXTRA_TOOL = {"type": "function", "function": {"name": ALTERED, "description": ALTERED, "parameters": {}}}
@@ -47,11 +46,10 @@ def render(body: ConversationFields, service: Service) -> Rendered:
     tools, messages = writer.tools(), writer.messages()
     marks = _marks(body, writer.marks, writer.place)
     text = _text(body, service, tools, messages)
-    tokenizer = service.tokenizer
+    assert service.plain is not None, "a model without tokenizer is refused"
     if not marks:
-        return Rendered(list(tokenizer.encode(text, add_special_tokens=False)), ())
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ends = [end for _, end in encoding["offset_mapping"]]
+        return Rendered(service.plain.encode(text), ())
+    token_ids, ends = service.plain.encode_with_ends(text)
     chars: dict[int, int] = {0: 0, writer.place: len(text)}
     for place in {mark.place for mark in marks} - chars.keys():
         altered = Writer(body, intact=place)
@@ -61,7 +59,7 @@ def render(body: ConversationFields, service: Service) -> Rendered:
             alone = _common(text, _text(body, service, [*others, EXTRA_TOOL], messages))
             chars[place] = max(chars[place], alone)
     points = [Retention(bisect_right(ends, chars[mark.place]), TTL_S[mark.ttl]) for mark in marks]
-    return Rendered(list(encoding["input_ids"]), tuple(points))
+    return Rendered(token_ids, tuple(points))
 
 
 def _text(
@@ -77,11 +75,10 @@ def _text(
             )
         variables["enable_thinking"] = False
     try:
-        return chat_text(
-            service.engine,
+        return text_of(
+            service,
             messages,
             tools=tools,
-            chat_template=service.config.chat_template,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
             template_kwargs=variables,
