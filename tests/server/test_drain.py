@@ -162,10 +162,17 @@ def alone() -> Callable[[str, int], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: Path, number) -> None:
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGTERM, "--engine-process"),
+        (signal.SIGINT, "--engine-process"),
+        (signal.SIGTERM, "--no-engine-process"),
+    ],
+)
+def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: Path, number, how) -> None:
     num_tokens = 100
-    with served(tmp_path, "--shutdown-timeout", "86400") as server:
+    with served(tmp_path, "--shutdown-timeout", "86400", how) as server:
         readers = start(server, num_tokens)
         server.process.send_signal(number)
         until(lambda: f"{number.name}: no new requests; {len(readers)} to finish" in server.log.read_text())

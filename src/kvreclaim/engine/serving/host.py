@@ -135,8 +135,8 @@ class Host:
         ended = []
         for request in requests:
             cursor = self._cursors.get(request.request_id)
-            if cursor is None:
-                continue
+            if cursor is None or (request.lacks_prompt_logprobs and not request.finished):
+                continue  # a part of a prompt is no news
             update = cursor.advance()
             if update.finished:
                 del self._cursors[request.request_id]

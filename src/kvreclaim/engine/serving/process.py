@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
@@ -58,12 +59,13 @@ class ProcessEngine(Readers):
         channel = Channel(ours)
         try:
             channel.send(spec)
-            tokenizer = load_tokenizer(spec.model)
-            ready = _await_ready(channel)
+            with ThreadPoolExecutor(1) as beside:
+                loading = beside.submit(load_tokenizer, spec.model)
+                ready = _await_ready(channel)
             if ready.error is not None:
                 raise ready.error
             assert ready.served is not None, "an engine that serves says what"
-            return cls(process, channel, ready.served, tokenizer)
+            return cls(process, channel, ready.served, loading.result())
         except BaseException as error:
             channel.close()
             code = process.wait()

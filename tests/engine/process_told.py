@@ -1,0 +1,59 @@
+"""What tests run in an engine's process: functions of a module, which both processes know."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from settings import assert_idle
+
+from kvreclaim.engine.serving.host import Host
+
+
+def idle(host: Host) -> bool:
+    assert_idle(host.llm)
+    return True
+
+
+def pid(host: Host) -> int:
+    return os.getpid()
+
+
+def fails(host: Host) -> None:
+    raise ZeroDivisionError("of the test")
+
+
+def panics(host: Host) -> None:
+    raise SystemExit("no Exception")
+
+
+class Unspeakable(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__(first)
+
+
+def fails_unspeakably(host: Host) -> None:
+    raise Unspeakable(1, 2)
+
+
+def loads_slowly(host: Host) -> None:
+    """Statistics are read when the file `go` beside them exists, and not before."""
+    from kvreclaim.compression import QueryStats
+
+    load = QueryStats.load
+
+    def slowly(path: Any) -> QueryStats:
+        while not Path(path).with_name("go").exists():
+            time.sleep(0.002)
+        return load(path)
+
+    QueryStats.load = slowly  # type: ignore[method-assign]
+    host.llm.compressors._stats.clear()
+
+
+def num_steps(host: Host) -> int:
+    return host.engine.totals.steps

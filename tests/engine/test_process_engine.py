@@ -1,0 +1,283 @@
+"""The engine's process: answers as alone, refusals, aborts at any moment, and the death of either side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import process_told as told
+import psutil
+import pytest
+import tiny
+from async_reading import GREEDY, LIMIT_S, Answer, new, read, run
+from settings import small
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.engine.serving import process
+from kvreclaim.engine.serving.messages import EngineSpec
+from kvreclaim.engine.serving.process import ProcessEngine
+from kvreclaim.engine.serving.served import Served
+from kvreclaim.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
+
+Launch = Callable[..., ProcessEngine]
+
+
+@pytest.fixture
+def launch(calibrated_dir, monkeypatch) -> Launch:
+    """(model, **engine options) -> an engine's process, which finds the tests' modules."""
+    here = str(Path(__file__).parent)
+    more = [here, str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(part for part in more[::-1] if part))
+
+    def start(model: str | None = None, **options) -> ProcessEngine:
+        spec = EngineSpec(
+            model=model or str(calibrated_dir("llama")),
+            dtype="float32",
+            device="cpu",
+            options={"num_blocks": 200, **options},
+        )
+        return ProcessEngine.launch(spec)
+
+    return start
+
+
+@asynccontextmanager
+async def serving(engine: ProcessEngine) -> AsyncIterator[ProcessEngine]:
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        assert not psutil.pid_exists(engine.pid)
+
+
+@pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
+def test_many_at_once_answer_like_alone(launch: Launch, make_llm, num_blocks: int) -> None:
+    lengths = [3 + (7 * i) % 60 for i in range(24)]
+    compressions = [small() if i % 3 == 0 and num_blocks > 100 else None for i in range(24)]
+    limits = {"max_num_batched_tokens": 64, "block_size": 8}
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1, prompt_logprobs=1)
+
+    async def main() -> list[tuple[dict[int, Answer], list]]:
+        async with serving(launch(num_blocks=num_blocks, **limits)) as engine:
+            assert await engine.call(told.pid) == engine.pid != os.getpid()
+            news = [
+                new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
+            ]
+            streams = await engine.add_all(news)
+            answers = await asyncio.gather(*(read(stream) for stream in streams))
+            assert await engine.call(told.idle)
+            assert engine.num_requests == engine.num_queued == 0
+            return [(answer, stream.prompt_logprobs) for answer, stream in zip(answers, streams, strict=True)]
+
+    alone = make_llm(num_blocks=400, **limits)
+    for (answers, of_prompt), length, compression in zip(run(main()), lengths, compressions, strict=True):
+        output = alone.generate(tiny.prompts((length,), seed=length), params, compression)[0]
+        [expected] = output.outputs
+        assert list(answers) == [0]
+        assert answers[0].token_ids == expected.token_ids
+        assert answers[0].text == expected.text
+        assert [set(report) for report in answers[0].logprobs] == [set(r) for r in expected.logprobs]
+        assert answers[0].finish_reasons == [expected.finish_reason]
+        assert [r and set(r) for r in of_prompt] == [r and set(r) for r in output.prompt_logprobs]
+
+
+def test_what_it_serves_is_known_here(launch: Launch, make_llm) -> None:
+    async def main() -> Served:
+        async with serving(launch(block_size=8)) as engine:
+            assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
+            return engine.served
+
+    served, expected = run(main()), Served.of(make_llm(block_size=8))
+    assert (served.vocab_size, served.max_model_len) == (expected.vocab_size, expected.max_model_len)
+    assert (served.num_blocks, served.block_size) == (200, 8)
+    by_memory = {"max_signal_bytes": 0}
+    assert served.config | by_memory == expected.config | by_memory
+    assert served.name == expected.name
+
+
+def test_a_refusal_is_the_engines_own(launch: Launch) -> None:
+    async def main() -> None:
+        async with serving(launch(max_model_len=64)) as engine:
+            with pytest.raises(RequestTooLongError, match="max_model_len is 64") as refused:
+                await engine.add_all([new("a"), new("b", 65)])
+            assert refused.value.field == "prompt"
+            assert await engine.call(told.idle)
+            assert engine.num_requests == 0
+            with pytest.raises(InvalidArgumentError, match="is unknown"):
+                await engine.add(new("c", compression=small("nonesuch")))
+            with pytest.raises(ZeroDivisionError, match="of the test"):
+                await engine.call(told.fails)
+            with pytest.raises(RuntimeError, match="Unspeakable in the engine's process"):
+                await engine.call(told.fails_unspeakably)
+            assert (await read(await engine.add(new("a"))))[0].finish_reasons == ["length"]
+
+    run(main())
+
+
+def test_aborts_at_any_moment_leave_nothing(launch: Launch) -> None:
+    rng = random.Random(0)
+    drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
+
+    async def one(engine: ProcessEngine, name: str, how: str) -> None:
+        each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
+        if how == "cancel":
+            task = asyncio.ensure_future(engine.add(each))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                engine.abort((await task).request_id)
+            return
+        stream = await engine.add(each)
+        for _ in range(rng.randrange(6)):
+            if (await stream.next()).finished:
+                break
+        engine.abort(name)
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=60, block_size=8)) as engine:
+            hows = ["cancel", "once"]
+            await asyncio.gather(*(one(engine, f"r{i}", rng.choice(hows)) for i in range(60)))
+            await engine.drained()
+            await engine.abort_all()
+            assert await engine.call(told.idle)
+
+    run(main())
+
+
+def test_a_new_setting_is_made_while_others_go_on(launch: Launch, calibrated_dir, tmp_path: Path) -> None:
+    """And one whose caller has gone meanwhile is never run."""
+    model = tmp_path / "model"
+    shutil.copytree(calibrated_dir("qwen3"), model)
+
+    async def main() -> None:
+        async with serving(launch(str(model))) as engine:
+            await engine.call(told.loads_slowly)
+            slow = small("triattention")
+            adding = asyncio.ensure_future(engine.add(new("first", 60, compression=slow)))
+            leaving = asyncio.ensure_future(engine.add(new("second", 60, compression=slow)))
+            assert (await read(await engine.add(new("none"))))[0].finish_reasons == ["length"]
+            assert not adding.done()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            (model / "go").touch()
+            assert (await read(await adding))[0].finish_reasons == ["length"]
+            await engine.drained()
+            assert await engine.call(told.idle)
+
+    run(main())
+
+
+def test_who_does_not_read_holds_up_nobody(launch: Launch) -> None:
+    """The engine goes on, and what it made comes in few pieces."""
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, logprobs=20)
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=2000, max_model_len=512)) as engine:
+            loop = asyncio.get_running_loop()
+            streams = await engine.add_all([new(f"r{i}", 20, params) for i in range(8)])
+            loop.remove_reader(engine._channel.fileno())
+            child = psutil.Process(engine.pid)
+            while child.status() != psutil.STATUS_SLEEPING or child.num_ctx_switches().voluntary < 3:
+                await asyncio.sleep(0.05)
+            pieces, receive = [], engine._channel.receive
+
+            def counted() -> list:
+                messages = receive()
+                pieces.extend(messages)
+                return messages
+
+            engine._channel.receive = counted
+            loop.add_reader(engine._channel.fileno(), engine._on_readable)
+            answers = await asyncio.gather(*(read(stream) for stream in streams))
+            assert all(len(answer[0].token_ids) == 400 for answer in answers)
+            assert len({tuple(answer[0].token_ids) for answer in answers}) == 1
+            assert len(pieces) < await engine.call(told.num_steps)
+
+    run(main())
+
+
+def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
+    """What is no Exception, as a library's panic, ends the engine, not its process."""
+    endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=400)) as engine:
+            stream = await engine.add(new("a", params=endless))
+            asking = asyncio.ensure_future(engine.call(told.panics))
+            async for update in stream:
+                last = update
+            assert last.error == "SystemExit: no Exception"
+            assert engine.death == "SystemExit"
+            with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
+                await engine.add(new("b"))
+            assert await engine.call(told.pid, of_the_dead=True) == engine.pid
+            assert not engine.lost.is_set()
+            asking.cancel()
+
+    run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal.Signals) -> None:
+    endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=400)) as engine:
+            streams = await engine.add_all([new("a", params=endless), new("b", params=endless)])
+            await streams[0].next()
+            os.kill(engine.pid, number)
+            for stream in streams:
+                async for update in stream:
+                    last = update
+                assert f"ended by signal {number.value}" in last.error
+            assert engine.lost.is_set()
+            for asking in (
+                engine.add(new("c")),
+                engine.call(told.pid),
+                engine.call(told.pid, of_the_dead=True),
+            ):
+                with pytest.raises(EngineDeadError, match="restart the server"):
+                    await asking
+            engine.abort("a")
+            await engine.drained()
+
+    run(main())
+
+
+def test_it_ends_when_the_server_goes(launch: Launch) -> None:
+    endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+
+    async def main() -> int:
+        engine = launch(num_blocks=400)
+        engine.start()
+        await engine.add(new("a", params=endless))
+        asyncio.get_running_loop().remove_reader(engine._channel.fileno())
+        engine._channel.close()
+        return await asyncio.to_thread(engine._process.wait, LIMIT_S)
+
+    assert run(main()) == 0
+
+
+def test_a_model_that_is_none_is_refused_in_the_same_words(launch: Launch, make_llm, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError) as alone:
+        LLM(str(tmp_path / "none"))
+    with pytest.raises(InvalidArgumentError) as refused:
+        launch(str(tmp_path / "none"))
+    assert str(refused.value) == str(alone.value)
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
+        launch(num_blocks=0)
+
+
+def test_a_process_that_ends_before_it_serves_is_one_sentence(launch: Launch, monkeypatch) -> None:
+    monkeypatch.setattr(process, "PROGRAM", ("-c", "raise SystemExit(7)"))
+    with pytest.raises(EngineDeadError, match="ended with exit code 7 before it served; the log may say why"):
+        launch()
