@@ -36,6 +36,29 @@ def test_the_first_token_of_another_comes_in_the_first_step_under_a_flood():
     assert serving.num_running("flood") == 64, "what gave way is back"
 
 
+def test_the_step_of_a_first_short_prompt_is_short():
+    """The latest of the others' sequences decode in the next one; but for those that had got a new block."""
+    serving = flooded(Serving(), num_outputs=64)
+    for _ in range(3):
+        other = serving.ask("other", num_prompt=20, max_tokens=3)
+        plan = serving.step()
+        assert other.first_token == 1
+        assert 20 <= serving.rows["flood"] <= 20 + len(plan.fresh) < 63
+        computed = {row.seq_id for row in plan.rows}
+        running = serving.scheduler.running
+        assert all(seq.seq_id in computed for seq in running[:20]), "the first ones go on"
+        serving.steps(2)
+        assert serving.rows["flood"] == 63
+        assert other.ended
+
+
+def test_the_more_important_are_not_held_back():
+    serving = flooded(Serving(by_priority=True), prompts=40, priority=-1)
+    serving.ask("other", num_prompt=20, priority=0)
+    serving.step()
+    assert serving.rows == {"flood": 40, "other": 20}
+
+
 def test_the_first_token_comes_while_the_flood_computes_a_prompt_of_64_outputs():
     """Seats that are kept for forks are no seats taken; forks that find none wait."""
     serving = Serving(max_num_batched_tokens=256)

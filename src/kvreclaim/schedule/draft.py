@@ -58,6 +58,13 @@ class Draft(Generic[Seq]):
         dropped = self.rows.pop(seq_id, None)
         self.budget += dropped[0].num_tokens if dropped else 0
 
+    def postpone(self, seq_id: int) -> None:
+        """It computes its tokens another time, unless blocks were taken or are to be copied for them."""
+        row, growth = self.rows[seq_id]
+        if not (growth.new_blocks or growth.copies):
+            del self.rows[seq_id]
+            self.budget += row.num_tokens
+
     def preempt(self, lost: Preempted) -> None:
         """One that has begun in this very step has not begun."""
         self.lose(lost.seq_id)

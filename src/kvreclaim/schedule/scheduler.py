@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
@@ -109,6 +110,7 @@ class Scheduler(Generic[Seq]):
             prompts, chain.from_iterable(waiting), step.budget, least=self.max_num_batched_tokens // FRACTION
         )
         self._admit_all(step)
+        self._hold_back(step, step.shares)
         self._continue_all(sorted(prompts, key=lambda seq: tokens.wanted[seq.tenant]), step)
         return step.plan()
 
@@ -222,6 +224,23 @@ class Scheduler(Generic[Seq]):
                     break
             except Exception as error:
                 self._fail(seq, step, error)
+
+    def _hold_back(self, step: Draft[Seq], shares: Shares[Seq]) -> None:
+        """Where a tenant's first sequences begin, its first token waits for all that the step computes: no
+        other tenant decodes more tokens than these have, or half a part of the seats."""
+        begun = [self._known[one.seq_id] for one in step.admitted]
+        counts = Counter(seq.tenant for seq in begun)
+        new = {tenant for tenant, count in counts.items() if shares.num_running(tenant) == count}
+        first = [seq for seq in begun if seq.tenant in new]
+        if not first:
+            return
+        most = max(shares.seats // 2, sum(step.rows[seq.seq_id][0].num_tokens for seq in first))
+        least, counts = max(seq.priority for seq in first), Counter()
+        for seq in self.running:
+            if seq.tenant not in new and seq.seq_id in step.rows and seq.priority >= least:
+                counts[seq.tenant] += 1
+                if counts[seq.tenant] > most and not seq.is_prefill:
+                    step.postpone(seq.seq_id)
 
     def _may_pass(self, seq: Seq, step: Draft[Seq]) -> bool:
         """Whether sequences of other tenants may begin though there is no room for this one, whose turn it
