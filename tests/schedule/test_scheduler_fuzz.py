@@ -98,7 +98,7 @@ def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
     for what in ("preemptions", "hits", "copies", "passes", "failed passes"):
         assert total[what] > 200, f"{total} has hardly any {what}"
     for what in ("fairness", "forks that wait"):
-        assert total[what] > 20, f"{total} has hardly any {what}"
+        assert total[what] >= 10, f"{total} has hardly any {what}"
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])
