@@ -16,7 +16,7 @@ MODEL = "kvreclaim-demo"
 KEYS = ("key-of-the-attacker", "key-of-another", "key-of-the-operator")
 WORDS = ("lark", "shell", "dew", "mole", "nest", "wind", "wave", "sky", "sun", "sand")
 MAX_LEN = 4096
-CAP = (1 << 20) + 32 * MAX_LEN
+CAP = (256 << 10) + 32 * MAX_LEN
 """Of a body, where the server's defaults hold."""
 REFUSED = (400, 401, 403, 404, 408, 413, 429, 431)
 

@@ -159,7 +159,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_a_body_is_bounded_by_what_fits_the_model(server: Running):
-    assert body_limit(None, 512) == (1 << 20) + 32 * 512
+    assert body_limit(None, 512) == (256 << 10) + 32 * 512
     assert body_limit(None, 1 << 20) == 16 << 20
     assert body_limit(5000, 512) == 5000
     most = body_limit(None, server.service.max_model_len)

@@ -21,7 +21,7 @@ from kvreclaim.server.events import gone
 from kvreclaim.server.service import Service, service_of, tenant_of
 
 MAX_BODY_BYTES = 16 << 20
-BASE_BODY_BYTES = 1 << 20
+BASE_BODY_BYTES = 256 << 10
 BODY_BYTES_PER_TOKEN = 32
 
 NO_OBJECT = "the body is no JSON object; send one, with the header `content-type: application/json`."
