@@ -5,9 +5,9 @@
 
 For each attack, while it runs in a process of its own: its requests end in a 4xx, within 1 s per MB of body
 (1 s at least); the memory of the server and its children grows by less than four times what was sent at once
-(32 MB at least, which allocators take); another client's longest wait for /health is 250 ms; the longest wait
-of another tenant for a first token is at most three times the longest without the attack. Exit status 1 on a
-miss.
+(32 MB at least, which allocators take); another client's longest wait for /health is 250 ms; nine of ten
+first tokens of another tenant come within three times the time within which they come without the attack.
+Exit status 1 on a miss.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ START_S = 120.0
 
 @dataclass(slots=True)
 class Seen:
-    """What others noticed: the longest waits in seconds, and the most memory in bytes."""
+    """What others noticed: the longest wait for /health, all waits for first tokens, the most memory."""
 
     health_s: float = 0.0
-    first_token_s: float = 0.0
+    first_tokens_s: list[float] = field(default_factory=list)
     memory: int = 0
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def first_token_s(self) -> float:
+        """Longer than nine of ten, for one alone may be the machine's."""
+        return sorted(self.first_tokens_s)[int(0.9 * (len(self.first_tokens_s) - 1))]
 
 
 @contextmanager
@@ -66,7 +71,7 @@ def watching(target: Target) -> Iterator[Seen]:
         while not stop.is_set():
             prompt = " ".join(random.choices(WORDS, k=900))
             wait = timed(partial(first_token, target.port, target.other_key, prompt), seen)
-            seen.first_token_s = max(seen.first_token_s, wait)
+            seen.first_tokens_s.append(wait)
             stop.wait(0.1)
 
     def memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attack_client import connect, get, head, post, status_of, whole
+from attack_client import connect, get, head, post, posted, status_of, whole
 
 MODEL = "kvreclaim-demo"
 KEYS = ("key-of-the-attacker", "key-of-another", "key-of-the-operator")
@@ -280,21 +281,17 @@ def pins(target: Target) -> list[Outcome]:
     return outcomes
 
 
-def pinned(target: Target) -> int:
-    answer = whole(target.port, "/load", target.operator_key)
-    return int(json.loads(answer.partition(b"\r\n\r\n")[2])["blocks_pinned"])
-
-
-def another_can_pin(target: Target) -> list[str]:
-    before = pinned(target)
-    asked = {
-        "model": MODEL,
-        "prompt": [9 + (place * 7 + 1) % 190 for place in range(400)],
-        "max_tokens": 1,
-        "prompt_cache_retention": "24h",
-    }
-    post(target.port, "/v1/completions", json.dumps(asked).encode(), target.other_key)
-    return [] if pinned(target) > before else [f"another tenant cannot pin beside {before} blocks"]
+def another_keeps_its_pin(target: Target) -> list[str]:
+    """Beside the attacker's pins, and through as many other prompts of the attacker as fill the pool."""
+    mine = [9 + (place * 7 + 1) % 190 for place in range(800)]
+    asked = {"model": MODEL, "prompt": mine, "max_tokens": 1, "prompt_cache_retention": "24h"}
+    sent = json.dumps(asked).encode()
+    post(target.port, "/v1/completions", sent, target.other_key)
+    for row in range(20):
+        filling = {"model": MODEL, "prompt": [9 + (place * (row + 11)) % 190 for place in range(1500)]}
+        post(target.port, "/v1/completions", json.dumps({**filling, "max_tokens": 1}).encode(), target.key)
+    cached = re.search(rb'"cached_tokens":(\d+)', posted(target.port, sent, target.other_key))
+    return [] if cached and int(cached[1]) > 0 else ["another tenant's pinned prompt was given up"]
 
 
 IDS = [9 + place % 190 for place in range(4000)]
@@ -313,7 +310,7 @@ TENANTS = [
     ),
     Attack(
         "prompt_logprobs, as many as are allowed",
-        asking("/v1/completions", prompt=[IDS[:3100]] * 2, max_tokens=1, prompt_logprobs=20),
+        asking("/v1/completions", prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
         (200,),
         refused=False,
     ),
@@ -383,7 +380,7 @@ ROOM = [
     Attack(
         "priority -10**9", asking("/v1/completions", prompt=[[9, 10]] * 60, max_tokens=100, priority=-(10**9))
     ),
-    Attack("all pins for a day", pins, (200,), refused=False, check=another_can_pin),
+    Attack("all pins for a day", pins, (200,), refused=False, check=another_keeps_its_pin),
 ]
 
 SERVERS = {

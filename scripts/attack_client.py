@@ -31,6 +31,14 @@ def post(port: int, path: str, body: bytes, key: str | None) -> int | None:
         return status_of(client)
 
 
+def posted(port: int, body: bytes, key: str | None) -> bytes:
+    """The whole answer to a completion."""
+    options = {"content_type": "application/json", "content_length": str(len(body)), "connection": "close"}
+    with connect(port) as client:
+        client.sendall(head("POST", "/v1/completions", key, **options) + body)
+        return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
 def get(port: int, path: str, key: str | None, **headers: str) -> tuple[int | None, bytes]:
     """Status and what came first."""
     with connect(port) as client:

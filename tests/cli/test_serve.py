@@ -17,9 +17,10 @@ def started(monkeypatch) -> list:
     """(llm, config) of each server that was about to serve; none does."""
     found: list = []
 
-    def serve(llm, config, listener) -> None:
+    def serve(engine, config, listener) -> bool:
         listener.close()
-        found.append((llm, config))
+        found.append((engine.llm, config))
+        return True
 
     monkeypatch.setattr("kvreclaim.server.run.serve", serve)
     monkeypatch.setattr("kvreclaim.server.logs.configure_logging", lambda *_, **__: None)
@@ -27,14 +28,16 @@ def started(monkeypatch) -> list:
 
 
 def run(*arguments: object):
-    return runner.invoke(app, ["serve", "--model", "demo", "--port", "0", *map(str, arguments)])
+    """In one process, so that the engine can be looked at."""
+    ours = ["--model", "demo", "--port", "0", "--no-engine-process"]
+    return runner.invoke(app, ["serve", *ours, *map(str, arguments)])
 
 
 def test_without_further_options_it_is_on_loopback(started: list) -> None:
     result = run()
     assert result.exit_code == 0, result.output
     [(llm, config)] = started
-    default = ServerConfig(served_model_name=("kvreclaim-demo",), port=0)
+    default = ServerConfig(served_model_name=("kvreclaim-demo",), port=0, engine_process=False)
     assert config == default
     assert default.host == "127.0.0.1"
     engine = llm.engine.config
@@ -81,6 +84,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     [(llm, config)] = started
     assert config == ServerConfig(
         port=0,
+        engine_process=False,
         served_model_name=("a",),
         api_keys=("x", "y"),
         operator_key="op",

@@ -60,7 +60,7 @@ class ServerConfig:
     max_queue_len: int = option(1024, "Waiting requests; more get a 429.", low=1)
     max_outputs_per_request: int = option(1024, "Prompts times n of one request.", low=1)
     max_logprobs_per_request: int = option(
-        1 << 17,
+        1 << 16,
         "Log-probabilities of one answer: tokens times (logprobs + 1), of prompts and outputs.",
         low=1,
     )
