@@ -29,8 +29,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
 
-from attack_cases import SERVERS, WORDS, Attack, Outcome, Target
+from attack_cases import SERVERS
 from attack_client import first_token, health
+from attack_kit import WORDS, Attack, Outcome, Target
 
 PER_MB_S, LEAST_S = 1.0, 1.0
 GROWTH, LEAST_GROWTH = 4, 32 << 20

@@ -153,7 +153,11 @@ HISTOGRAMS = (
     _histogram("vllm:request_generation_tokens", "Tokens drawn for an output.", None),
     _histogram("vllm:request_max_num_generation_tokens", "Tokens of a request's longest output.", None),
     _histogram("vllm:request_params_n", "The n of a request.", OUTPUTS),
-    _histogram("vllm:request_params_max_tokens", "The max_tokens of a request that has one.", None),
+    _histogram(
+        "vllm:request_params_max_tokens",
+        "The max_tokens of a request that has one, no more than the context.",
+        None,
+    ),
     _histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
     _histogram("vllm:iteration_tokens_total", "Tokens computed in an engine step.", STEP_TOKENS),
     _histogram(

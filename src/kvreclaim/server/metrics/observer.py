@@ -87,6 +87,7 @@ class MetricsObserver:
         self.step_s = 0.0
         self.totals = engine.totals  # the engine's own: only ever grows
         self.figures = _read(engine)
+        self._max_model_len = engine.max_model_len
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.max_model_len)) for m in HISTOGRAMS}
         self._progress: dict[str, Progress] = {}
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
@@ -194,7 +195,8 @@ class MetricsObserver:
         ):
             self._observe(name, value)
         if request.params.max_tokens is not None:
-            self._observe("vllm:request_params_max_tokens", request.params.max_tokens)
+            most = min(request.params.max_tokens, self._max_model_len)  # no client makes sums without meaning
+            self._observe("vllm:request_params_max_tokens", most)
 
     def _conclude(self, request: Request) -> None:
         """The whole request has ended."""
