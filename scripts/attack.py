@@ -128,10 +128,11 @@ def run(attack: Attack, target: Target, alone: Seen) -> list[str]:
         child.join()
     missed = judge(attack, outcomes, seen, alone, seen.memory - before)
     missed += attack.check(target) if attack.check is not None else []
+    verdict = "ok" if not missed else "MISS" if attack.judged else "note"
     sent = max((outcome.sent for outcome in outcomes), default=0)
     slowest = max((outcome.elapsed_s for outcome in outcomes), default=0.0)
     print(
-        f"{'MISS' if missed else 'ok':4} {attack.name:44} {statuses(outcomes):18} {sent / 1e6:7.1f} MB "
+        f"{verdict:4} {attack.name:44} {statuses(outcomes):18} {sent / 1e6:7.1f} MB "
         f"{slowest:6.2f} s  memory {(seen.memory - before) / 1e6:+7.0f} MB  "
         f"health {1e3 * seen.health_s:5.0f} ms  "
         f"first token {1e3 * seen.first_token_s:5.0f} ms ({1e3 * alone.first_token_s:.0f} alone)",
@@ -139,7 +140,7 @@ def run(attack: Attack, target: Target, alone: Seen) -> list[str]:
     )
     for sentence in missed:
         print(f"     {sentence}", flush=True)
-    return missed
+    return missed if attack.judged else []
 
 
 def repeat(attack: Attack, target: Target, sender: Connection) -> None:

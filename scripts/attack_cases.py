@@ -225,6 +225,7 @@ TENANTS = [
         asking("/v1/completions", prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
         (200,),
         refused=False,
+        judged=False,
     ),
     Attack("eight texts of 15 MB to /tokenize", asking("/tokenize", 8, prompt=TEXT * 600_000)),
     Attack("eight texts of 1 MB to /tokenize", asking("/tokenize", 8, prompt=TEXT * 40_000)),

@@ -45,13 +45,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Attack:
-    """strike: attack once; check: what was missed otherwise; refused: judged by time and memory as well"""
+    """strike: attack once; check: what was missed otherwise; refused: judged by time and memory as well;
+    judged: not where it is no attack, but what the defaults let a client ask"""
 
     name: str
     strike: Callable[[Target], list[Outcome]]
     expected: tuple[int | None, ...] = REFUSED
     refused: bool = True
     check: Callable[[Target], list[str]] | None = None
+    judged: bool = True
 
 
 @dataclass(frozen=True)
