@@ -57,7 +57,7 @@ def hostile(size: int, suffix: str) -> list[Attack]:
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-HEADS = (None, 400, 401, 431)
+HEADS = (None, 400, 401, 403, 431)
 MB = b"a" * 1_000_000
 
 STRANGERS = [
