@@ -29,7 +29,7 @@ test: setup
 
 # Many clients at once: no 500, no lost block, every answer as alone; then with so few blocks that requests preempt.
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 10000 --clients 64
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
 
 # What strangers and tenants can do to a server, in full size, and what others notice of it.

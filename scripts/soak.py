@@ -1,5 +1,7 @@
 """Many clients at once, with everything that a client may do: every finished answer must be the one that the
-same request gets alone, and in the end every block must be back.
+same request gets alone, and in the end every block must be back. Over the second half of the requests another
+tenant attacks, and others ask what the server's own description allows: nothing may be answered with a 5xx,
+and what the attack did to first tokens is told.
 
     python scripts/soak.py --requests 1000 --clients 64
 """
@@ -10,26 +12,37 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 from soak_cases import MESSAGES, MODEL, Case, Seen, expected, make_cases
 
 from kvreclaim import LLM, demo_model
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.messages import EngineSpec
+from kvreclaim.engine.serving.process import ProcessEngine
+from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
+from kvreclaim.server.metrics.observer import count
 from kvreclaim.server.run import Server, bind
 from kvreclaim.server.service import Service
 
 TIMEOUT_S = 300.0
+LAST_ANSWER_S = 90.0
 KEYS = ("key-a", "key-b", "key-c")
 OPERATOR = "key-of-the-operator"
+ATTACKER = "key-of-the-attacker"
+HERE = Path(__file__).parent
 
 
 @dataclass
@@ -71,7 +84,7 @@ def _difference(case: Case, seen: Seen, llm: LLM) -> str | None:
 
 async def ask(client: httpx2.AsyncClient, case: Case) -> Seen:
     """Send one case and read what comes, or leave."""
-    seen = Seen()
+    seen, begun = Seen(), time.perf_counter()
     headers = {"authorization": f"Bearer {case.key}"} if case.key else {}
     limit = None if case.stream else case.leaves_after
     try:
@@ -81,7 +94,7 @@ async def ask(client: httpx2.AsyncClient, case: Case) -> Seen:
         ):
             seen.status = answer.status_code
             if case.stream and seen.status == 200:
-                await _read_events(answer, case, seen)
+                await _read_events(answer, case, seen, begun)
             else:
                 _take_whole(json.loads(await answer.aread()), seen)
     except TimeoutError:
@@ -91,7 +104,7 @@ async def ask(client: httpx2.AsyncClient, case: Case) -> Seen:
     return seen
 
 
-async def _read_events(answer: httpx2.Response, case: Case, seen: Seen) -> None:
+async def _read_events(answer: httpx2.Response, case: Case, seen: Seen, begun: float) -> None:
     num_events = 0
     async for line in answer.aiter_lines():
         if not line.startswith("data: "):
@@ -99,6 +112,8 @@ async def _read_events(answer: httpx2.Response, case: Case, seen: Seen) -> None:
         if case.leaves_after is not None and num_events >= case.leaves_after:
             seen.left = True
             return
+        if not num_events:
+            seen.first_s = time.perf_counter() - begun
         num_events += 1
         if line == "data: [DONE]":
             seen.complete = True
@@ -160,55 +175,101 @@ def _take_usage(usage: dict[str, Any], seen: Seen) -> None:
 
 
 @asynccontextmanager
-async def serving(llm: LLM) -> AsyncIterator[tuple[str, Service]]:
-    """A server with keys, in this event loop."""
-    service = Service(
-        AsyncEngine(llm),
-        ServerConfig(served_model_name=(MODEL,), api_keys=KEYS, operator_key=OPERATOR),
-    )
-    server, listener = Server(service), bind("127.0.0.1", 0)
+async def serving(engine: Readers) -> AsyncIterator[str]:
+    """A server with keys, in this event loop. Gives: its address."""
+    keys = (*KEYS, ATTACKER)
+    config = ServerConfig(served_model_name=(MODEL,), api_keys=keys, operator_key=OPERATOR)
+    server, listener = Server(Service(engine, config)), bind("127.0.0.1", 0)
     server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     try:
-        yield "http://{}:{}".format(*listener.getsockname()[:2]), service
+        yield "http://{}:{}".format(*listener.getsockname()[:2])
     finally:
         server.should_exit = True
         await task
 
 
-async def soak(llm: LLM, alone: LLM, cases: list[Case], num_clients: int) -> Report:
-    """Run the cases, so many clients at once, each of which takes the next case. alone: for the oracle."""
+@asynccontextmanager
+async def beside(report: Report, base_url: str, *programs: str) -> AsyncIterator[None]:
+    """Programs that go on against the server, each in a process of its own, until the block ends; what they
+    print are violations."""
+    running = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, HERE / program, base_url, str(os.getpid()), ATTACKER, OPERATOR),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        for program in programs
+    ]
+    try:
+        yield
+    finally:
+        for program, process in zip(programs, running, strict=True):
+            try:  # its input ends, and so does it
+                said, _ = await asyncio.wait_for(process.communicate(b""), LAST_ANSWER_S)
+            except TimeoutError:
+                process.kill()
+                report.violations.append(f"{program} waited {LAST_ANSWER_S:g} s for its last answer")
+                continue
+            *problems, did = said.decode().splitlines() or ["it said nothing"]
+            report.violations += [f"{program}: {problem}" for problem in problems]
+            if process.returncode:
+                report.violations.append(f"{program} ended with exit code {process.returncode}")
+            report.facts[program] = did
+
+
+async def soak(
+    engine: Readers, alone: LLM, cases: list[Case], num_clients: int, programs: tuple[str, ...] = ()
+) -> Report:
+    """Run the cases, so many clients at once, each of which takes the next case. alone: for the oracle;
+    programs: what goes on beside the second half of them."""
     report, begun = Report(), time.perf_counter()
-    waiting = iter(cases)
-    async with serving(llm) as (base_url, service):
+    async with serving(engine) as base_url:
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, limits=limits) as client:
 
-            async def one_client() -> list[tuple[Case, Seen]]:
-                return [(case, await ask(client, case)) for case in waiting]
+            async def answers_to(some: list[Case]) -> list[tuple[Case, Seen]]:
+                waiting = iter(some)
 
-            answers = await asyncio.gather(*(one_client() for _ in range(num_clients)))
+                async def one_client() -> list[tuple[Case, Seen]]:
+                    return [(case, await ask(client, case)) for case in waiting]
+
+                found = await asyncio.gather(*(one_client() for _ in range(num_clients)))
+                return [pair for pairs in found for pair in pairs]
+
+            half = len(cases) // 2
+            before = await answers_to(cases[:half])
+            async with beside(report, base_url, *programs):
+                during = await answers_to(cases[half:])
             elapsed_s = time.perf_counter() - begun
-            await asyncio.wait_for(service.engine.drained(), TIMEOUT_S)
+            await asyncio.wait_for(engine.drained(), TIMEOUT_S)
             load = (await client.get("/load", headers={"authorization": f"Bearer {OPERATOR}"})).json()
-            await service.engine.call(lambda host: host.engine.memory.check())
+            await engine.call(Host.check)
+            counted = (await engine.call(count)).values
     for name in ("server_load", "blocks_in_use"):
         if load[name]:
             report.violations.append(f"in the end /load says {name} {load[name]}")
-    for case, seen in (pair for pairs in answers for pair in pairs):
+    for case, seen in before + during:
         report.check(case, seen, alone)
-    totals = llm.engine.totals
-    report.facts = {
+    report.facts |= {
         "elapsed_s": round(elapsed_s, 2),
-        "generated_tokens": totals.generation_tokens,
-        "preemptions": sum(totals.preemptions.values()),
-        "compactions": totals.compactions,
-        "compactions_postponed": totals.compactions_postponed,
+        "generated_tokens": counted["vllm:generation_tokens"],
+        "preemptions": counted["vllm:num_preemptions"],
+        "compactions": counted["kvreclaim:compactions"],
+        "compactions_postponed": counted["kvreclaim:compactions_postponed"],
+        "first_token_ms": _first_tokens(before),
+        "first_token_ms_beside": _first_tokens(during),
         "load": load,
     }
     return report
+
+
+def _first_tokens(answers: list[tuple[Case, Seen]]) -> dict[str, float]:
+    """Of the streams that had one."""
+    waits_s = [seen.first_s for _, seen in answers if seen.first_s is not None]
+    return {f"p{q}": round(1e3 * float(np.percentile(waits_s, q)), 1) for q in (50, 99)} if waits_s else {}
 
 
 def main() -> int:
@@ -222,12 +283,17 @@ def main() -> int:
     parser.add_argument(
         "--no-compression", action="store_true", help="with a few blocks passes are postponed"
     )
+    parser.add_argument("--thread", action="store_true", help="the engine in a thread of the server")
+    parser.add_argument("--alone", action="store_true", help="no attack, nothing else beside")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    llm = LLM(demo_model(), num_blocks=arguments.blocks, max_num_seqs=64)
+    logging.getLogger("kvreclaim.schedule").setLevel(logging.ERROR)
+    spec = EngineSpec(model=str(demo_model()), options={"num_blocks": arguments.blocks, "max_num_seqs": 64})
+    engine = AsyncEngine(spec.load()) if arguments.thread else ProcessEngine.launch(spec)
+    programs = () if arguments.alone else ("soak_attack.py", "soak_schema.py")
     alone = LLM(demo_model(), num_blocks=4096, max_num_seqs=64)
     cases = make_cases(arguments.seed, arguments.requests, KEYS, compress=not arguments.no_compression)
-    report = asyncio.run(soak(llm, alone, cases, arguments.clients))
+    report = asyncio.run(soak(engine, alone, cases, arguments.clients, programs))
     print(json.dumps({"outcomes": report.outcomes, **report.facts}, indent=2))
     for violation in report.violations:
         print(f"VIOLATION: {violation}", file=sys.stderr)

@@ -78,6 +78,7 @@ class Seen:
     """What a client got: by output its text and why it ended; the counts of its usage."""
 
     status: int = 0
+    first_s: float | None = None
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     num_prompt: int | None = None

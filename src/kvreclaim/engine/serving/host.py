@@ -84,6 +84,10 @@ class Host:
             self.engine.abort(request_id)
             self._note([cursor.request])
 
+    def check(self) -> None:
+        """Raises: AssertionError if blocks are not where their tables say."""
+        self.engine.memory.check()
+
     def abort_all(self) -> None:
         for request_id in list(self._cursors):
             self.abort(request_id)
