@@ -150,7 +150,7 @@ def _budget(engine: LLM, case: _Case, fraction: float) -> int:
 
 
 def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
-    recent = min(RECENT, (budget - SINKS) // 2)
+    recent = min(RECENT, budget // 4)  # of a budget that is mostly recent tokens no score chooses much
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
 
 
