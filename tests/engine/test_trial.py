@@ -68,7 +68,7 @@ def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, cali
     for document in DOCUMENTS:
         prompt = document[: len(document) * 7 // 8]
         budgets.append(round(len(prompt) * 0.2 / 16) * 16)
-        recent = min(64, (budgets[-1] - 4) // 2)
+        recent = min(64, budgets[-1] // 4)
         config = CompressionConfig("query_mixture", budgets[-1], 128, 4, recent, stats=stats)
         (output,) = llm.score([prompt], [document[len(prompt) :]], config)
         assert output.metrics.tokens_evicted > 0
