@@ -78,14 +78,15 @@ def test_every_command_takes_it(fetched: Path, tmp_path: Path) -> None:
 def test_the_server_names_and_logs_it(arguments: tuple[str, ...], fetched: Path, monkeypatch, caplog) -> None:
     started: list = []
 
-    def serve(llm, config, listener) -> None:
+    def serve(engine, config, listener) -> bool:
         listener.close()
-        started.append((llm.loaded.facts.name, config.served_model_name))
+        started.append((engine.name, config.served_model_name))
+        return True
 
     monkeypatch.setattr("kvreclaim.server.run.serve", serve)
     monkeypatch.setattr("kvreclaim.server.logs.configure_logging", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="kvreclaim.cli.serve"):
-        result = run("serve", "--port", 0, *arguments)
+        result = run("serve", "--port", 0, "--no-engine-process", *arguments)
     assert result.exit_code == 0, result.output
     if arguments:
         assert started == [("demo_model", ("kvreclaim-demo",))]

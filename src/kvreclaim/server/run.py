@@ -60,8 +60,11 @@ async def _serve(engine: Readers, config: ServerConfig, listener: socket.socket)
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("serving %s at %s", ", ".join(config.served_model_name), address)
     losing = asyncio.ensure_future(server.exit_when_lost())
-    await server.serve(sockets=[listener])
-    losing.cancel()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        losing.cancel()
+        gc.unfreeze()  # at its end the interpreter collects what native libraries are to give back
     return not server.lost
 
 

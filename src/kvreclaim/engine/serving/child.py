@@ -5,6 +5,7 @@ python -m kvreclaim.engine.serving.child FD
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -39,12 +40,14 @@ class Child:
         self._channel = channel
         self._host = host
         self._made: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
         self._told_death = False
         self._told_s = 0.0
         self._early: dict[str, bool] = {}  # requests whose compressors are being made: aborted meanwhile?
         self._poller = select.poll()
-        self._poller.register(self._wake, select.POLLIN)
+        self._poller.register(self._woken, select.POLLIN)
 
     def run(self) -> None:
         """Until it is told to stop, or nobody is left to tell."""
@@ -79,8 +82,8 @@ class Child:
         events = select.POLLIN | (select.POLLOUT if self._channel.pending else 0)
         self._poller.register(self._channel, events)
         found = dict(self._poller.poll(0 if self._host.has_work else None))
-        if self._wake in found:
-            os.eventfd_read(self._wake)
+        if self._woken.fileno() in found:
+            self._woken.recv(1024)
         return found.get(self._channel.fileno(), 0)
 
     def _pass_on(self) -> None:
@@ -139,7 +142,8 @@ class Child:
                 self._made.put(lambda: self._queue(message, refusal))
             else:
                 self._made.put(lambda: self._queue(message, made))
-            os.eventfd_write(self._wake, 1)
+            with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+                self._waker.send(b"w")
 
         threading.Thread(target=make, name="kvreclaim-compressors", daemon=True).start()
 
