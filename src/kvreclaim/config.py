@@ -20,6 +20,7 @@ KV_CACHE_DTYPE_ALIASES = MappingProxyType(
 MAX_COUNT = (1 << 31) - 1
 MAX_SEED = (1 << 64) - 1
 MAX_BIAS = 100.0
+TIERS = "KV cache beyond the pool"
 
 
 def format_name(name: object) -> str:
@@ -92,15 +93,67 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
     )
+    kv_offloading_size: float = option(
+        0.0,
+        "GiB of host memory for blocks that the pool gives back: prefixes are found there again, preempted "
+        "sequences kept; 0 for none.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
+    preemption_mode: str = option(
+        "auto",
+        "A sequence that gives way is moved to the host and back (swap) or computed again (recompute); auto: "
+        "whichever takes less time here.",
+        choices=("auto", "swap", "recompute"),
+        panel=TIERS,
+    )
+    swap_space: float | None = option(
+        None,
+        "GiB of kv_offloading_size that sequences that gave way may take; half of it where not said.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
+    victim_policy: str = option(
+        "auto",
+        "Who gives way when blocks are lacking: last (come), (lowest) priority, lru (computed longest ago) "
+        "or (least) cost to bring back; auto: last, or priority under that scheduling policy.",
+        choices=("auto", "last", "priority", "lru", "cost"),
+        panel=TIERS,
+    )
+    kv_offloading_write_policy: str = option(
+        "write_through",
+        "Full blocks go to the host at once (write_through), or when they are met the second time "
+        "(write_through_selective).",
+        choices=("write_through", "write_through_selective"),
+        panel=TIERS,
+    )
+    kv_offload_decode: bool = option(
+        True, "Blocks with generated tokens go to the host, too, not prompts' alone.", panel=TIERS
+    )
+    kv_offloading_eviction_policy: str = option(
+        "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
+    )
     enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
 
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        for name in ("eviction_policy", "kv_offloading_eviction_policy"):
+            value = getattr(self, name)
+            require(isinstance(value, str), f"{name} is {value!r}; pass a name, such as 'lru'.", name)
         require(
-            isinstance(self.eviction_policy, str),
-            f"eviction_policy is {self.eviction_policy!r}; pass a name, such as 'lru'.",
-            "eviction_policy",
+            self.kv_offloading_size > 0 or self.preemption_mode != "swap",
+            "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host memory to move blocks "
+            "to; give some GiB, or leave preemption_mode out.",
+            "preemption_mode",
+        )
+        require(
+            self.swap_space is None or self.swap_space <= self.kv_offloading_size,
+            f"swap_space is {self.swap_space} GiB, more than kv_offloading_size, {self.kv_offloading_size}; "
+            "lower it, or raise that.",
+            "swap_space",
         )
 
     @classmethod

@@ -46,7 +46,7 @@ class OneTenant(Scheduler[Sequence]):
                 self._continue(seq, step)
         while not step.lost and step.budget and self.waiting and self._begins(self.waiting[0], step):
             pass
-        return step.plan()
+        return step.plan(self.memory)
 
     def _continue(self, seq, step):
         prefill = seq.is_prefill

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from kvreclaim.memory.changes import Growth
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.queue import Line, Seq, Tenant
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import PromptTokens, Shares
@@ -73,7 +75,9 @@ class Draft(Generic[Seq]):
             self.preempted.append(lost)
         self.admitted = begun
 
-    def plan(self) -> StepPlan:
+    def plan(self, memory: MemoryManager) -> StepPlan:
+        """memory: whose moves between tiers the plan takes over."""
+        tiered = memory if isinstance(memory, TieredMemory) else None
         grown = [growth for _, growth in self.rows.values()]
         return StepPlan(
             rows=tuple(row for row, _ in self.rows.values()),
@@ -82,4 +86,6 @@ class Draft(Generic[Seq]):
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             failed=tuple(self.failed),
+            outs=tuple(tiered.take_outs()) if tiered else (),
+            loads=tuple(tiered.take_loads()) if tiered else (),
         )

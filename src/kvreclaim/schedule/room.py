@@ -7,18 +7,33 @@ from collections.abc import Iterable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.sequence import Sequence
 
 
 def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
     """That it takes itself besides the blocks of its match."""
+    if isinstance(memory, TieredMemory) and memory.is_parked(seq.seq_id):
+        return _slots_to_resume(seq, match, memory)
     known = len(seq.token_ids)
     slots = max(1, seq.footprint.slots_needed(seq.num_prompt, known) - match.num_tokens)
     first_pass = seq.footprint.first_pass(seq.num_prompt)
     if seq.footprint.way.moves and first_pass is not None and first_pass < known:
         # Its blocks are its own from then on, while others go on holding those that it shared.
         slots += memory.num_shared(match) * memory.block_size
-    return slots
+    return slots + len(match.lower) * memory.block_size
+
+
+def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) -> int:
+    """Of one that comes back as it was: what it held, its next tokens, and what it will take for sure."""
+    size, table = memory.block_size, memory.parked(seq.seq_id).table
+    peak = table.physical_len + seq.next_chunk
+    if seq.footprint.bounded:
+        peak = max(peak, min(seq.max_len, seq.footprint.decode_cap))
+    growth = blocks_for(peak, size) - blocks_for(table.physical_len, size)
+    if seq.footprint.way.moves and not seq.account.compactions and seq.footprint.bounded:
+        growth += memory.num_shared(match)
+    return (memory.num_to_resume(seq.seq_id, match) + growth) * size
 
 
 def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts: bool) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 from typing import Generic
 
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.queue import Queue, Seq
@@ -20,6 +20,7 @@ from kvreclaim.schedule.room import known_growth, own_slots
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares
 from kvreclaim.schedule.step import Admitted, Pass, Preempted, PreemptionReason, Row, StepDone, StepPlan
+from kvreclaim.schedule.victims import Preemption, victim_order
 from kvreclaim.schedule.way import Way
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class Scheduler(Generic[Seq]):
               is admitted before all less important ones as soon as there is room (as in vLLM).
 
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
-    and tenant.
+    and tenant. Where the memory has host slots it may keep what its blocks hold, too (`preemption`): it is
+    parked, and goes on where it was. victim_policy: who gives way (victims.py).
 
     Several tenants take turns and get equal parts (Queue, Shares, PromptTokens): of those that wait, and are
     equally important, the tenant with the fewest running ones is next; one that has its part gives way to
@@ -46,15 +48,27 @@ class Scheduler(Generic[Seq]):
     """
 
     def __init__(
-        self, memory: MemoryManager, *, max_num_seqs: int, max_num_batched_tokens: int, by_priority: bool
+        self,
+        memory: MemoryManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        by_priority: bool,
+        preemption: Preemption | None = None,
+        victim_policy: str = "auto",
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
+        self.preemption = preemption or Preemption()
+        self._victims = victim_order(
+            victim_policy, by_priority=by_priority, preemption=self.preemption, memory=memory
+        )
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
+        self._num_steps = 0
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""
@@ -91,17 +105,24 @@ class Scheduler(Generic[Seq]):
             self.memory.free(seq.seq_id)
         else:
             self.waiting.remove(seq)
+            if isinstance(self.memory, TieredMemory):
+                self.memory.drop_parked(seq.seq_id)
         seq.status = Status.ENDED
 
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
+        self._num_steps += 1
         step: Draft[Seq] = Draft(self.max_num_batched_tokens)
+        self._decide(step)
+        return step.plan(self.memory)
+
+    def _decide(self, step: Draft[Seq]) -> None:
         order = sorted(self.running, key=self._turn)
         tenants = {seq.tenant for seq in order} | self.waiting.tenants
         if len(tenants) < 2:
             self._continue_all(order, step)
             self._admit_all(step)
-            return step.plan()
+            return
         step.shares = Shares(self.memory, self.running, len(tenants), self.max_num_seqs)
         prompts = [seq for seq in order if seq.is_prefill]
         self._continue_all(order[: len(order) - len(prompts)], step)
@@ -112,7 +133,6 @@ class Scheduler(Generic[Seq]):
         self._admit_all(step)
         self._hold_back(step, step.shares)
         self._continue_all(sorted(prompts, key=lambda seq: tokens.wanted[seq.tenant]), step)
-        return step.plan()
 
     def done(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
         """Take in what became of a plan: lengths advance, and what is exact can be hit from now on.
@@ -126,6 +146,7 @@ class Scheduler(Generic[Seq]):
                 try:
                     self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
                     seq.num_computed += row.num_tokens
+                    seq.last_step = self._num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:
                     failed.append((row.seq_id, error))
@@ -192,10 +213,7 @@ class Scheduler(Generic[Seq]):
         if not num_tokens or (step.rows and seq.is_postponed):
             return
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            if step.shares is not None:
-                victim = step.shares.largest()
-            else:
-                victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
+            victim = self._victim() if step.shares is None else step.shares.largest(self._victims)
             reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
             self._preempt(victim, seq, "itself" if victim is seq else reason, step)
@@ -262,7 +280,11 @@ class Scheduler(Generic[Seq]):
         if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
-        match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+        parked = self._parked_in(seq)
+        if parked is not None:
+            match = parked.match_parked(seq.seq_id)
+        else:
+            match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
         own, with_prompts = own_slots(seq, match, self.memory), shares is not None
 
         def needed(running: Iterable[Seq]) -> int:
@@ -274,24 +296,39 @@ class Scheduler(Generic[Seq]):
                 return False
             for victim in victims:
                 self._preempt(victim, seq, "fairness", step)
-        self.memory.admit(seq.seq_id, match, priority=seq.priority)
+        if parked is not None:
+            parked.resume(seq.seq_id, match)
+        else:
+            self.memory.admit(seq.seq_id, match, priority=seq.priority)
+            seq.num_computed = match.num_tokens
         self.waiting.begin(seq)
         room = step.room(seq)
         self.running.append(seq)
-        seq.status = Status.RUNNING
-        seq.num_computed = match.num_tokens
-        step.admitted.append(Admitted(seq.seq_id, match.num_tokens))
+        seq.status, seq.last_step = Status.RUNNING, self._num_steps
+        num_loaded = len(match.lower) * self.memory.block_size
+        step.admitted.append(Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None))
         step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
         return True
+
+    def _parked_in(self, seq: Seq) -> TieredMemory | None:
+        """The memory, if it keeps what this sequence's blocks held."""
+        memory = self.memory
+        return memory if isinstance(memory, TieredMemory) and memory.is_parked(seq.seq_id) else None
+
+    def _victim(self) -> Seq:
+        """Who gives way when one that runs needs blocks."""
+        places = range(len(self.running))
+        return self.running[max(places, key=lambda place: (self._victims(self.running[place], place), place))]
 
     def _has_seat(self, seq: Seq) -> bool:
         return sum(other.seats for other in self.running) + seq.seats <= self.max_num_seqs
 
     def _preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
         """Take a sequence's blocks and its seat for one that needs some, itself maybe."""
+        parked = self._park(victim, step)
         logger.info(
             "request %s (output %d, priority %d) is preempted for request %s (priority %d), reason %s: "
-            "%d of %d blocks in use, %d tokens to compute again",
+            "%d of %d blocks in use, %d tokens to %s",
             victim.request_id,
             victim.index,
             victim.priority,
@@ -301,10 +338,22 @@ class Scheduler(Generic[Seq]):
             self.memory.pool.num_in_use,
             self.memory.pool.num_blocks,
             victim.num_computed,
+            "bring back" if parked else "compute again",
         )
         self.running.remove(victim)
-        self.memory.free(victim.seq_id)
-        victim.reset()
+        if not parked:
+            self.memory.free(victim.seq_id)
+            victim.reset()
         victim.status = Status.WAITING
         self.waiting.add_back(victim)
-        step.preempt(Preempted(victim.seq_id, reason))
+        step.preempt(Preempted(victim.seq_id, reason, parked))
+
+    def _park(self, victim: Seq, step: Draft[Seq]) -> bool:
+        """Move what its blocks hold to slots, if that is wanted and there are some. Of one that has begun in
+        this very step nothing is there yet; one that has come back in it just goes back."""
+        if not isinstance(self.memory, TieredMemory):
+            return False
+        begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)
+        if begun is not None:
+            return begun.resumed and self.memory.park(victim.seq_id)
+        return self.preemption.swaps(victim, self.memory) and self.memory.park(victim.seq_id)

@@ -31,6 +31,7 @@ class Sequence:
     most_hit:     leading tokens that a prefix hit may cover at most; None: as its footprint allows. 0 where
                   all of the prompt's rows are wanted
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
+    last_step:    of the scheduler in which it was computed last
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     num_computed: int = 0
     account: Account = field(default_factory=Account)
     status: Status = Status.WAITING
+    last_step: int = 0
     keys: BlockKeys | None = None
 
     @property

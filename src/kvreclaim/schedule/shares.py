@@ -10,6 +10,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq, Tenant
+from kvreclaim.schedule.victims import VictimOrder
 
 FRACTION = 32
 """A tenant's prompts may have at least this part of a step, however short those of another one are."""
@@ -57,14 +58,16 @@ class Shares(Generic[Seq]):
         own = sum(other.seats for other in self._running if other.tenant == seq.tenant)
         return own + seq.seats > self._max_num_seqs
 
-    def largest(self) -> Seq:
+    def largest(self, order: VictimOrder) -> Seq:
         """Who is preempted when one that runs needs blocks: among the least important, but for the first of
-        them, which always gets on, the last one of the tenant that holds most blocks."""
+        them, which always gets on, that of the tenant that holds most blocks whom the order names."""
         least = max(seq.priority for seq in self._running)
         candidates = [seq for seq in self._running if seq.priority == least]
         candidates = candidates[1:] or candidates
         tenants = dict.fromkeys(seq.tenant for seq in candidates)
-        return _last(candidates, max(tenants, key=lambda tenant: self._held(tenant, candidates)))
+        tenant = max(tenants, key=lambda tenant: self._held(tenant, candidates))
+        own = [(order(seq, place), place) for place, seq in enumerate(candidates) if seq.tenant == tenant]
+        return candidates[max(own)[1]]
 
     def victims(self, seq: Seq, match: PrefixMatch, needed: Callable[[Iterable[Seq]], int]) -> list[Seq]:
         """Who is to give way so that this one can begin; nobody, if that would not do.

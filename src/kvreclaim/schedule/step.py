@@ -29,26 +29,35 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A sequence has begun, or begun anew, with so many tokens found in the prefix index."""
+    """A sequence has begun, or begun anew, with so many tokens found in the prefix index.
+
+    num_loaded: of these, tokens that come from the host
+    resumed:    it goes on where it was parked: nothing of it is computed again
+    """
 
     seq_id: int
     num_hit: int
+    num_loaded: int = 0
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence has lost its blocks and waits."""
+    """A sequence has lost its blocks and waits. parked: what they held is kept, and its side state."""
 
     seq_id: int
     reason: PreemptionReason
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What a step does, in this order; whoever executes it does each thing once.
 
-    preempted: sequences whose side state is to be dropped
+    preempted: sequences whose side state is to be dropped, or kept aside
     failed:    sequences that could not be scheduled, with the error: their requests end
+    outs:      (block, host slot), moved before all else
+    loads:     (host slot, block), moved next
     copies:    (source, target) blocks, copied together before anything is written; no block is both, and
                no source is handed out before the step is done
     fresh:     blocks that have been taken for the rows and hold nothing yet
@@ -61,6 +70,8 @@ class StepPlan:
     admitted: tuple[Admitted, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     failed: tuple[tuple[int, Exception], ...] = ()
+    outs: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

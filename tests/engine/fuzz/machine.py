@@ -21,6 +21,7 @@ from kvreclaim.compression import Compressor, LayerView, registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.ops.formats import kv_format
 from kvreclaim.places import STATS_FILE
 
 BLOCK_SIZE = 4
@@ -72,6 +73,8 @@ class Machine:
         self._roomy: dict[tuple[str, int], LLM] = {}
 
     def engine(self, setup: Setup) -> LLM:
+        facts = self._first.loaded.facts
+        block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
         return self._first.sibling(
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -83,6 +86,10 @@ class Machine:
             eviction_policy=setup.eviction_policy,
             kernels=setup.kernels,
             kv_cache_dtype=setup.kv_format,
+            kv_offloading_size=(setup.host_slots + 0.5) * block_bytes / 2**30 if setup.host_slots else 0.0,
+            preemption_mode=setup.preemption_mode,
+            victim_policy=setup.victim_policy,
+            kv_offloading_write_policy=setup.write_policy,
         )
 
     def question(self, ask: Ask, prompt: list[int], setup: Setup) -> Question:

@@ -62,6 +62,10 @@ class Setup:
     eviction_policy: str = "lru"
     prefix_caching: bool = True
     shadow: bool = True
+    host_slots: int = 0
+    preemption_mode: str = "auto"
+    victim_policy: str = "auto"
+    write_policy: str = "write_through"
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class Habits:
 
 def random_setup(random: Random) -> Setup:
     kv_format = random.choice(FORMATS)
+    host_slots = random.choice((0, 1, 4, 12, 60, 200))
     return Setup(
         kv_format=kv_format,
         num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
@@ -169,6 +174,10 @@ def random_setup(random: Random) -> Setup:
         eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
         prefix_caching=random.random() < 0.9,
         shadow=kv_format != "fp32" or random.random() < 0.3,
+        host_slots=host_slots,
+        preemption_mode=random.choice(("auto", "swap", "swap") if host_slots else ("auto", "recompute")),
+        victim_policy=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),
+        write_policy=random.choice(("write_through", "write_through_selective")),
     )
 
 

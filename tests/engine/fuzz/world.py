@@ -203,6 +203,7 @@ class World:
             self._check_answer(asked, oracle)
         totals = self.engine.totals
         self.counts["preemptions"] += totals.num_preemptions
+        self.counts["swaps"] += totals.swaps
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
         self.counts["postponed passes"] += totals.compactions_postponed

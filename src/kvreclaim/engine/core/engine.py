@@ -22,22 +22,27 @@ from kvreclaim.engine.core.admission import (
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
 from kvreclaim.engine.core.request import Request, Scheduled, Scores
-from kvreclaim.engine.core.sizing import open_rows
+from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.tiers.moves import Moves
+from kvreclaim.engine.tiers.parking import Parking
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.schedule import Pass, StepDone, StepPlan
+from kvreclaim.tiers.host import HostSlots
 
 logger = logging.getLogger(__name__)
 
+MEASURED_TOKENS = 64
+"""A step with fewer tokens of prompts says little about what a token costs."""
 UNSEEDED = 1 << 40
 """Seeds of requests that bring none begin here, where no caller's seed is expected."""
 
@@ -65,9 +70,9 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.max_model_len = config.max_model_len
-        self.memory = MemoryManager(
-            config.num_blocks,
-            config.block_size,
+        self.memory = make_memory(
+            config,
+            form.bytes_per_block(facts.layers, config.block_size),
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
             eviction_policy=config.eviction_policy,
@@ -95,10 +100,33 @@ class Engine:
         self.requests = self.lifecycle.requests
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
+        self.moves = self._begin_tiers()
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self._num_added = 0
+
+    def _begin_tiers(self) -> Moves | None:
+        """Host slots and what moves to and from them, where the memory has such."""
+        if not isinstance(self.memory, TieredMemory):
+            return None
+        slots = HostSlots(self.cache.planes, self.memory.host.pool.num_blocks)
+        preemption = self.scheduler.preemption
+        preemption.bytes_per_block = slots.bytes_per_slot
+        parking = Parking(self.memory, self.cache, self.signals)
+        moves = Moves(self.memory, slots, self.signals, preemption.rates)
+        self.lifecycle.parking = self.runner.parking = parking
+        self.runner.moves = moves
+        return moves
+
+    def _store(self) -> None:
+        assert self.moves is not None
+        try:
+            self.moves.store()
+        except Exception:
+            logger.exception(
+                "storing blocks on the host failed; they are computed again when they are wanted"
+            )
 
     def add_request(
         self,
@@ -179,6 +207,8 @@ class Engine:
         for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
             if seq_id in self.lifecycle.sequences:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+        if self.moves is not None:
+            self._store()
         if looked is not None:
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
@@ -195,8 +225,18 @@ class Engine:
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
+        if self.moves is not None:
+            self._note_rates(stats)
         passes, self.answers.passes = self.answers.passes, []
         return StepResult(list(touched.values()), stats, passes)
+
+    def _note_rates(self, stats: StepStats) -> None:
+        """What computing costs here, from steps that are mostly prompts."""
+        rates, totals = self.scheduler.preemption.rates, self.totals
+        if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
+            rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
+        if totals.compactions:
+            rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
 
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
         """The step's logits, looked at; None if nobody has any.

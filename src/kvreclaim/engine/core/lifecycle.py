@@ -16,9 +16,11 @@ from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.signals.needs import prefix_salt
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.tiers.parking import Parking
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
+from kvreclaim.schedule.victims import Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,10 @@ class Lifecycle:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             by_priority=config.scheduling_policy == "priority",
+            preemption=Preemption(config.preemption_mode),
+            victim_policy=config.victim_policy,
         )
+        self.parking: Parking | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
 
@@ -75,10 +80,19 @@ class Lifecycle:
     def follow(self, plan: StepPlan) -> list[Scheduled]:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
         for lost in plan.preempted:
-            self.signals.drop(lost.seq_id)
-            self.sequences[lost.seq_id].request.metrics.preemptions += 1
+            seq = self.sequences[lost.seq_id]
+            if lost.parked and self.parking is not None:
+                self.parking.park(seq)
+                self.totals.swaps += 1
+            else:
+                self.signals.drop(lost.seq_id)
+            seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
         for begun in plan.admitted:
+            if begun.resumed and self.parking is not None:
+                seq = self.sequences[begun.seq_id]
+                with self.contained(seq.request, "bringing back"):
+                    self.parking.resume(seq)
             metrics = self.sequences[begun.seq_id].request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens = begun.num_hit
@@ -134,6 +148,8 @@ class Lifecycle:
         try:
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)
+            if self.parking is not None:
+                self.parking.drop(seq.seq_id)
         except Exception:
             logger.exception("returning the blocks of request %s failed", request.request_id)
 

@@ -181,6 +181,7 @@ class EngineTotals:
     """Counters over the engine's life.
 
     preemptions: sequences that lost their blocks, by reason (all reasons are always there)
+    swaps:       of these, sequences whose blocks' bytes were kept on the host
     finished:    sequences by finish reason
     """
 
@@ -194,6 +195,7 @@ class EngineTotals:
     compactions_postponed: int = 0
     score_s: float = 0.0
     compact_s: float = 0.0
+    swaps: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
 

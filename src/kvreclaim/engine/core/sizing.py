@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
@@ -10,6 +11,8 @@ import torch
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
 
@@ -53,6 +56,31 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     if signal_bytes is None:
         signal_bytes = min(int(free * SIGNAL_FRACTION), free - num_blocks * block_bytes - open_bytes)
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
+
+
+def make_memory(config: EngineConfig, bytes_per_block: int, **others: Any) -> MemoryManager:
+    """With host slots where kv_offloading_size asks for some; others: of MemoryManager."""
+    assert config.num_blocks is not None, "choose_limits sets it"
+    if not config.kv_offloading_size:
+        return MemoryManager(config.num_blocks, config.block_size, **others)
+    num_slots = int(config.kv_offloading_size * 2**30) // bytes_per_block
+    if num_slots < 1:
+        raise InvalidArgumentError(
+            f"kv_offloading_size is {config.kv_offloading_size} GiB, less than one block, which takes "
+            f"{bytes_per_block} bytes; raise it, or leave it out.",
+            field="kv_offloading_size",
+        )
+    share = config.kv_offloading_size / 2 if config.swap_space is None else config.swap_space
+    return TieredMemory(
+        config.num_blocks,
+        config.block_size,
+        num_host_slots=num_slots,
+        max_parked=int(num_slots * share / config.kv_offloading_size),
+        host_eviction_policy=config.kv_offloading_eviction_policy,
+        store_after=2 if config.kv_offloading_write_policy == "write_through_selective" else 1,
+        store_decoded=config.kv_offload_decode,
+        **others,
+    )
 
 
 def _beside(num_bytes: int) -> str:

@@ -45,6 +45,14 @@ class Observer:
             write(call)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedSignals:
+    """Of one sequence, on the host. queries: by window; mass: [L, K, slots]; None where it has none."""
+
+    queries: dict[int, tuple[int, Tensor]]
+    mass: Tensor | None
+
+
 class Signals:
     """The signals of all sequences. A sequence that is preempted or ends is dropped; computed again, it
     gathers the same ones again.
@@ -186,6 +194,24 @@ class Signals:
         """The child begins with a copy of what is kept for its parent."""
         for store in (*self._queries.values(), self._mass):
             store.copy(parent_id, child_id)
+
+    @torch.inference_mode()
+    def park(self, seq_id: int, num_slots: int) -> ParkedSignals:
+        """Take aside what is kept for a sequence of so many slots; digests follow from its keys."""
+        queries = {window: store.park(seq_id) for window, store in self._queries.items()}
+        self.digests.drop(seq_id)
+        return ParkedSignals(
+            {window: kept for window, kept in queries.items() if kept is not None},
+            self._mass.park(seq_id, num_slots),
+        )
+
+    @torch.inference_mode()
+    def resume(self, seq_id: int, parked: ParkedSignals) -> None:
+        """What was taken aside is here again. Raises: MemoryError if there is no room for it."""
+        for window, kept in parked.queries.items():
+            self._queries[window].resume(seq_id, kept)
+        if parked.mass is not None:
+            self._mass.resume(seq_id, parked.mass)
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that was preempted or has ended."""

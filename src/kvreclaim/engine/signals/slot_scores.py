@@ -32,6 +32,11 @@ class SlotScores:
     def nbytes(self) -> int:
         return self._blocks.nbytes
 
+    @property
+    def planes(self) -> tuple[Tensor, ...]:
+        """[L, B, K, S, 1]: what moves with blocks."""
+        return (self._blocks,)
+
     def write(self, layer: int, slots: Tensor, scores: Tensor) -> None:
         """Store scores [T, K] of new tokens in their slots [T]; beyond fp16 they are its largest."""
         most = torch.finfo(DTYPE).max

@@ -125,6 +125,19 @@ class QueryStore(RowStore):
         super().drop(seq_id)
         self._first.pop(seq_id, None)
 
+    def park(self, seq_id: int) -> tuple[int, Tensor] | None:
+        """A sequence's first position and its row, on the host; its row here is free. None without one."""
+        if seq_id not in self:
+            return None
+        kept = self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
+        self.drop(seq_id)
+        return kept
+
+    def resume(self, seq_id: int, kept: tuple[int, Tensor]) -> None:
+        """What was parked is here again. Raises: MemoryError if there is no room for it."""
+        self.begin(seq_id, kept[0])
+        self.row(seq_id).copy_(kept[1])
+
     def last(self, seq_id: int, layer: int, end: int) -> Tensor:
         """[H, n, D]: the queries of positions end - n .. end - 1, oldest first; n <= window, fewer where
         they have not been seen."""
@@ -145,6 +158,20 @@ class MassStore(RowStore):
         """Room for so many slots in every row."""
         if num_slots > self.tensor.shape[-1]:
             self._grow(-1, num_slots)
+
+    def park(self, seq_id: int, num_slots: int) -> Tensor | None:
+        """[L, K, num_slots] of a sequence, on the host; its row here is free. None without one."""
+        if seq_id not in self:
+            return None
+        kept = self.row(seq_id)[..., :num_slots].to("cpu", copy=True)
+        self.drop(seq_id)
+        return kept
+
+    def resume(self, seq_id: int, kept: Tensor) -> None:
+        """What was parked is here again. Raises: MemoryError if there is no room for it."""
+        self.take(seq_id)
+        self.reserve(kept.shape[-1])
+        self.row(seq_id)[..., : kept.shape[-1]] = kept
 
     def add(self, rows: Tensor, layer: int, sums: Tensor) -> None:
         """Add sums [n, K, C] to slots 0 .. C - 1 of n different rows."""

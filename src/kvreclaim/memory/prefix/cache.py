@@ -20,11 +20,13 @@ class PrefixMatch:
     entries: of these blocks, in order
     miss:    the reason why the next full block is not among them, which stands for all behind it; says
              nothing if there is none
+    lower:   entries of the host's slots that hold the blocks behind these, in order
     """
 
     keys: BlockKeys
     entries: tuple[Entry, ...]
     miss: str
+    lower: tuple[Entry, ...] = ()
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -32,7 +34,8 @@ class PrefixMatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.entries) * self.keys.block_size
+        """That need not be computed."""
+        return (len(self.entries) + len(self.lower)) * self.keys.block_size
 
 
 class PrefixCache:
@@ -69,7 +72,7 @@ class PrefixCache:
         return PrefixMatch(keys, tuple(entries), miss)
 
     def begin(self, match: PrefixMatch, priority: int) -> BlockTable:
-        """The table of a sequence that begins with the blocks of a match, which it now references."""
+        """The table of a sequence that begins with the pool's blocks of a match, which it now references."""
         keys, index, entries = match.keys, self._pool.index, match.entries
         for i, entry in enumerate(entries):
             assert index.is_live(entry), f"block {entry.block}, number {i} of the match, was reused"
@@ -78,7 +81,7 @@ class PrefixCache:
         self._pool.hit(block_ids, priority)
         self._count(match)
         table = BlockTable(keys, chain, list(block_ids), entries=list(entries), priority=priority)
-        table.advance(match.num_tokens)
+        table.advance(len(entries) * self._size)
         return table
 
     def _count(self, match: PrefixMatch) -> None:

@@ -122,6 +122,16 @@ class OpenBlocks:
             self.row_of[self._index(new)] = index.int()
         return [self._rows[block] for block in blocks]
 
+    def copy_of(self, block: int) -> tuple[Tensor, Tensor] | None:
+        """Keys [L, K, S, D] and values [L, K, S, Dv] of a block's row, on the host; None without a row."""
+        row = self._rows.get(block)
+        return None if row is None else (self.k[row].cpu().clone(), self.v[row].cpu().clone())
+
+    def put(self, block: int, k: Tensor, v: Tensor) -> None:
+        """Give a block a row with these numbers."""
+        (row,) = self.take([block], between_passes=True)
+        self.k[row], self.v[row] = k.to(self.k.device), v.to(self.v.device)
+
     def seal(self, blocks: Iterable[int]) -> None:
         """These blocks are full and encoded in all layers; a row that one has may be taken from it."""
         self._sealed.update(block for block in blocks if block in self._rows)

@@ -1,0 +1,87 @@
+"""Carries out what the memory asks to be moved between blocks and host slots, and measures it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.tiers.manager import Move, TieredMemory
+from kvreclaim.schedule.rates import Rates
+from kvreclaim.tiers.host import HostSlots
+
+PROBE_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class MoveTotals:
+    """Since the start. out: blocks of parked sequences; store: of prefixes; load: of both, to the pool."""
+
+    out_bytes: int = 0
+    out_s: float = 0.0
+    load_bytes: int = 0
+    load_s: float = 0.0
+    store_bytes: int = 0
+    store_s: float = 0.0
+    failed_stores: int = 0
+
+
+class Moves:
+    """Between the blocks of a cache and slots of the host, at once: at return all bytes have arrived."""
+
+    def __init__(self, memory: TieredMemory, slots: HostSlots, signals: Signals, rates: Rates) -> None:
+        self.memory, self.slots, self.signals, self.rates = memory, slots, signals, rates
+        self.totals = MoveTotals()
+        self._probe()
+
+    def out(self, moves: Sequence[Move]) -> None:
+        """(block, slot) of sequences that were parked."""
+        started = time.perf_counter()
+        moved = self.slots.read(moves, self._beside())
+        spent = time.perf_counter() - started
+        self.rates.note("out_s", spent, moved)
+        self.totals.out_bytes += moved
+        self.totals.out_s += spent
+
+    def load(self, moves: Sequence[Move]) -> None:
+        """(slot, block)."""
+        started = time.perf_counter()
+        moved = self.slots.write(moves, self._beside())
+        spent = time.perf_counter() - started
+        self.rates.note("in_s", spent, moved)
+        self.totals.load_bytes += moved
+        self.totals.load_s += spent
+
+    def store(self) -> None:
+        """Blocks that have become full, to their slots; one that fails is never found."""
+        moves = self.memory.take_stores()
+        if not moves:
+            return
+        started = time.perf_counter()
+        try:
+            self.totals.store_bytes += self.slots.read(moves, self._beside())
+        except Exception:
+            self.memory.forget_slots([slot for _, slot in moves])
+            self.totals.failed_stores += len(moves)
+            raise
+        finally:
+            self.totals.store_s += time.perf_counter() - started
+
+    def _beside(self) -> tuple[Tensor, ...]:
+        return () if self.signals.scores is None else self.signals.scores.planes
+
+    def _probe(self) -> None:
+        """What copying costs here, before anything has been moved."""
+        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.slots.planes[0].device)
+        target = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        for _ in range(2):
+            started = time.perf_counter()
+            target.copy_(source)
+            self.rates.out_s = (time.perf_counter() - started) / PROBE_BYTES
+            started = time.perf_counter()
+            source.copy_(target)
+            self.rates.in_s = (time.perf_counter() - started) / PROBE_BYTES

@@ -1,0 +1,379 @@
+"""The memory with slots below its pool: prefixes are written through and come back, sequences are parked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import Growth
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix.index import Entry, Link
+from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.tiers.parked import Parked
+from kvreclaim.memory.tiers.tier import Tier
+
+Move = tuple[int, int]
+"""(from, to): a block and a slot, or a slot and a block."""
+
+
+class TieredMemory(MemoryManager):
+    """A memory manager whose exact full blocks also lie in host slots, as long as these have room, and whose
+    sequences may give their blocks back and keep what they hold.
+
+    Integers only, so the caller carries out three kinds of moves, in this order:
+
+    - `outs`, block to slot, before anything else of a step: of sequences that were parked
+    - `loads`, slot to block, before anything is computed: of prefixes found and sequences that come back
+    - `stores`, block to slot, after `commit` and before the blocks change: of blocks that have become full
+
+    Each is handed out once (`take_outs` and so on); `settle` says that a step's outs and loads are made.
+    While a sequence runs it references the slots of its exact blocks, so that of a chain the deepest slot is
+    used again first. A slot that holds a block is in the index before the store has been made; `forget_slots`
+    takes those out whose store has failed.
+
+    Args:
+        num_host_slots:       >= 1
+        max_parked:           slots that parked sequences may have for themselves
+        host_eviction_policy: of the slots
+        store_after:          times that a block must have been met before it is stored, 1 for at once
+        store_decoded:        whether blocks are stored that hold tokens behind the prompt
+        others:               of MemoryManager
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_slots: int,
+        max_parked: int | None = None,
+        host_eviction_policy: str = "lru",
+        store_after: int = 1,
+        store_decoded: bool = True,
+        **others: Any,
+    ) -> None:
+        super().__init__(num_blocks, block_size, **others)
+        if num_host_slots < 1:
+            raise InvalidArgumentError(
+                f"num_host_slots is {num_host_slots}; a tier has at least 1 slot; give the host more memory"
+            )
+        self.host = Tier(num_host_slots, block_size, host_eviction_policy)
+        self.max_parked = num_host_slots if max_parked is None else max_parked
+        self.store_after = store_after
+        self.store_decoded = store_decoded
+        self.num_unstored = 0
+        """Times that a block found no slot."""
+        self.hit_tokens_host = 0
+        self._below: dict[int, list[Entry]] = {}
+        self._last_stored: dict[int, int] = {}
+        self._parked: dict[int, Parked] = {}
+        self._resumed: dict[int, Parked] = {}
+        self._num_own = 0
+        self._outs: list[Move] = []
+        self._loads: list[Move] = []
+        self._stores: list[Move] = []
+        self._reading: list[int] = []
+        self._copied: dict[int, int] = {}
+        self._met: Counter[bytes] = Counter()
+        self._asked: dict[int, int] = {}
+
+    # What begins and ends.
+
+    def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
+        match = super().match_prefix(keys, max_tokens=max_tokens)
+        if not self.prefix.enabled:
+            return match
+        limit = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
+        return self._with_lower(match, limit // self.block_size)
+
+    def _with_lower(self, match: PrefixMatch, limit: int) -> PrefixMatch:
+        """The match with the host's slots behind it, `limit` blocks at most in all."""
+        known = len(match.entries)
+        if known == limit:
+            return match
+        return replace(match, lower=tuple(self.host.run(match.keys, limit)[known:]))
+
+    def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
+        super().admit(seq_id, match, priority=priority)
+        table = self.table(seq_id)
+        if not self.store_decoded:
+            self._last_stored[seq_id] = match.keys.num_tokens // self.block_size
+        self._load_prefix(table, match)
+        self._follow(seq_id, table)
+
+    def _load_prefix(self, table: BlockTable, match: PrefixMatch) -> None:
+        """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
+        reads them."""
+        if not match.lower:
+            return
+        slots = [entry.block for entry in match.lower]
+        for slot in slots:
+            self.host.pool.touch(slot)
+        self._reading += slots
+        blocks = self.pool.allocate(len(slots))
+        self._loads += zip(slots, blocks, strict=True)
+        table.append(blocks)
+        table.advance(len(blocks) * self.block_size)
+        self.prefix.enter_full_blocks(table, len(match.entries))
+        self.hit_tokens_host += len(blocks) * self.block_size
+
+    def _follow(self, seq_id: int, table: BlockTable) -> None:
+        """Reference the slots that hold a sequence's first blocks from now on, and store what they lack."""
+        if table.chain is None:
+            return
+        known = self.host.run(table.keys, len(table.entries))
+        self.host.pool.hit([entry.block for entry in known], table.priority)
+        self._below[seq_id] = known
+        self._offer(seq_id, table)
+
+    def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
+        super().fork(parent_id, child_id, keys)
+        if (known := self._below.get(parent_id)) is not None:
+            for entry in known:
+                self.host.pool.touch(entry.block)
+            self._below[child_id] = known.copy()
+        if parent_id in self._last_stored:
+            self._last_stored[child_id] = self._last_stored[parent_id]
+
+    def free(self, seq_id: int) -> int:
+        freed = super().free(seq_id)
+        self._unfollow(seq_id)
+        self._last_stored.pop(seq_id, None)
+        self._asked.pop(seq_id, None)
+        return freed
+
+    def _unfollow(self, seq_id: int) -> None:
+        self.host.pool.release(entry.block for entry in reversed(self._below.pop(seq_id, ())))
+
+    # What is written through.
+
+    def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
+        super().commit(seq_id, num_tokens, exact=exact)
+        self._offer(seq_id, self.table(seq_id))
+
+    def _offer(self, seq_id: int, table: BlockTable) -> None:
+        """Slots for the exact full blocks of a sequence that have none yet, as long as there are some."""
+        known = self._below.get(seq_id)
+        if known is None:
+            return
+        if table.chain is None:
+            self._unfollow(seq_id)
+            return
+        last = min(len(table.entries), self._last_stored.get(seq_id, len(table.entries)))
+        self._note_met(seq_id, table, last)
+        index, link = self.host.pool.index, known[-1] if known else self.host.root(table.keys.salt)
+        for i in range(len(known), last):
+            key = table.keys[i]
+            entry = index.find(link, key)
+            if entry is not None:
+                self.host.pool.hit([entry.block], table.priority)
+            elif (entry := self._store(table, i, link)) is None:
+                return
+            known.append(entry)
+            link = entry
+
+    def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
+        """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is
+        not to be stored yet. The slot is referenced."""
+        key, block, pool = table.keys[i], table.block_ids[i], self.host.pool
+        if (
+            block is None
+            or not pool.index.is_live(link)
+            or (self.store_after > 1 and self._met[key.digest] < self.store_after)
+        ):
+            return None
+        if not pool.num_free:
+            self.num_unstored += 1
+            return None
+        (slot,) = pool.allocate(1)
+        entry = pool.enter(slot, link, key, table.priority)
+        if entry is None or entry.block != slot:
+            pool.release([slot])
+            return None
+        self._stores.append((block, slot))
+        return entry
+
+    def _note_met(self, seq_id: int, table: BlockTable, last: int) -> None:
+        """A sequence has met its first `last` blocks; each counts once."""
+        if self.store_after <= 1:
+            return
+        for i in range(self._asked.get(seq_id, 0), last):
+            self._met[table.keys[i].digest] += 1
+        self._asked[seq_id] = last
+        if len(self._met) > 4 * self.host.pool.num_blocks:
+            self._met = Counter({digest: count for digest, count in self._met.items() if count > 1})
+
+    def forget_slots(self, slots: Sequence[int]) -> None:
+        """What these slots were to hold could not be written: nothing finds them any more."""
+        for slot in slots:
+            self.host.pool.strip(slot)
+
+    def distrust(self, seq_id: int) -> None:
+        super().distrust(seq_id)
+        for entry in reversed(self._below.get(seq_id, ())):
+            self.host.pool.strip(entry.block)
+        self._unfollow(seq_id)
+
+    def reset_prefix_cache(self) -> None:
+        super().reset_prefix_cache()
+        self.host.pool.clear_index()
+        for seq_id in list(self._below):
+            self._unfollow(seq_id)
+
+    # Sequences that give way.
+
+    def is_parked(self, seq_id: int) -> bool:
+        return seq_id in self._parked
+
+    def num_to_park(self, seq_id: int) -> int:
+        """Slots that have to be filled to park a sequence: for blocks that no slot holds yet."""
+        table = self.table(seq_id)
+        held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
+        return len(held) - held.count(None) - len(self._slots_below(seq_id, table))
+
+    def num_below(self, seq_id: int) -> int:
+        """Leading blocks of a running sequence that the host holds under their prefix."""
+        return len(self._below.get(seq_id, ()))
+
+    def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
+        """Slots that hold the first blocks of an exact sequence."""
+        return [entry.block for entry in self._below.get(seq_id, ())] if table.chain is not None else []
+
+    def park(self, seq_id: int) -> bool:
+        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`outs`) before
+        anything is written. Returns: whether there were slots; if not, nothing has changed.
+
+        One that has come back in this step has its slots still, and nothing is moved.
+        """
+        table = self.table(seq_id)
+        if seq_id in self._resumed:
+            self._parked[seq_id] = self._resumed.pop(seq_id)
+            self.free(seq_id)
+            return True
+        num_own = self.num_to_park(seq_id)
+        if num_own > self.host.pool.num_free or self._num_own + num_own > self.max_parked:
+            return False
+        below = self._slots_below(seq_id, table)
+        for slot in below:
+            self.host.pool.touch(slot)
+        rest = table.block_ids[len(below) : blocks_for(table.physical_len, self.block_size)]
+        own = self.host.pool.allocate(num_own)
+        held = [block for block in rest if block is not None]
+        self._outs += ((self._copied.get(block, block), slot) for block, slot in zip(held, own, strict=True))
+        supply = iter(own)
+        slots = (*below, *(None if block is None else next(supply) for block in rest))
+        self._num_own += num_own
+        tail = table.begun(self.block_size)
+        tail = None if tail is None else self._copied.get(tail, tail)
+        self._parked[seq_id] = Parked(table, slots, num_own, tail, self.pool.index.root(None).serial)
+        self.free(seq_id)
+        return True
+
+    def match_parked(self, seq_id: int) -> PrefixMatch:
+        """What of a parked sequence the pool still has: leading full blocks of one that is exact."""
+        parked = self._parked[seq_id]
+        table = parked.table
+        if table.chain is None or not self._goes_on(parked):
+            return PrefixMatch(table.keys, (), "")
+        match = super().match_prefix(table.keys, max_tokens=table.physical_len)
+        return replace(match, entries=match.entries[: len(table.entries)])
+
+    def num_to_resume(self, seq_id: int, match: PrefixMatch) -> int:
+        """Blocks that it takes beside those of the match, its own next tokens not counted."""
+        return len(self._parked[seq_id].held) - len(match.entries)
+
+    def parked(self, seq_id: int) -> Parked:
+        """Of a parked sequence."""
+        return self._parked[seq_id]
+
+    def resume(self, seq_id: int, match: PrefixMatch) -> None:
+        """Bring a parked sequence back, as it was, in other blocks, with a match made in this step."""
+        self._refuse_known(seq_id)
+        parked = self._parked.pop(seq_id)
+        self._resumed[seq_id] = parked
+        table, num_hit = parked.table, len(match.entries)
+        self.pool.hit(match.block_ids, table.priority)
+        missing = parked.slots[num_hit:]
+        blocks = self.pool.allocate(len(missing) - missing.count(None))
+        supply = iter(blocks)
+        ids = [None if slot is None else next(supply) for slot in missing]
+        self._loads += (
+            (slot, block)
+            for slot, block in zip(missing, ids, strict=True)
+            if slot is not None and block is not None
+        )
+        back = replace(table, block_ids=[*match.block_ids, *ids], version=table.version + 1)
+        if table.chain is not None:
+            back.chain, back.entries = None, list(match.entries)
+            if self._goes_on(parked):
+                back.chain = match.entries[-1] if num_hit else self.pool.index.root(table.keys.salt)
+                self.prefix.enter_full_blocks(back, num_hit)
+        self._tables[seq_id] = back
+        self._follow(seq_id, back)
+
+    def drop_parked(self, seq_id: int) -> None:
+        """A parked sequence has ended, or is to be computed anew."""
+        parked = self._parked.pop(seq_id, None)
+        if parked is not None:
+            self._release_parked(parked)
+
+    def _release_parked(self, parked: Parked) -> None:
+        self._num_own -= parked.num_own
+        self.host.pool.release(reversed(parked.held))
+
+    def _goes_on(self, parked: Parked) -> bool:
+        """Whether its chain's root is still the index's."""
+        return parked.root == self.pool.index.root(None).serial
+
+    # Moves.
+
+    def grow(self, seq_id: int, num_tokens: int) -> Growth:
+        growth = super().grow(seq_id, num_tokens)
+        self._copied.update((target, source) for source, target in growth.copies)
+        return growth
+
+    def take_outs(self) -> list[Move]:
+        """(block, slot) of sequences that were parked."""
+        outs, self._outs = self._outs, []
+        return outs
+
+    def take_loads(self) -> list[Move]:
+        """(slot, block); of two loads into one block, which changed hands in this step, the last."""
+        loads, self._loads = self._loads, []
+        return [(slot, block) for block, slot in {block: slot for slot, block in loads}.items()]
+
+    def take_stores(self) -> list[Move]:
+        """(block, slot) of blocks that have become full."""
+        stores, self._stores = self._stores, []
+        return stores
+
+    def settle(self) -> None:
+        super().settle()
+        self._copied.clear()
+        for parked in self._resumed.values():
+            self._release_parked(parked)
+        self._resumed.clear()
+        self.host.pool.release(reversed(self._reading))
+        self._reading.clear()
+
+    def check(self) -> None:
+        super().check()
+        pool = self.host.pool
+        pool.check()
+        held = Counter(self._reading)
+        for entries in self._below.values():
+            held.update(entry.block for entry in entries)
+        parked = [*self._parked.values(), *self._resumed.values()]
+        for one in parked:
+            held.update(one.held)
+        references = {slot: refs for slot, refs in enumerate(pool.refs) if refs}
+        assert held == references, f"slots: {dict(held)} held, {references} in the pool"
+        own = sum(one.num_own for one in parked)
+        assert own == self._num_own <= self.max_parked, f"{own} slots of parked ones, {self._num_own} counted"
+        assert not self._parked.keys() & self._tables.keys(), "a sequence has blocks and is parked"

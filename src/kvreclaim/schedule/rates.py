@@ -1,0 +1,41 @@
+"""What it costs to bring a sequence back, computed again or moved: from rates that somebody has measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KEEP = 0.75
+"""Share of the old value in a new one: four measurements outweigh what went before."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """Moving averages; whoever computes and moves notes them. In seconds and bytes.
+
+    token_s:        to compute a token of a prompt
+    token_sq_s:     more for each token that it attends to
+    pass_s:         to compress a sequence once
+    out_s, in_s:    to move a byte from the device to the host, and back
+    call_s:         of a move, however small
+    """
+
+    token_s: float = 1e-4
+    token_sq_s: float = 0.0
+    pass_s: float = 0.0
+    out_s: float = 1e-10
+    in_s: float = 1e-10
+    call_s: float = 1e-5
+
+    def note(self, name: str, seconds: float, amount: float) -> None:
+        """So many seconds were spent on so much."""
+        if amount > 0 and seconds > 0:
+            setattr(self, name, KEEP * getattr(self, name) + (1 - KEEP) * seconds / amount)
+
+    def recompute_s(self, num_tokens: int, num_found: int, num_passes: int) -> float:
+        """Of a sequence of num_tokens whose first num_found are found in the index."""
+        squares = (num_tokens**2 - num_found**2) / 2
+        return (num_tokens - num_found) * self.token_s + squares * self.token_sq_s + num_passes * self.pass_s
+
+    def swap_s(self, bytes_out: int, bytes_in: int) -> float:
+        """There and back."""
+        return bytes_out * self.out_s + bytes_in * self.in_s + 2 * self.call_s

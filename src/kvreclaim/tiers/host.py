@@ -1,0 +1,62 @@
+"""Slots in host memory, one run of bytes each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
+
+Move = tuple[int, int]
+
+
+class HostSlots:
+    """[N, bytes_per_block] uint8; of a cache on a GPU pinned, so that copies run at the bus's speed.
+
+    What a cache keeps beside its blocks (planes [L, B, ...] of scores) lies in a second tensor, made when it
+    is first moved.
+
+    Raises: InvalidArgumentError if the memory is not there.
+    """
+
+    def __init__(self, planes: Sequence[Tensor], num_slots: int) -> None:
+        self.planes = tuple(planes)
+        self.bytes_per_slot = bytes_per_block(planes)
+        self._beside: Tensor | None = None
+        needed, free = num_slots * self.bytes_per_slot, psutil.virtual_memory().available
+        if needed > free:
+            raise InvalidArgumentError(
+                f"kv_offloading_size takes {needed / 2**30:.2f} GiB of host memory, but only "
+                f"{free / 2**30:.2f} GiB are free; lower it.",
+                field="kv_offloading_size",
+            )
+        self.bytes = self._empty(num_slots, self.bytes_per_slot)
+
+    def _empty(self, num_slots: int, num_bytes: int) -> Tensor:
+        on_gpu = self.planes[0].device.type == "cuda"
+        return torch.empty((num_slots, num_bytes), dtype=torch.uint8, pin_memory=on_gpu)
+
+    def read(self, moves: Sequence[Move], beside: Sequence[Tensor] = ()) -> int:
+        """Fill slots from blocks, (block, slot) each; beside: further planes. Returns: bytes moved."""
+        blocks, slots = [block for block, _ in moves], [slot for _, slot in moves]
+        read_blocks(self.planes, blocks, self.bytes, slots)
+        if beside:
+            read_blocks(beside, blocks, self._for(beside), slots)
+        return len(moves) * self.bytes_per_slot
+
+    def write(self, moves: Sequence[Move], beside: Sequence[Tensor] = ()) -> int:
+        """Fill blocks from slots, (slot, block) each. Returns: bytes moved."""
+        slots, blocks = [slot for slot, _ in moves], [block for _, block in moves]
+        write_blocks(self.planes, self.bytes, slots, blocks)
+        if beside:
+            write_blocks(beside, self._for(beside), slots, blocks)
+        return len(moves) * self.bytes_per_slot
+
+    def _for(self, beside: Sequence[Tensor]) -> Tensor:
+        if self._beside is None:
+            self._beside = self._empty(len(self.bytes), bytes_per_block(beside)).zero_()
+        return self._beside
