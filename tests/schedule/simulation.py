@@ -14,11 +14,13 @@ from random import Random
 from typing import Any
 
 from kvreclaim.memory import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
 from kvreclaim.schedule.step import Pass, StepDone, StepPlan
 from kvreclaim.schedule.step import Row as StepRow
+from kvreclaim.schedule.victims import Preemption
 from kvreclaim.schedule.way import Way
 
 State = tuple[Any, ...]
@@ -47,11 +49,21 @@ class ListWorker:
         self.random = random
         self.slots: list[State] = [GARBAGE] * (memory.pool.num_blocks * self.size)
         self.rows: dict[int, Row] = {}
+        self.aside: dict[int, Row] = {}
+        num_slots = memory.host.pool.num_blocks if isinstance(memory, TieredMemory) else 0
+        self.host: list[list[State]] = [[GARBAGE] * self.size for _ in range(num_slots)]
 
     def prepare(self, plan: StepPlan, sequences: dict[int, Sequence]) -> None:
         """The part of a plan that is done once, whatever becomes of the rest."""
         for lost in plan.preempted:
-            self.rows.pop(lost.seq_id)
+            row = self.rows.pop(lost.seq_id)
+            if lost.parked:
+                self.aside[lost.seq_id] = row
+        for block, slot in plan.outs:
+            self.host[slot] = self.block(block)
+        assert len({block for _, block in plan.loads}) == len(plan.loads), "a block is loaded twice"
+        for slot, block in plan.loads:
+            self.fill(block, self.host[slot])
         sources = [self.block(source) for source, _ in plan.copies]
         assert not {s for s, _ in plan.copies} & {t for _, t in plan.copies}
         for (_, target), states in zip(plan.copies, sources, strict=True):
@@ -59,10 +71,24 @@ class ListWorker:
         for block in plan.fresh:
             self.fill(block, [GARBAGE] * self.size)
         for one in plan.admitted:
-            if one.seq_id in sequences:
+            if one.resumed:
+                self.rows[one.seq_id] = self.aside.pop(one.seq_id)
+            elif one.seq_id in sequences:
                 states = [full(sequences[one.seq_id], place) for place in range(one.num_hit)]
                 self.rows[one.seq_id] = Row(list(states), list(range(one.num_hit)))
+            if one.seq_id in sequences:
                 self.check(one.seq_id)
+
+    def store(self) -> None:
+        """What has become full goes to its slots; now and then that fails."""
+        if not isinstance(self.memory, TieredMemory):
+            return
+        moves = self.memory.take_stores()
+        if self.random.random() < 0.05:
+            self.memory.forget_slots([slot for _, slot in moves])
+            return
+        for block, slot in moves:
+            self.host[slot] = self.block(block)
 
     def write(self, seq: Sequence, first: int, num_tokens: int, *, finite: bool = True) -> list[State]:
         """Compute tokens into their slots; their states are the sequence's own once they are committed."""
@@ -166,17 +192,21 @@ class Ask:
 class World:
     """A scheduler and its worker, step by step, with the whole structure checked after each."""
 
-    def __init__(self, random: Random, scheduler: type[Scheduler[Sequence]] = Scheduler) -> None:
+    def __init__(
+        self,
+        random: Random,
+        scheduler: type[Scheduler[Sequence]] = Scheduler,
+        num_host_slots: int | None = 0,
+    ) -> None:
         self.random = random
         self.size = random.choice((1, 2, 4))
         self.max_chunk = random.choice((3, 8, 20))
         self.num_blocks = random.choice((6, 12, 24, 40))
         orders = ("lru", "slru", "lfu", "priority", "gdsf")
-        self.memory = MemoryManager(
-            self.num_blocks,
-            self.size,
+        self.memory = self._memory(
             enable_prefix_caching=random.random() < 0.9,
             eviction_policy=random.choice(orders),
+            num_host_slots=0 if num_host_slots == 0 else random.choice((1, 5, 20, 100)),
         )
         self.max_num_seqs = random.choice((1, 3, 6))
         self.by_priority = random.random() < 0.5
@@ -185,6 +215,7 @@ class World:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_chunk,
             by_priority=self.by_priority,
+            **self._preemption(num_host_slots),
         )
         self.worker = ListWorker(self.memory, random)
         self.sequences: dict[int, Sequence] = {}
@@ -193,6 +224,27 @@ class World:
         self.counts: Counter[str] = Counter()
         self.plans: list[StepPlan] = []
         self.next_id = 0
+
+    def _memory(self, num_host_slots: int, **options: Any) -> MemoryManager:
+        if not num_host_slots:
+            return MemoryManager(self.num_blocks, self.size, **options)
+        return TieredMemory(
+            self.num_blocks,
+            self.size,
+            num_host_slots=num_host_slots,
+            max_parked=self.random.choice((None, num_host_slots // 2)),
+            host_eviction_policy=self.random.choice(("lru", "slru", "lfu", "gdsf")),
+            store_after=self.random.choice((1, 1, 2)),
+            store_decoded=self.random.random() < 0.8,
+            **options,
+        )
+
+    def _preemption(self, num_host_slots: int | None) -> dict[str, Any]:
+        if num_host_slots == 0:
+            return {}
+        mode = self.random.choice(("auto", "swap", "swap", "recompute"))
+        policy = self.random.choice(("auto", "last", "priority", "lru", "cost"))
+        return {"preemption": Preemption(mode, bytes_per_block=1000), "victim_policy": policy}
 
     def ask(self, ask: Ask) -> bool:
         """Queue a request. Returns: whether it can ever run."""
@@ -236,6 +288,7 @@ class World:
         self.scheduler.remove(seq)
         self.sequences.pop(seq.seq_id)
         self.worker.rows.pop(seq.seq_id, None)
+        self.worker.aside.pop(seq.seq_id, None)
         assert seq.status is Status.ENDED
 
     def step(self, fault: str | None = None) -> None:
@@ -246,12 +299,16 @@ class World:
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(plan.preempted)
         self.counts["fairness"] += sum(lost.reason == "fairness" for lost in plan.preempted)
+        self.counts["parked"] += sum(lost.parked for lost in plan.preempted)
+        self.counts["resumed"] += sum(one.resumed for one in plan.admitted)
+        self.counts["loaded"] += sum(one.num_loaded for one in plan.admitted)
         self.counts["hits"] += sum(one.num_hit for one in plan.admitted)
         self.counts["copies"] += len(plan.copies)
         self.worker.prepare(plan, self.sequences)
         computed = self._compute(plan, fault)
         tokens = {row.seq_id: self._drawn(row) for row in plan.rows if row.seq_id in computed}
         assert not self.scheduler.done(plan, StepDone(tuple(computed), tokens))
+        self.worker.store()
         for seq_id, states in computed.items():
             self.worker.committed(seq_id, states)
         failed = {self.sequences[row.seq_id].request_id for row in plan.rows if row.seq_id not in computed}
@@ -348,6 +405,8 @@ class World:
         for tenant in {seq.tenant for seq in running}:
             assert sum(seq.seats for seq in running if seq.tenant == tenant) <= self.max_num_seqs
         assert self.worker.rows.keys() == {seq.seq_id for seq in running}
+        if isinstance(self.memory, TieredMemory):
+            assert self.worker.aside.keys() == {s.seq_id for s in waiting if self.memory.is_parked(s.seq_id)}
 
     def drain(self) -> None:
         for _ in range(MOST_STEPS_TO_DRAIN):
@@ -356,3 +415,5 @@ class World:
             self.step()
         assert not self.sequences, "some sequences never end"
         assert self.memory.stats().in_use == 0
+        if isinstance(self.memory, TieredMemory):
+            assert self.memory.host.pool.num_in_use == 0, "slots are still referenced"

@@ -66,10 +66,11 @@ def random_ask(world: World, tenants: tuple[str | None, ...] = (None,)) -> Ask:
     )
 
 
-def run_world(seed: int, num_steps: int) -> Counter[str]:
+def run_world(seed: int, num_steps: int, num_host_slots: int | None = 0) -> Counter[str]:
+    """num_host_slots: None for some, drawn"""
     random = Random(seed)
     tenants = random.choice(TENANTS)
-    return run(World(random), tenants, num_steps).counts
+    return run(World(random, num_host_slots=num_host_slots), tenants, num_steps).counts
 
 
 def run(world: World, tenants: tuple[str | None, ...], num_steps: int) -> World:
@@ -99,6 +100,17 @@ def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
         assert total[what] > 200, f"{total} has hardly any {what}"
     for what in ("fairness", "forks that wait"):
         assert total[what] >= 10, f"{total} has hardly any {what}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_with_slots_on_the_host(part: int) -> None:
+    """The same, while prefixes come back from slots and sequences are parked in them."""
+    total: Counter[str] = Counter()
+    for seed in range(part * WORLDS_PER_PART, (part + 1) * WORLDS_PER_PART):
+        total += run_world(10_000 + seed, STEPS_PER_WORLD, None)
+    for what in ("parked", "resumed", "loaded", "preemptions", "hits", "passes", "failed passes"):
+        assert total[what] > 100, f"{total} has hardly any {what}"
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])

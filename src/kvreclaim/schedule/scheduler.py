@@ -12,6 +12,7 @@ from typing import Generic
 
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.ledger import compress
@@ -279,12 +280,7 @@ class Scheduler(Generic[Seq]):
         has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
         if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
-        assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
-        parked = self._parked_in(seq)
-        if parked is not None:
-            match = parked.match_parked(seq.seq_id)
-        else:
-            match = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+        parked, match = self._parked_in(seq), self._match(seq)
         own, with_prompts = own_slots(seq, match, self.memory), shares is not None
 
         def needed(running: Iterable[Seq]) -> int:
@@ -296,6 +292,7 @@ class Scheduler(Generic[Seq]):
                 return False
             for victim in victims:
                 self._preempt(victim, seq, "fairness", step)
+            match = self._match(seq)  # victims may have taken slots of the host
         if parked is not None:
             parked.resume(seq.seq_id, match)
         else:
@@ -309,6 +306,13 @@ class Scheduler(Generic[Seq]):
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None))
         step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
         return True
+
+    def _match(self, seq: Seq) -> PrefixMatch:
+        """What need not be computed of one that waits."""
+        if (parked := self._parked_in(seq)) is not None:
+            return parked.match_parked(seq.seq_id)
+        assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+        return self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
 
     def _parked_in(self, seq: Seq) -> TieredMemory | None:
         """The memory, if it keeps what this sequence's blocks held."""

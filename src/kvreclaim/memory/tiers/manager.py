@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
@@ -77,7 +78,7 @@ class TieredMemory(MemoryManager):
         self._num_own = 0
         self._outs: list[Move] = []
         self._loads: list[Move] = []
-        self._stores: list[Move] = []
+        self._stores: list[tuple[Entry, int]] = []
         self._reading: list[int] = []
         self._copied: dict[int, int] = {}
         self._met: Counter[bytes] = Counter()
@@ -124,13 +125,13 @@ class TieredMemory(MemoryManager):
         self.hit_tokens_host += len(blocks) * self.block_size
 
     def _follow(self, seq_id: int, table: BlockTable) -> None:
-        """Reference the slots that hold a sequence's first blocks from now on, and store what they lack."""
+        """Reference the slots that hold a sequence's first blocks from now on. What they lack is stored when
+        it next commits: until then nobody may find it."""
         if table.chain is None:
             return
         known = self.host.run(table.keys, len(table.entries))
         self.host.pool.hit([entry.block for entry in known], table.priority)
         self._below[seq_id] = known
-        self._offer(seq_id, table)
 
     def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
         super().fork(parent_id, child_id, keys)
@@ -181,12 +182,9 @@ class TieredMemory(MemoryManager):
     def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
         """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is
         not to be stored yet. The slot is referenced."""
-        key, block, pool = table.keys[i], table.block_ids[i], self.host.pool
-        if (
-            block is None
-            or not pool.index.is_live(link)
-            or (self.store_after > 1 and self._met[key.digest] < self.store_after)
-        ):
+        key, pool = table.keys[i], self.host.pool
+        met_enough = self.store_after <= 1 or self._met[key.digest] >= self.store_after
+        if not met_enough or not pool.index.is_live(link):
             return None
         if not pool.num_free:
             self.num_unstored += 1
@@ -196,7 +194,7 @@ class TieredMemory(MemoryManager):
         if entry is None or entry.block != slot:
             pool.release([slot])
             return None
-        self._stores.append((block, slot))
+        self._stores.append((table.entries[i], slot))
         return entry
 
     def _note_met(self, seq_id: int, table: BlockTable, last: int) -> None:
@@ -243,7 +241,10 @@ class TieredMemory(MemoryManager):
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
         """Slots that hold the first blocks of an exact sequence."""
-        return [entry.block for entry in self._below.get(seq_id, ())] if table.chain is not None else []
+        if table.chain is None:
+            return []
+        is_live = self.host.pool.index.is_live
+        return [entry.block for entry in takewhile(is_live, self._below.get(seq_id, ()))]
 
     def park(self, seq_id: int) -> bool:
         """Let a sequence give its blocks back and keep what they hold, which is to be moved (`outs`) before
@@ -349,9 +350,11 @@ class TieredMemory(MemoryManager):
         return [(slot, block) for block, slot in {block: slot for slot, block in loads}.items()]
 
     def take_stores(self) -> list[Move]:
-        """(block, slot) of blocks that have become full."""
+        """(block, slot) of blocks that have become full, or were met, and have not changed hands since."""
         stores, self._stores = self._stores, []
-        return stores
+        is_live = self.pool.index.is_live
+        self.forget_slots([slot for entry, slot in stores if not is_live(entry)])
+        return [(entry.block, slot) for entry, slot in stores if is_live(entry)]
 
     def settle(self) -> None:
         super().settle()
