@@ -213,6 +213,7 @@ def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
         async with serving(launch(num_blocks=400)) as engine:
             stream = await engine.add(new("a", params=endless))
             asking = asyncio.ensure_future(engine.call(told.panics))
+            behind = asyncio.ensure_future(engine.call(told.pid))
             async for update in stream:
                 last = update
             assert last.error == "SystemExit: no Exception"
@@ -220,8 +221,10 @@ def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
             with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
                 await engine.add(new("b"))
             assert await engine.call(told.pid, of_the_dead=True) == engine.pid
+            for call in (asking, behind):
+                with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
+                    await call
             assert not engine.lost.is_set()
-            asking.cancel()
 
     run(main())
 

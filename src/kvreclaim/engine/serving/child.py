@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvreclaim.compression import Compressor
@@ -59,23 +60,25 @@ class Child:
 
     def _turn(self) -> bool:
         """Messages, then a step. Returns: whether to go on."""
-        goes_on = True
-        try:
-            ready = self._wait()
-            if ready & ~select.POLLOUT:
-                for message in self._channel.receive():
-                    goes_on = self._handle(message) and goes_on
-            while self._made.qsize():
-                self._made.get()()
-            if self._host.has_work:
-                self._host.step()
-        except ChannelClosedError:
-            raise
-        except BaseException as error:  # a library's panic is no Exception
-            self._host.die(error)
+        messages = self._channel.receive() if self._wait() & ~select.POLLOUT else []
+        for message in messages:
+            self._guard(partial(self._handle, message))
+        while self._made.qsize():
+            self._guard(self._made.get())
+        if self._host.has_work:
+            self._guard(self._host.step)
         self._channel.flush()
         self._pass_on()
-        return goes_on or self._finish()
+        return Stop() not in messages or self._finish()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do it; what is no refusal and no failed step, as a library's panic, is the engine's end."""
+        try:
+            work()
+        except ChannelClosedError:
+            raise
+        except BaseException as error:
+            self._host.die(error)
 
     def _wait(self) -> int:
         """Until there is something to do. Returns: the events of the channel."""
@@ -99,7 +102,7 @@ class Child:
 
     def _finish(self) -> bool:
         """The last words, however slow the other side takes them."""
-        self._host.abort_all()
+        self._guard(self._host.abort_all)
         while self._channel.pending or self._host.num_news:
             self._channel.flush()
             self._pass_on()
@@ -107,9 +110,9 @@ class Child:
                 select.select((), (self._channel,), ())
         return False
 
-    def _handle(self, message: Any) -> bool:
+    def _handle(self, message: Any) -> None:
         match message:
-            case Add(ticket=ticket):
+            case Add():
                 self._add(message)
             case Abort(request_id=request_id) if request_id in self._early:
                 self._early[request_id] = True
@@ -117,9 +120,6 @@ class Child:
                 self._host.abort(request_id)
             case Call(ticket=ticket, function=function, of_the_dead=of_the_dead):
                 self._answer(ticket, lambda: function(self._host), of_the_dead=of_the_dead)
-            case Stop():
-                return False
-        return True
 
     def _add(self, message: Add) -> None:
         """Requests whose compressors are known at once; a thread makes others, so that no step waits."""
@@ -159,17 +159,23 @@ class Child:
                 self._host.abort(new.request_id)
 
     def _answer(self, ticket: int, work: Callable[[], Any], *, of_the_dead: bool = False) -> None:
-        """Do it, and say what came of it."""
+        """Do it, and say what came of it, also if that is the engine's end."""
         value, error = None, None
         try:
             if self._host.death is not None and not of_the_dead:
-                raise EngineDeadError(f"the engine has stopped ({self._host.death}); restart the server.")
+                raise self._dead()
             value = work()
         except Exception as raised:
             if not isinstance(raised, KVReclaimError):
                 logger.exception("a message to the engine's process failed")
             error = _plain(raised)
+        except BaseException as raised:
+            self._host.die(raised)
+            error = self._dead()
         self._channel.send(Answer(ticket, self._host.num_waiting, value, error))
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine has stopped ({self._host.death}); restart the server.")
 
 
 def _plain(error: Exception) -> Exception:
