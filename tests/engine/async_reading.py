@@ -62,7 +62,7 @@ def take(answers: dict[int, Answer], update: Update) -> None:
         answer = answers.setdefault(index, Answer())
         answer.text += delta.text
         answer.token_ids += delta.token_ids
-        answer.logprobs += delta.logprobs
+        answer.logprobs += delta.logprobs or ()
         answer.finish_reasons += [delta.finish_reason] if delta.finish_reason else []
 
 

@@ -13,6 +13,7 @@ from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.core.request import Sequence as Output
 from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,10 @@ class Cursor:
         first, finished = not self.begun, request.finished
         metrics = request.collect_metrics() if finished or first else None
         self.begun = True
-        return Update(deltas, metrics, finished, request.error, request.prompt_logprobs if first else None)
+        of_prompt = request.prompt_logprobs if first else None
+        return Update(
+            deltas, metrics, finished, request.error, None if of_prompt is None else Reports(of_prompt)
+        )
 
 
 @dataclass(slots=True)
@@ -198,12 +202,12 @@ class Place:
         """What is new; the delta that says why the output ended is its last."""
         seq = self.seq
         text = seq.detokenizer.text if seq.detokenizer is not None else ""
-        reports = seq.logprobs[self.num_reports :] if seq.logprobs else []
+        reports = seq.logprobs[self.num_reports :]
         delta = OutputDelta(
             seq.index,
             text[self.num_chars :],
             seq.token_ids[self.num_tokens :],
-            reports,
+            Reports(reports) if reports else None,
             seq.finish_reason,
             seq.stop_reason,
         )

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import FinishReason, Logprob, PromptLogprobs, RequestMetrics
+from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
+from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.memory.pins import Retention
+
+PromptReports = Reports[dict[int, Logprob] | None]
+"""One per prompt token; the first, which nothing predicts, is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +40,13 @@ class OutputDelta:
     """What one output gained since the last update.
 
     text may be empty although tokens came: the beginning of a stop string or of a character is held back
+    logprobs: of the tokens, None where there are none
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: Reports[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -49,7 +54,10 @@ class OutputDelta:
         """Take in what came after."""
         self.text += later.text
         self.token_ids += later.token_ids
-        self.logprobs += later.logprobs
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        else:
+            self.logprobs = self.logprobs or later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -66,7 +74,7 @@ class Update:
     metrics: RequestMetrics | None = None
     finished: bool = False
     error: str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptReports | None = None
 
     def extend(self, later: Update) -> None:
         """Take in what came after."""
@@ -95,7 +103,7 @@ class RequestStream:
     def __init__(self, new: NewRequest) -> None:
         self.new = new
         self.ended = False
-        self.prompt_logprobs: PromptLogprobs | None = None
+        self.prompt_logprobs: PromptReports | None = None
         self.finish_reasons: dict[int, FinishReason] = {}
         self._metrics = RequestMetrics(num_prompt_tokens=len(new.prompt_token_ids))
         self._num_generated = 0

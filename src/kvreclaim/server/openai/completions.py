@@ -162,7 +162,7 @@ class CompletionAnswer(Answer):
     ) -> dict[str, list[Any]]:
         offsets = self._offsets.setdefault(index, TextOffsets(self.vocabulary.tokenizer))
         token_ids: list[int] = delta.token_ids
-        reports: list[Report | None] = [*delta.logprobs]
+        reports: list[Report | None] = [*(delta.logprobs or ())]
         if first and self.fields.echo:
             assert stream.prompt_logprobs is not None, f"{stream.request_id} echoes with logprobs"
             token_ids, reports = stream.new.prompt_token_ids + token_ids, [*stream.prompt_logprobs, *reports]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -98,7 +98,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], reports: Sequence[Report], top: int, vocabulary: Vocabulary
+    token_ids: Sequence[int], reports: Iterable[Report], top: int, vocabulary: Vocabulary
 ) -> dict[str, Any]:
     """/v1/chat/completions: one object per token, with exactly `top` alternatives."""
 
@@ -114,7 +114,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    reports: Sequence[Report | None], vocabulary: Vocabulary
+    reports: Iterable[Report | None], vocabulary: Vocabulary
 ) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's shape: per prompt token a mapping of token ids; None for the first one."""
     return [
