@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
+import httptools
 import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.errors import ApiError, error_body
+from kvreclaim.server.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10
 """Of request line and headers, and of what stands around the chunks of a body."""
@@ -41,8 +43,9 @@ class Connections:
     makes it: of the same client, or of the one who has most of these. So those who are silent cannot keep
     others out, and those who come all at once are turned away, which costs nothing."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, refusals: Refusals) -> None:
         self.config = config
+        self.refusals = refusals
         self.num_open = 0
         self.addresses: dict[str, Address] = {}
 
@@ -85,7 +88,7 @@ class Connections:
 class HTTPConfig(uvicorn.Config):
     """uvicorn's, with what the connections have in common."""
 
-    def __init__(self, app: Any, limits: ServerConfig) -> None:
+    def __init__(self, app: Any, limits: ServerConfig, refusals: Refusals) -> None:
         super().__init__(
             app,
             http=HTTPProtocol,
@@ -95,7 +98,7 @@ class HTTPConfig(uvicorn.Config):
             server_header=False,
             timeout_keep_alive=limits.keep_alive_timeout_s,
         )
-        self.shared = Connections(limits)
+        self.shared = Connections(limits, refusals)
 
 
 class HTTPProtocol(HttpToolsProtocol):
@@ -141,7 +144,13 @@ class HTTPProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._pending_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # nobody here speaks another protocol: the request is answered in this one
+        except httptools.HttpParserError:  # uvicorn would write a line into the log for each
+            self._refuse(400, "what came is no HTTP/1.1 request; check the client (TLS is for a proxy).")
         if self._pending_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
 
@@ -218,15 +227,26 @@ class HTTPProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what never became a request, and close."""
+        """Answer what never became a request, and close. What has been answered already is not again."""
         if self._refused:
             return
+        if self._answered:
+            self.give_up()
+            return
+        self.shared.refusals.note(status, self.client_network)
         body = to_json(error_body(ApiError(status, message), "", ""))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
             body
         )
         self.transport.write(STATUS_LINE[status] + head + body)
         self.give_up()
+
+    @property
+    def _answered(self) -> bool:
+        """Whether what is being read belongs to a request whose answer has begun, or is in its way."""
+        cycle = self.cycle
+        begun = cycle is not None and cycle.response_started
+        return begun and (self._in_body or not cycle.response_complete)
 
     def _forget(self) -> None:
         self._within(None)

@@ -22,6 +22,7 @@ from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.connections import HTTPConfig, allow_files
 from kvreclaim.server.logs import log_loop_error
+from kvreclaim.server.refusals import Refusals
 from kvreclaim.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         app = create_app(service)
-        super().__init__(HTTPConfig(app, service.config))
+        refusals = Refusals(app.state.metrics.http.refused)
+        super().__init__(HTTPConfig(app, service.config, refusals))
         self.service = service
         self.lost = False
 

@@ -16,6 +16,10 @@ class HttpCounts:
     def __call__(self, access: Access) -> None:
         self.by_status[access.route, access.method, str(access.status)] += 1
 
+    def refused(self, status: int) -> None:
+        """A connection that never became a request."""
+        self.by_status["unmatched", "other", str(status)] += 1
+
     def by_class(self) -> Counter[tuple[str, str, str]]:
         """The same by class of status: 2xx, 4xx, ..."""
         found: Counter[tuple[str, str, str]] = Counter()
