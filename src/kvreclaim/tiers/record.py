@@ -1,0 +1,140 @@
+"""The header of a record: it says what the payload behind it is, and proves itself and the payload.
+
+    0   "KVRT"          u16 version      u16 flags
+    8   namespace 32    40 key 32        72 parent key 32    104 uid 16     120 parent uid 16
+    136 u32 depth       140 u32 tokens   144 u64 payload bytes
+    152 u8 kind of checksum, 7 zeros     160 checksum 16
+    176 u64 seq         184 u64 written at (Unix seconds)
+    192 tokens, i64 each; zeros; in the last 4 bytes the crc32 of all before
+
+Little endian. In front of a payload the header is as many pages of 4096 bytes as it needs (up to 487 tokens:
+one); in the index the same header lies without most of the zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final
+
+from xxhash import xxh3_128_digest
+
+from kvreclaim.tiers.outcome import Outcome
+
+PAGE: Final = 4096
+MAGIC: Final = b"KVRT"
+VERSION: Final = 1
+XXH3_128: Final = 1
+TOKEN_BYTES: Final = 8
+
+HEAD = Struct("<4sHH32s32s32s16s16sIIQB7x16sQQ")
+CRC = Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """What a record is found by and compared with.
+
+    key, parent: digests of the block and of what it follows, 32 bytes each
+    uid, parent_uid: a second chain of digests by another function, 16 bytes each
+    depth:  blocks before it
+    tokens: its token ids, i64 little endian
+    """
+
+    key: bytes
+    parent: bytes
+    uid: bytes
+    parent_uid: bytes
+    depth: int
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """namespace: 32 bytes; checksum: 16 bytes of the given kind over the payload's payload_len bytes;
+    seq: greater in what was written later; written_at: Unix seconds."""
+
+    namespace: bytes
+    record: RecordKey
+    payload_len: int
+    checksum_kind: int
+    checksum: bytes
+    seq: int
+    written_at: int
+
+
+def root_uid(salt: str | None) -> bytes:
+    """What the first block of this salt follows; None and "" are different salts."""
+    message = b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(message, digest_size=16, person=b"kvreclaim root").digest()
+
+
+def uid_of(parent_uid: bytes, tokens: bytes) -> bytes:
+    """Of a block with these packed tokens; parent_uid has 16 bytes, so the message is unambiguous."""
+    return hashlib.blake2b(parent_uid + tokens, digest_size=16, person=b"kvreclaim block").digest()
+
+
+def checksum(payload: memoryview) -> bytes:
+    return xxh3_128_digest(payload)
+
+
+def page_bytes(num_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def entry_bytes(block_size: int) -> int:
+    """Bytes of a header without padding to pages; a multiple of 8."""
+    return HEAD.size + block_size * TOKEN_BYTES + 8
+
+
+def header_bytes(block_size: int) -> int:
+    """Bytes of a header in front of a payload."""
+    return page_bytes(HEAD.size + block_size * TOKEN_BYTES + CRC.size)
+
+
+def pack(header: Header, size: int) -> bytes:
+    """The header in `size` bytes: header_bytes or entry_bytes of its number of tokens."""
+    r = header.record
+    assert len(r.key) == len(r.parent) == len(header.namespace) == 32, "digests of a record have 32 bytes"
+    assert len(r.uid) == len(r.parent_uid) == len(header.checksum) == 16, "uids of a record have 16 bytes"
+    body = HEAD.pack(
+        MAGIC,
+        VERSION,
+        0,
+        header.namespace,
+        r.key,
+        r.parent,
+        r.uid,
+        r.parent_uid,
+        r.depth,
+        len(r.tokens) // TOKEN_BYTES,
+        header.payload_len,
+        header.checksum_kind,
+        header.checksum,
+        header.seq,
+        header.written_at,
+    )
+    padded = (body + r.tokens).ljust(size - CRC.size, b"\0")
+    assert len(padded) == size - CRC.size, f"{len(r.tokens)} bytes of tokens in a header of {size}"
+    return padded + CRC.pack(zlib.crc32(padded))
+
+
+def unpack(raw: bytes | bytearray | memoryview) -> Header | Outcome:
+    """The header in exactly these bytes, or why there is none."""
+    end = len(raw) - CRC.size
+    if bytes(raw[:4]) != MAGIC:
+        return Outcome.BLANK if not any(raw[:4]) else Outcome.HEADER
+    if zlib.crc32(memoryview(raw)[:end]) != CRC.unpack_from(raw, end)[0]:
+        return Outcome.HEADER
+    (_, version, flags, namespace, key, parent, uid, parent_uid, depth, num_tokens, payload_len, kind,
+     digest, seq, written_at) = HEAD.unpack_from(raw)  # fmt: skip
+    if version != VERSION or flags:
+        return Outcome.VERSION
+    stop = HEAD.size + num_tokens * TOKEN_BYTES
+    if stop > end:
+        return Outcome.LENGTH
+    record = RecordKey(key, parent, uid, parent_uid, depth, bytes(raw[HEAD.size : stop]))
+    return Header(namespace, record, payload_len, kind, digest, seq, written_at)

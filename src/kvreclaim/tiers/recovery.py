@@ -1,0 +1,39 @@
+"""What of the records found at a start can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvreclaim.tiers.record import RecordKey
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A record that a slot holds. written_at: Unix seconds."""
+
+    slot: int
+    record: RecordKey
+    seq: int
+    written_at: int
+
+
+def usable(found: Iterable[Recovered]) -> list[Recovered]:
+    """Of each key the record written last, and of these whose parents are all there; parents come first.
+
+    The parent is the record that has the uid, the key and the depth that the child names, so of two prefixes
+    whose keys collide each leads to its own children alone.
+    """
+    last: dict[bytes, Recovered] = {}
+    for each in found:
+        other = last.get(each.record.key)
+        if other is None or other.seq < each.seq:
+            last[each.record.key] = each
+    reached: dict[bytes, tuple[bytes, int]] = {}
+    kept = []
+    for each in sorted(last.values(), key=lambda each: (each.record.depth, each.seq)):
+        mine = each.record
+        if mine.depth == 0 or reached.get(mine.parent_uid) == (mine.parent, mine.depth - 1):
+            reached[mine.uid] = (mine.key, mine.depth)
+            kept.append(each)
+    return kept

@@ -1,0 +1,278 @@
+"""A file of equally long slots, one record each, that outlives the process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+from kvreclaim.checks import check_int
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.tiers import record
+from kvreclaim.tiers.directory import SIZE_FIELD, StoreDirectory
+from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.tiers.namespace import Namespace
+from kvreclaim.tiers.outcome import Outcome, outcome_of
+from kvreclaim.tiers.record import Header, RecordKey
+from kvreclaim.tiers.recovery import Recovered, usable
+
+UNKNOWN: Final = bytes(8)
+"""In place of an index entry: the slot's own header decides."""
+FREE: Final = b"FREE\0\0\0\0"
+"""In place of an index entry: there is no record in the slot."""
+CHUNK_BYTES: Final = 1 << 20
+"""Of the index, read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Lengths in bytes of a slot's parts.
+
+    payload: of a block; header: in front of it; entry: of the header in the index; slot: header, payload and
+    padding to whole pages
+    """
+
+    payload: int
+    header: int
+    entry: int
+    slot: int
+
+    @classmethod
+    def of(cls, bytes_per_block: int, block_size: int) -> Layout:
+        header = record.header_bytes(block_size)
+        slot = header + record.page_bytes(bytes_per_block)
+        return cls(bytes_per_block, header, record.entry_bytes(block_size), slot)
+
+
+class SlotFile:
+    """Records in slots, found again after a restart.
+
+    A slot is written in place. It is whole if its header's crc32 and its payload's checksum are right, which
+    every read checks; what is torn is no record. The index repeats the headers, so that a start need not
+    read them one by one: the entry of a slot is made UNKNOWN before the slot is written, and becomes its
+    header after, so a process that is killed leaves no entry that tells of something else than its slot.
+
+    Two threads may use it at once, each its own slot. Nothing but `open` and `close` raises for what a disk
+    does or holds.
+
+    Attributes: num_slots; num_bytes: of the slots and their index.
+    """
+
+    def __init__(
+        self,
+        fds: tuple[int, int],
+        namespace: Namespace,
+        layout: Layout,
+        num_slots: int,
+        num_old: int,
+        io: FileIO,
+    ) -> None:
+        self.namespace = namespace
+        self.layout = layout
+        self.num_slots = num_slots
+        self.num_bytes = num_slots * (layout.slot + layout.entry)
+        self.io = io
+        self.slots_fd, self.index_fd = fds
+        self._num_old = num_old
+        self._seq = 0
+        self._lock = Lock()
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        namespace: Namespace,
+        bytes_per_block: int,
+        block_size: int,
+        size_bytes: int,
+        io: FileIO | None = None,
+    ) -> SlotFile:
+        """Take this namespace's file in a directory, or make one, as large as size_bytes leaves room for.
+
+        Args:
+            size_bytes: of all files in the directory, those of other processes and namespaces included
+
+        Raises: InvalidArgumentError for a directory that can't be used, a size without room for one block, or
+            a disk without the space, all of which is set aside here.
+        """
+        check_int("size_bytes", size_bytes, 1, field=SIZE_FIELD)
+        layout, io = Layout.of(bytes_per_block, block_size), FileIO() if io is None else io
+        with StoreDirectory(directory) as place:
+            fds = place.take(namespace)
+            try:
+                beside = place.bytes_beside(fds[0], size_bytes)
+                num_slots = (size_bytes - beside) // (layout.slot + layout.entry)
+                if num_slots < 1:
+                    raise InvalidArgumentError(
+                        f"a block takes {layout.slot + layout.entry} bytes on disk, and of the {size_bytes} "
+                        f"bytes for {place.path!r} other files in use there take {beside}; give it more, or "
+                        "name another directory.",
+                        field=SIZE_FIELD,
+                    )
+                num_old = os.fstat(fds[0]).st_size // layout.slot
+                _set_aside(io, fds, layout, num_slots, place.path)
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+        return cls(fds, namespace, layout, num_slots, num_old, io)
+
+    def write(self, slot: int, key: RecordKey, payload: memoryview) -> Outcome:
+        """Put a record into a slot, whatever was there; a write that fails leaves none, or the one before."""
+        layout = self.layout
+        assert payload.nbytes == layout.payload, f"{payload.nbytes} bytes of a block of {layout.payload}"
+        with self._lock:
+            self._seq += 1
+            seq = self._seq
+        digest = record.checksum(payload)
+        header = Header(
+            self.namespace.digest, key, layout.payload, record.XXH3_128, digest, seq, int(time.time())
+        )
+        try:
+            self._put_entry(slot, UNKNOWN)
+            buffers = [record.pack(header, layout.header), payload]
+            num_written = self.io.pwritev(self.slots_fd, buffers, slot * layout.slot)
+            if num_written < layout.header + layout.payload:
+                return Outcome.SHORT
+            self._put_entry(slot, record.pack(header, layout.entry))
+        except OSError as error:
+            return outcome_of(error)
+        return Outcome.OK
+
+    def read(self, slot: int, key: RecordKey, out: memoryview) -> Outcome:
+        """Fill out from a slot if it holds exactly this record; else out's content means nothing."""
+        layout = self.layout
+        assert out.nbytes == layout.payload, f"{out.nbytes} bytes for a block of {layout.payload}"
+        raw = bytearray(layout.header)
+        try:
+            num_read = self.io.preadv(self.slots_fd, [raw, out], slot * layout.slot)
+        except OSError as error:
+            return outcome_of(error)
+        if num_read < layout.header + layout.payload:
+            return Outcome.SHORT
+        header = self._mine(record.unpack(raw))
+        if isinstance(header, Outcome):
+            return header
+        if header.record != key:
+            return Outcome.OTHER
+        return Outcome.OK if record.checksum(out) == header.checksum else Outcome.PAYLOAD
+
+    def _mine(self, header: Header | Outcome) -> Header | Outcome:
+        """The header if its record can be one of this file's."""
+        if isinstance(header, Outcome):
+            return header
+        if header.namespace != self.namespace.digest:
+            return Outcome.NAMESPACE
+        if header.checksum_kind != record.XXH3_128:
+            return Outcome.VERSION
+        return header if header.payload_len == self.layout.payload else Outcome.LENGTH
+
+    def _put_entry(self, slot: int, entry: bytes) -> None:
+        self.io.pwritev(self.index_fd, [entry], slot * self.layout.entry)
+
+    def recover(self) -> list[Recovered]:
+        """The records that can be hit again, parents first. To be called once, before the first write.
+
+        They come from the index. Slots of which it says nothing are read whole: after a kill those that were
+        being written, and all of them if the index is lost. What can't be read is not there.
+        """
+        per_chunk = max(1, CHUNK_BYTES // self.layout.entry)
+        found: list[Recovered] = []
+        for first in range(0, self.num_slots, per_chunk):
+            found += self._recover_chunk(first, min(per_chunk, self.num_slots - first))
+        self._seq = max((each.seq for each in found), default=0)
+        return usable(found)
+
+    def _recover_chunk(self, first: int, count: int) -> list[Recovered]:
+        """The records of these slots; the index is completed where it says nothing."""
+        size, found, is_complete = self.layout.entry, [], True
+        chunk = memoryview(bytearray(count * size))
+        with suppress(OSError):  # what is missing stays UNKNOWN
+            self.io.preadv(self.index_fd, [chunk], first * size)
+        for slot in range(first, first + count):
+            entry = chunk[(slot - first) * size :][:size]
+            if entry[: len(FREE)] == FREE:
+                continue
+            header = self._mine(record.unpack(entry))
+            if isinstance(header, Outcome):
+                is_complete = False
+                header = self._whole_record(slot)
+                known = header if isinstance(header, bytes) else record.pack(header, size)
+                entry[: len(known)] = known
+            if isinstance(header, Header):
+                found.append(Recovered(slot, header.record, header.seq, header.written_at))
+        if not is_complete:
+            with suppress(OSError):
+                self.io.pwritev(self.index_fd, [chunk], first * size)
+        return found
+
+    def _whole_record(self, slot: int) -> Header | bytes:
+        """The header of a slot whose payload is as it says, or FREE; UNKNOWN if the disk fails."""
+        if slot >= self._num_old:
+            return FREE
+        layout = self.layout
+        raw = bytearray(layout.header)
+        try:
+            self.io.preadv(self.slots_fd, [raw], slot * layout.slot)
+        except OSError:
+            return UNKNOWN
+        header = self._mine(record.unpack(raw))
+        if isinstance(header, Outcome):
+            return FREE
+        outcome = self.read(slot, header.record, memoryview(bytearray(layout.payload)))
+        if outcome is Outcome.OK:
+            return header
+        return FREE if outcome.is_corrupt else UNKNOWN
+
+    def clear(self) -> Outcome:
+        """Let the disk forget all records. What is being read meanwhile is a miss."""
+        try:
+            for fd, size in ((self.index_fd, self.layout.entry), (self.slots_fd, self.layout.slot)):
+                self.io.allocate(fd, 0)
+                self.io.allocate(fd, self.num_slots * size)
+        except OSError as error:
+            return outcome_of(error)
+        return Outcome.OK
+
+    def sync(self) -> Outcome:
+        """Let what was written survive a power failure."""
+        try:
+            self.io.sync(self.slots_fd)
+            self.io.sync(self.index_fd)
+        except OSError as error:
+            return outcome_of(error)
+        return Outcome.OK
+
+    def close(self) -> None:
+        """Give the file up for other processes. No read or write may be under way."""
+        os.close(self.slots_fd)
+        os.close(self.index_fd)
+
+
+def _set_aside(io: FileIO, fds: tuple[int, int], layout: Layout, num_slots: int, path: str) -> None:
+    """Give both files their length, on disk as well; on failure the length that they had."""
+    lengths = [os.fstat(fd).st_size for fd in fds]
+    wanted = [num_slots * layout.slot, num_slots * layout.entry]
+    try:
+        if sum(wanted) - sum(os.fstat(fd).st_blocks * 512 for fd in fds) > _free_bytes(fds[0]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full to the brim
+        for fd, num_bytes in zip(fds, wanted, strict=True):
+            io.allocate(fd, num_bytes)
+    except OSError as error:
+        for fd, num_bytes in zip(fds, lengths, strict=True):
+            os.ftruncate(fd, num_bytes)
+        raise InvalidArgumentError(
+            f"the disk of {path!r} can't set aside {sum(wanted)} bytes for blocks ({error.strerror}; "
+            f"{sum(lengths)} were there, {_free_bytes(fds[0])} are free); lower the size or name a "
+            "directory on another disk.",
+            field=SIZE_FIELD,
+        ) from error
+
+
+def _free_bytes(fd: int) -> int:
+    disk = os.statvfs(fd)
+    return disk.f_bavail * disk.f_frsize
