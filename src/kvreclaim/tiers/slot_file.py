@@ -134,8 +134,8 @@ class SlotFile:
         )
         try:
             self._put_entry(slot, UNKNOWN)
-            buffers = [record.pack(header, layout.header), payload]
-            num_written = self.io.pwritev(self.slots_fd, buffers, slot * layout.slot)
+            head = record.pack(header, layout.header)
+            num_written = self.io.pwritev(self.slots_fd, [head, payload], slot * layout.slot)
             if num_written < layout.header + layout.payload:
                 return Outcome.SHORT
             self._put_entry(slot, record.pack(header, layout.entry))
@@ -197,14 +197,14 @@ class SlotFile:
             entry = chunk[(slot - first) * size :][:size]
             if entry[: len(FREE)] == FREE:
                 continue
-            header = self._mine(record.unpack(entry))
-            if isinstance(header, Outcome):
+            known: Header | Outcome | bytes = self._mine(record.unpack(entry))
+            if isinstance(known, Outcome):
                 is_complete = False
-                header = self._whole_record(slot)
-                known = header if isinstance(header, bytes) else record.pack(header, size)
-                entry[: len(known)] = known
-            if isinstance(header, Header):
-                found.append(Recovered(slot, header.record, header.seq, header.written_at))
+                known = self._whole_record(slot)
+                new = known if isinstance(known, bytes) else record.pack(known, size)
+                entry[: len(new)] = new
+            if isinstance(known, Header):
+                found.append(Recovered(slot, known.record, known.seq, known.written_at))
         if not is_complete:
             with suppress(OSError):
                 self.io.pwritev(self.index_fd, [chunk], first * size)

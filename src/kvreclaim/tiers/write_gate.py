@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-LOGGER = logging.getLogger("kvreclaim")
+LOGGER = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 FIRST_PAUSE_S = 60.0

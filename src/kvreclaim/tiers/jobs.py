@@ -1,0 +1,63 @@
+"""What disk workers are asked for, and what has come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.record import RecordKey
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """buffer: what a store writes, or where a load goes; submitted_at, started_at: of the workers' clock."""
+
+    job_id: int
+    is_store: bool
+    slot: int
+    key: RecordKey
+    buffer: memoryview
+    submitted_at: float
+    started_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job's result. seconds: from its start on, without the time in a queue; num_bytes: of payload moved."""
+
+    job_id: int
+    outcome: Outcome
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Since the start. bytes and seconds are of stores and loads that were made; io_errors: of the disk,
+    a full one included; dropped: stores that were not tried, whatever for."""
+
+    stores: int = 0
+    loads: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+    corrupt: int = 0
+    io_errors: int = 0
+    dropped: int = 0
+
+    def count(self, job: Job, outcome: Outcome, seconds: float) -> None:
+        if outcome is Outcome.OK and job.is_store:
+            self.stores += 1
+            self.stored_bytes += job.buffer.nbytes
+            self.store_seconds += seconds
+        elif outcome is Outcome.OK:
+            self.loads += 1
+            self.loaded_bytes += job.buffer.nbytes
+            self.load_seconds += seconds
+        elif outcome in (Outcome.NO_SPACE, Outcome.IO_ERROR) or (job.is_store and outcome is Outcome.SHORT):
+            self.io_errors += 1
+        elif outcome.is_corrupt:
+            self.corrupt += 1
+        elif job.is_store:
+            self.dropped += 1

@@ -1,0 +1,297 @@
+"""Threads that read and write a slot file, so that the engine need not wait for a disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from threading import Condition, Thread
+from typing import Final
+
+from kvreclaim.tiers.jobs import DiskCounters, Done, Job
+from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.record import RecordKey
+from kvreclaim.tiers.slot_file import SlotFile
+from kvreclaim.tiers.write_gate import WriteGate
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES: Final = 256 << 20
+DEADLINE_S: Final = 10.0
+SYNC_INTERVAL_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What a thread does when it is time to."""
+
+
+class DiskWorkers:
+    """Stores and loads of records, each with one result.
+
+    A thread for loads takes nothing else; a thread for stores takes a load first if one waits. The caller's
+    buffer and slot belong to a job from `submit_...` until its result was taken by `poll`, late as that may
+    be. All methods are for one thread, the caller's, and only `wait` and `close` wait.
+
+    Args:
+        slot_file:         no one else reads, writes or closes it from now on
+        num_read_threads, num_write_threads: >= 1 each
+        max_queued_bytes:  of stores that wait; above, the oldest of them are dropped
+        deadline_s:        after which a job is overdue
+        max_stuck:         threads that may be overdue before the disk counts as off; None for all but one
+        sync_interval_s:   between two syncs, if anything was written
+        on_done:           called by a worker after each result, to wake whoever waits for something else
+        clock:             seconds; for deadlines and pauses, not for how long a thread sleeps
+    """
+
+    def __init__(
+        self,
+        slot_file: SlotFile,
+        num_read_threads: int = 1,
+        num_write_threads: int = 1,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        deadline_s: float = DEADLINE_S,
+        max_stuck: int | None = None,
+        sync_interval_s: float = SYNC_INTERVAL_S,
+        on_done: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert num_read_threads > 0 and num_write_threads > 0, (
+            f"{num_read_threads}, {num_write_threads} threads"
+        )
+        self.slot_file = slot_file
+        self.max_queued_bytes = max_queued_bytes
+        self.deadline_s = deadline_s
+        self.max_stuck = num_read_threads + num_write_threads - 1 if max_stuck is None else max_stuck
+        self.sync_interval_s = sync_interval_s
+        self._on_done = on_done
+        self._clock = clock
+        self._gate = WriteGate(clock)
+        self._changed = Condition()
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
+        self._queued_bytes = 0
+        self._unfinished: dict[int, Job] = {}
+        self._running: set[Job] = set()
+        self._done: deque[Done] = deque()
+        self._counters = DiskCounters()
+        self._was_off = self._is_closing = self._is_closed = False
+        self._next_sync: float | None = None
+        self._threads = [
+            Thread(target=self._run, args=(False,), daemon=True) for _ in range(num_read_threads)
+        ]
+        self._threads += [
+            Thread(target=self._run, args=(True,), daemon=True) for _ in range(num_write_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counters(self) -> DiskCounters:
+        """A copy."""
+        with self._changed:
+            return replace(self._counters)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Jobs without a result yet, waiting or under way."""
+        with self._changed:
+            return len(self._unfinished)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether so many threads hang that new jobs come back at once; they may return."""
+        with self._changed:
+            return self._check_off()
+
+    def submit_store(self, job_id: int, slot: int, key: RecordKey, payload: memoryview) -> None:
+        """Write a record. Its result may be READ_ONLY, DROPPED or OFF without a try."""
+        with self._changed:
+            job = self._submitted(job_id, True, slot, key, payload)
+            if not self._gate.is_open:
+                self._finish(job, Outcome.READ_ONLY)
+            elif self._is_closing or self._check_off():
+                self._finish(job, Outcome.OFF)
+            else:
+                self._stores.append(job)
+                self._queued_bytes += payload.nbytes
+                while self._queued_bytes > self.max_queued_bytes:
+                    self._finish(self._next_store(), Outcome.DROPPED)
+            self._changed.notify_all()
+
+    def submit_load(self, job_id: int, slot: int, key: RecordKey, out: memoryview) -> None:
+        """Fill out with a record's payload; out means nothing unless the outcome is OK."""
+        with self._changed:
+            job = self._submitted(job_id, False, slot, key, out)
+            if self._is_closing or self._check_off():
+                self._finish(job, Outcome.OFF)
+            else:
+                self._loads.append(job)
+            self._changed.notify_all()
+
+    def _submitted(self, job_id: int, is_store: bool, slot: int, key: RecordKey, buffer: memoryview) -> Job:
+        assert job_id not in self._unfinished, f"job {job_id} is under way"
+        assert 0 <= slot < self.slot_file.num_slots, f"slot {slot} of {self.slot_file.num_slots}"
+        job = self._unfinished[job_id] = Job(job_id, is_store, slot, key, buffer, self._clock())
+        return job
+
+    def poll(self) -> list[Done]:
+        """The results since the last time."""
+        with self._changed:
+            done = list(self._done)
+            self._done.clear()
+            return done
+
+    def wait(self, timeout: float) -> bool:
+        """Until there is a result, or so many seconds; at once if no job is unfinished. Whether there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or not self._unfinished, timeout)
+            return bool(self._done)
+
+    def overdue(self) -> list[int]:
+        """Jobs that were submitted more than deadline_s ago and have no result, oldest first."""
+        latest = self._clock() - self.deadline_s
+        with self._changed:
+            self._check_off()
+            late = takewhile(lambda job: job.submitted_at < latest, self._unfinished.values())
+            return [job.job_id for job in late]
+
+    def _check_off(self) -> bool:
+        """Whether the disk is off. Once it is, nothing that waits is tried any more."""
+        latest = self._clock() - self.deadline_s
+        num_stuck = sum(job.started_at is not None and job.started_at < latest for job in self._running)
+        is_off = num_stuck > self.max_stuck
+        if is_off != self._was_off:
+            self._was_off = is_off
+            LOGGER.warning(
+                "%d reads and writes of blocks on disk have taken more than %.0f s: the disk is %s",
+                num_stuck,
+                self.deadline_s,
+                "left alone until they end" if is_off else "used again",
+            )
+        if is_off:
+            self._cancel_loads()
+            self._cancel_stores(Outcome.OFF)
+        return is_off
+
+    def _cancel_loads(self) -> None:
+        while self._loads:
+            self._finish(self._loads.popleft(), Outcome.OFF)
+
+    def _cancel_stores(self, outcome: Outcome) -> None:
+        while self._stores:
+            self._finish(self._next_store(), outcome)
+
+    def _next_store(self) -> Job:
+        job = self._stores.popleft()
+        self._queued_bytes -= job.buffer.nbytes
+        return job
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        """Give a job its result; the lock is held."""
+        seconds = 0.0 if job.started_at is None else self._clock() - job.started_at
+        del self._unfinished[job.job_id]
+        self._counters.count(job, outcome, seconds)
+        num_bytes = job.buffer.nbytes if outcome is Outcome.OK else 0
+        self._done.append(Done(job.job_id, outcome, seconds, num_bytes))
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Take no more jobs, give up loads that wait, finish stores that wait in half of the time, let what is
+        written reach the disk, end the threads and close the file.
+
+        Returns: False if a thread still hangs after timeout seconds; it and the file are then left alone,
+        since another file might get the descriptor that it uses.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._is_closing = True
+            self._cancel_loads()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._stores, timeout / 2)
+            self._cancel_stores(Outcome.OFF)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        hanging = sum(thread.is_alive() for thread in self._threads)
+        if hanging:
+            LOGGER.warning("%d threads still wait for the disk of blocks; its file stays open", hanging)
+            return False
+        if not self._is_closed:
+            self._is_closed = True
+            self.slot_file.close()
+        return True
+
+    # What the threads do.
+
+    def _run(self, stores: bool) -> None:
+        while (task := self._next_task(stores)) is not None:
+            if isinstance(task, Job):
+                self._carry_out(task)
+            else:
+                self._synced(self.slot_file.sync())
+
+    def _next_task(self, stores: bool) -> Job | Sync | None:
+        """Wait for something to do; None at the end."""
+        with self._changed:
+            while True:
+                if self._loads:
+                    return self._started(self._loads.popleft())
+                if stores and self._is_sync_due():
+                    self._next_sync = None
+                    return Sync()
+                if stores and self._stores:
+                    return self._started(self._next_store())
+                if self._is_closing:
+                    return None
+                pause = None if self._next_sync is None else self._next_sync - self._clock()
+                self._changed.wait(pause if stores else None)
+
+    def _is_sync_due(self) -> bool:
+        if self._next_sync is None:
+            return False
+        return self._clock() >= self._next_sync or (self._is_closing and not self._stores)
+
+    def _started(self, job: Job) -> Job:
+        job.started_at = self._clock()
+        self._running.add(job)
+        self._changed.notify_all()
+        return job
+
+    def _carry_out(self, job: Job) -> None:
+        move = self.slot_file.write if job.is_store else self.slot_file.read
+        try:
+            outcome = move(job.slot, job.key, job.buffer)
+        except Exception:  # the thread must go on, and the job must end
+            LOGGER.exception("job %d on slot %d of the disk has failed", job.job_id, job.slot)
+            outcome = Outcome.IO_ERROR
+        with self._changed:
+            self._running.remove(job)
+            self._finish(job, outcome)
+            if job.is_store:
+                self._written(outcome)
+            self._changed.notify_all()
+        if self._on_done is not None:
+            self._on_done()
+
+    def _written(self, outcome: Outcome) -> None:
+        """What a store says of the disk; the lock is held."""
+        if outcome is Outcome.OK:
+            self._gate.succeeded()
+            if self._next_sync is None:
+                self._next_sync = self._clock() + self.sync_interval_s
+        else:
+            self._failed(outcome)
+
+    def _failed(self, outcome: Outcome) -> None:
+        self._gate.failed(outcome)
+        if not self._gate.is_open:
+            self._cancel_stores(Outcome.READ_ONLY)
+
+    def _synced(self, outcome: Outcome) -> None:
+        if outcome is not Outcome.OK:
+            with self._changed:
+                self._counters.io_errors += 1
+                self._failed(outcome)
