@@ -109,13 +109,18 @@ class StoreDirectory:
             time.sleep(0.02)
 
     def open_file(self, name: str) -> int:
-        """A file within DIR, made if it is not there. Raises OSError; no link is followed."""
-        fd = os.open(name, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=self.fd)
+        """A file within DIR, made if it is not there. Raises InvalidArgumentError; no link is followed."""
+        path = os.path.join(self.path, name)
+        try:
+            fd = os.open(name, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"{path!r} can't be opened ({error.strerror}); remove it, or name another directory.",
+                field=PATH_FIELD,
+            ) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise InvalidArgumentError(
-                f"{os.path.join(self.path, name)!r} is not a plain file; remove it.", field=PATH_FIELD
-            )
+            raise InvalidArgumentError(f"{path!r} is not a plain file; remove it.", field=PATH_FIELD)
         return fd
 
     def take(self, namespace: Namespace) -> tuple[int, int]:
@@ -132,11 +137,18 @@ class StoreDirectory:
             number += 1
 
     def _make_namespace(self, namespace: Namespace) -> None:
-        if namespace.hex not in os.listdir(self.fd):
-            os.mkdir(namespace.hex, 0o700, dir_fd=self.fd)
-        fd = os.open(namespace.hex, DIR_FLAGS | os.O_NOFOLLOW, dir_fd=self.fd)
+        path = os.path.join(self.path, namespace.hex)
         try:
-            self._refuse_shared(fd, os.path.join(self.path, namespace.hex))
+            if namespace.hex not in os.listdir(self.fd):
+                os.mkdir(namespace.hex, 0o700, dir_fd=self.fd)
+            fd = os.open(namespace.hex, DIR_FLAGS | os.O_NOFOLLOW, dir_fd=self.fd)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"the directory {path!r} can't be used ({error.strerror}); see to it or name another.",
+                field=PATH_FIELD,
+            ) from error
+        try:
+            self._refuse_shared(fd, path)
         finally:
             os.close(fd)
         text = json.dumps(namespace.fields, indent=1).encode()

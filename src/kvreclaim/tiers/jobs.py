@@ -23,7 +23,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A job's result. seconds: from its start on, without the time in a queue; num_bytes: of payload moved."""
+    """A job's result. seconds: since it left the queue, 0 if it never did; num_bytes: of payload moved."""
 
     job_id: int
     outcome: Outcome

@@ -60,9 +60,7 @@ class DiskWorkers:
         on_done: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert num_read_threads > 0 and num_write_threads > 0, (
-            f"{num_read_threads}, {num_write_threads} threads"
-        )
+        assert min(num_read_threads, num_write_threads) > 0, "a thread of each kind is needed"
         self.slot_file = slot_file
         self.max_queued_bytes = max_queued_bytes
         self.deadline_s = deadline_s
@@ -147,7 +145,7 @@ class DiskWorkers:
             return done
 
     def wait(self, timeout: float) -> bool:
-        """Until there is a result, or so many seconds; at once if no job is unfinished. Whether there is one."""
+        """Until there is a result, no job is unfinished, or so many seconds passed. Whether there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._unfinished, timeout)
             return bool(self._done)
@@ -200,7 +198,7 @@ class DiskWorkers:
         self._done.append(Done(job.job_id, outcome, seconds, num_bytes))
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take no more jobs, give up loads that wait, finish stores that wait in half of the time, let what is
+        """Take no more jobs, give up waiting loads, finish waiting stores in half of the time, let what was
         written reach the disk, end the threads and close the file.
 
         Returns: False if a thread still hangs after timeout seconds; it and the file are then left alone,

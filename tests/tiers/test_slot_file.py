@@ -1,0 +1,420 @@
+"""A slot file gives back what was put into it, or says why not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.tiers import record
+from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.slot_file import SlotFile
+
+from .slot_files import (
+    BLOCK_SIZE,
+    LAYOUT,
+    PAYLOAD,
+    FailingIO,
+    chain,
+    child,
+    empty,
+    namespace,
+    open_slots,
+    payload,
+    size_for,
+)
+
+
+def bytes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_round_trip_across_a_restart(tmp_path: Path) -> None:
+    keys = chain(3)
+    file = open_slots(tmp_path)
+    assert file.num_slots == 8
+    assert file.recover() == []
+    for slot, key in zip((5, 0, 7), keys, strict=True):
+        assert file.write(slot, key, payload(key)) is Outcome.OK
+    file.close()
+
+    again = open_slots(tmp_path)
+    found = again.recover()
+    assert [(each.slot, each.record, each.seq) for each in found] == [
+        (5, keys[0], 1), (0, keys[1], 2), (7, keys[2], 3),
+    ]  # fmt: skip
+    for each in found:
+        out = empty()
+        assert again.read(each.slot, each.record, out) is Outcome.OK
+        assert out == payload(each.record)
+    assert again.read(1, keys[0], empty()) is Outcome.BLANK
+    assert again.read(0, keys[0], empty()) is Outcome.OTHER
+    again.close()
+
+
+def test_the_header_byte_for_byte() -> None:
+    key = child(child(None, 9, 9, 9, 9), 1, 2, 3, -4)
+    header = record.Header(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 77, 1_700_000_000)
+    raw = record.pack(header, record.header_bytes(BLOCK_SIZE))
+    assert len(raw) == 4096
+    assert raw[:8] == b"KVRT\x01\x00\x00\x00"
+    assert raw[8:40] == b"n" * 32
+    assert (raw[40:72], raw[72:104], raw[104:120], raw[120:136]) == (
+        key.key, key.parent, key.uid, key.parent_uid,
+    )  # fmt: skip
+    assert raw[136:152] == bytes([1, 0, 0, 0, 4, 0, 0, 0, 0x88, 0x13, 0, 0, 0, 0, 0, 0])
+    assert raw[152:160] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
+    assert raw[160:176] == b"c" * 16
+    assert int.from_bytes(raw[176:184], "little") == 77
+    assert int.from_bytes(raw[184:192], "little") == 1_700_000_000
+    assert raw[192:224] == key.tokens
+    assert not any(raw[224:4092])
+    assert record.unpack(raw) == header
+
+
+@pytest.mark.parametrize(("block_size", "pages"), [(1, 1), (487, 1), (488, 2), (999, 2), (1000, 3)])
+def test_a_header_has_as_many_pages_as_its_tokens_need(block_size: int, pages: int) -> None:
+    assert record.header_bytes(block_size) == pages * 4096
+
+
+@pytest.mark.parametrize("offset", [4, 6])
+def test_a_version_or_flag_of_later_days_is_a_miss(offset: int) -> None:
+    key = child(None, 1, 2, 3, 4)
+    header = record.Header(b"n" * 32, key, 5000, record.XXH3_128, b"c" * 16, 1, 1)
+    raw = bytearray(record.pack(header, 4096))
+    raw[offset] ^= 2
+    raw[4092:] = record.CRC.pack(record.zlib.crc32(raw[:4092]))
+    assert record.unpack(raw) is Outcome.VERSION
+
+
+def test_every_flipped_byte_is_a_miss(tmp_path: Path) -> None:
+    (key,) = chain(1)
+    file = open_slots(tmp_path, 1)
+    file.write(0, key, payload(key))
+    total = LAYOUT.header + PAYLOAD
+    reasons = set()
+    for offset in sorted({i * (total - 1) // 63 for i in range(64)} | set(range(0, 232, 4))):
+        (byte,) = os.pread(file.slots_fd, 1, offset)
+        os.pwrite(file.slots_fd, bytes([byte ^ 0x10]), offset)
+        outcome = file.read(0, key, empty())
+        assert outcome.is_corrupt, f"byte {offset}: {outcome}"
+        reasons.add(outcome)
+        os.pwrite(file.slots_fd, bytes([byte]), offset)
+    assert reasons == {Outcome.HEADER, Outcome.PAYLOAD}
+    assert file.read(0, key, empty()) is Outcome.OK
+    file.close()
+
+
+def test_a_file_cut_at_any_page_gives_what_is_left(tmp_path: Path) -> None:
+    keys = chain(4)
+    file = open_slots(tmp_path, 4)
+    for slot, key in enumerate(keys):
+        file.write(slot, key, payload(key))
+    length = os.fstat(file.slots_fd).st_size
+    for cut in range(length - 4096, -1, -4096):
+        os.ftruncate(file.slots_fd, cut)
+        for slot, key in enumerate(keys):
+            out = empty()
+            outcome = file.read(slot, key, out)
+            is_whole = slot * LAYOUT.slot + LAYOUT.header + PAYLOAD <= cut
+            assert outcome is (Outcome.OK if is_whole else Outcome.SHORT)
+            assert not is_whole or out == payload(key)
+    file.close()
+
+
+def test_what_was_cut_off_is_not_there_after_a_start(tmp_path: Path) -> None:
+    keys = chain(4)
+    file = open_slots(tmp_path, 4)
+    for slot, key in enumerate(keys):
+        file.write(slot, key, payload(key))
+    os.ftruncate(file.slots_fd, 2 * LAYOUT.slot + 4096)
+    file.close()
+    again = open_slots(tmp_path, 4)
+    outcomes = [again.read(each.slot, each.record, empty()) for each in again.recover()]
+    assert outcomes[:2] == [Outcome.OK, Outcome.OK]
+    assert all(outcome.is_corrupt for outcome in outcomes[2:])
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "zeros", "noise", "cut"])
+def test_records_are_found_without_their_index(tmp_path: Path, damage: str) -> None:
+    keys = chain(5)
+    file = open_slots(tmp_path)
+    for slot, key in enumerate(keys):
+        file.write(slot, key, payload(key))
+    os.pwrite(file.slots_fd, b"?", 4 * LAYOUT.slot + LAYOUT.header + 100)
+    file.close()
+    (index,) = tmp_path.rglob("slots.index")
+    size = index.stat().st_size
+    if damage == "gone":
+        index.unlink()
+    elif damage == "cut":
+        os.truncate(index, 100)
+    else:
+        index.write_bytes({"zeros": bytes(size), "noise": b"KVRT" * (size // 4)}[damage])
+    for _ in range(2):
+        again = open_slots(tmp_path)
+        assert [each.record for each in again.recover()] == keys[:4]
+        again.close()
+
+
+def test_an_index_that_tells_of_another_record_leads_to_a_miss(tmp_path: Path) -> None:
+    old, new = chain(1, 1)[0], chain(1, 2)[0]
+    file = open_slots(tmp_path)
+    file.write(0, old, payload(old))
+    entry = os.pread(file.index_fd, LAYOUT.entry, 0)
+    file.write(0, new, payload(new))
+    os.pwrite(file.index_fd, entry, 0)
+    file.close()
+    again = open_slots(tmp_path)
+    (found,) = again.recover()
+    assert found.record == old
+    assert again.read(0, old, empty()) is Outcome.OTHER
+    again.close()
+
+
+def test_of_equal_keys_the_later_counts_and_orphans_do_not(tmp_path: Path) -> None:
+    keys, others = chain(3), chain(3, first=7)
+    file = open_slots(tmp_path)
+    for slot, key in enumerate([*keys, others[1], others[2], keys[1]]):
+        file.write(slot, key, payload(key))
+    file.close()
+    again = open_slots(tmp_path)
+    assert [(each.slot, each.record) for each in again.recover()] == [
+        (0, keys[0]), (5, keys[1]), (2, keys[2]),
+    ]  # fmt: skip
+    assert again.write(6, others[0], payload(others[0])) is Outcome.OK
+    again.close()
+    last = open_slots(tmp_path)
+    assert {each.record: each.seq for each in last.recover()}[others[0]] == 7
+    last.close()
+
+
+def test_colliding_keys_are_told_apart_by_uid(tmp_path: Path) -> None:
+    same = b"k" * 32
+    mine, other = child(None, 1, 2, 3, 4, key=same), child(None, 5, 6, 7, 8, key=same)
+    below = child(mine, 0, 0, 0, 0, key=b"c" * 32)
+    file = open_slots(tmp_path)
+    for slot, key in enumerate([mine, below, other]):
+        file.write(slot, key, payload(key))
+    file.close()
+    again = open_slots(tmp_path)
+    assert [each.record for each in again.recover()] == [other]
+    assert again.read(2, mine, empty()) is Outcome.OTHER
+    assert again.read(1, child(other, 0, 0, 0, 0, key=b"c" * 32), empty()) is Outcome.OTHER
+    again.close()
+
+
+def test_two_salts_have_nothing_in_common() -> None:
+    uids = [record.root_uid(salt) for salt in (None, "", "a", "b", "\ud800")]
+    assert len(set(uids)) == 5
+    assert child(None, 1, 2, 3, 4, salt="a") != child(None, 1, 2, 3, 4, salt="b")
+
+
+def test_another_namespace_reads_nothing(tmp_path: Path) -> None:
+    (key,) = chain(1)
+    file = open_slots(tmp_path / "a")
+    file.write(0, key, payload(key))
+    raw = os.pread(file.slots_fd, LAYOUT.slot, 0)
+    file.close()
+    other = open_slots(tmp_path / "b", weights_digest="another")
+    os.pwrite(other.slots_fd, raw, 0)
+    assert other.read(0, key, empty()) is Outcome.NAMESPACE
+    other.close()
+
+
+def test_an_unknown_checksum_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (key,) = chain(1)
+    file = open_slots(tmp_path)
+    monkeypatch.setattr(record, "XXH3_128", 9)
+    file.write(0, key, payload(key))
+    monkeypatch.undo()
+    assert file.read(0, key, empty()) is Outcome.VERSION
+    file.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_write_that_fails_leaves_no_record(tmp_path: Path, code: int) -> None:
+    (key,) = chain(1)
+    io = FailingIO()
+    file = open_slots(tmp_path, io=io)
+    io.write_error = code
+    outcome = file.write(0, key, payload(key))
+    assert outcome is (Outcome.IO_ERROR if code == errno.EIO else Outcome.NO_SPACE)
+    io.write_error, io.short = 0, 4000
+    assert file.write(1, key, payload(key)) is Outcome.SHORT
+    io.short, io.read_error = 0, errno.EIO
+    assert file.read(0, key, empty()) is Outcome.IO_ERROR
+    file.close()
+    again = open_slots(tmp_path)
+    assert again.recover() == []
+    again.close()
+
+
+def test_a_record_can_be_larger_than_a_file_may_be(tmp_path: Path) -> None:
+    keys = chain(2)
+    file = open_slots(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * LAYOUT.slot + 4096, hard))
+        assert file.write(0, keys[0], payload(keys[0])) is Outcome.OK
+        assert file.write(5, keys[1], payload(keys[1])) is Outcome.SHORT
+        assert file.write(6, keys[1], payload(keys[1])) is Outcome.NO_SPACE
+        with pytest.raises(InvalidArgumentError, match="can't set aside"):
+            open_slots(tmp_path / "other")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    file.close()
+    again = open_slots(tmp_path)
+    assert [each.record for each in again.recover()] == keys[:1]
+    again.close()
+
+
+def test_all_is_forgotten(tmp_path: Path) -> None:
+    (key,) = chain(1)
+    file = open_slots(tmp_path)
+    file.write(0, key, payload(key))
+    assert file.clear() is Outcome.OK
+    assert file.read(0, key, empty()) is Outcome.BLANK
+    assert file.write(3, key, payload(key)) is Outcome.OK
+    file.close()
+    again = open_slots(tmp_path)
+    assert [each.slot for each in again.recover()] == [3]
+    again.close()
+    assert bytes_in(tmp_path) == size_for(8)
+
+
+def test_the_size_of_the_directory_is_never_exceeded(tmp_path: Path) -> None:
+    size = size_for(8) + 1000
+    file = SlotFile.open(tmp_path, namespace(), PAYLOAD, BLOCK_SIZE, size)
+    assert file.num_slots == 8
+    file.recover()
+    for slot, key in enumerate(chain(8)):
+        file.write(slot, key, payload(key))
+    file.sync()
+    file.close()
+    assert bytes_in(tmp_path) == size_for(8) <= size
+
+
+def test_a_file_grows_and_shrinks_with_its_size(tmp_path: Path) -> None:
+    keys = chain(4)
+    file = open_slots(tmp_path, 4)
+    for slot, key in enumerate(keys):
+        file.write(slot, key, payload(key))
+    file.close()
+    for num_slots, left in ((9, 4), (2, 2), (3, 2)):
+        again = open_slots(tmp_path, num_slots)
+        assert again.num_slots == num_slots
+        assert [each.record for each in again.recover()] == keys[:left]
+        again.close()
+        assert bytes_in(tmp_path) == size_for(num_slots)
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "made"
+    open_slots(directory).close()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for path in directory.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_unsafe_places_are_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(InvalidArgumentError, match="written to by everybody"):
+        open_slots(shared)
+    inner = tmp_path / "inner" / namespace().hex
+    inner.mkdir(parents=True)
+    inner.chmod(0o777)
+    with pytest.raises(InvalidArgumentError, match="written to by everybody"):
+        open_slots(tmp_path / "inner")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgumentError, match="can't be used"):
+        open_slots(tmp_path / "file")
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    place = tmp_path / "tier" / namespace().hex
+    place.mkdir(parents=True)
+    (place / "slots.kv").symlink_to(target)
+    with pytest.raises(InvalidArgumentError, match=r"slots\.kv"):
+        open_slots(tmp_path / "tier")
+    assert target.read_text() == "precious"
+
+
+def test_a_size_without_room_and_a_disk_without_space_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"a block takes {LAYOUT.slot + LAYOUT.entry} bytes") as error:
+        SlotFile.open(tmp_path, namespace(), PAYLOAD, BLOCK_SIZE, size_for(1) - 1)
+    assert error.value.field == "kv_offloading_disk_size"
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(InvalidArgumentError, match="can't set aside"):
+        SlotFile.open(tmp_path, namespace(), PAYLOAD, BLOCK_SIZE, 2 * free + (1 << 30))
+    io = FailingIO()
+    io.allocate_error = errno.ENOSPC
+    with pytest.raises(InvalidArgumentError, match="can't set aside"):
+        open_slots(tmp_path, io=io)
+    assert bytes_in(tmp_path) <= size_for(0)
+    open_slots(tmp_path).close()
+
+
+def test_a_second_process_has_a_file_of_its_own(tmp_path: Path) -> None:
+    keys = chain(2)
+    first = open_slots(tmp_path, 4)
+    first.write(0, keys[0], payload(keys[0]))
+    with pytest.raises(InvalidArgumentError, match="other files in use"):
+        open_slots(tmp_path, 4)
+    second = open_slots(tmp_path, 10)
+    assert second.num_slots == 6
+    assert second.recover() == []
+    second.write(0, keys[1], payload(keys[1]))
+    out = empty()
+    assert first.read(0, keys[0], out) is Outcome.OK
+    assert out == payload(keys[0])
+    assert bytes_in(tmp_path) <= size_for(10)
+    first.close()
+    again = open_slots(tmp_path, 10)
+    assert [each.record for each in again.recover()] == [keys[0]]
+    again.close()
+    second.close()
+
+
+def test_old_files_make_way_for_new_ones(tmp_path: Path) -> None:
+    def run(name: str, num_slots: int, used_at: int) -> int:
+        file = open_slots(tmp_path, num_slots, kv_format=name)
+        place = tmp_path / namespace(kv_format=name).hex
+        os.utime(place / "slots.kv", (used_at, used_at))
+        file.close()
+        assert bytes_in(tmp_path) <= size_for(num_slots)
+        return file.num_slots
+
+    def left() -> set[str]:
+        names = {namespace(kv_format=name).hex: name for name in ("aaaa", "bbbb", "cccc", "dddd")}
+        return {names[path.name] for path in tmp_path.iterdir() if path.is_dir()}
+
+    assert run("aaaa", 4, 1000) == 4
+    assert run("bbbb", 25, 2000) == 20
+    assert left() == {"aaaa", "bbbb"}
+    assert run("cccc", 46, 3000) == 25
+    assert left() == {"bbbb", "cccc"}
+    assert run("dddd", 10, 4000) == 10
+    assert left() == {"dddd"}
+
+
+def test_a_file_in_use_is_not_removed(tmp_path: Path) -> None:
+    first = open_slots(tmp_path, 4)
+    open_slots(tmp_path, 7, weights_digest="diff").close()
+    first.write(3, chain(1)[0], payload(chain(1)[0]))
+    assert first.read(3, chain(1)[0], empty()) is Outcome.OK
+    first.close()
+    assert bytes_in(tmp_path) <= size_for(7)
