@@ -354,7 +354,9 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_size_without_room_and_a_disk_without_space_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"a block takes {LAYOUT.slot + LAYOUT.entry} bytes") as error:
+    with pytest.raises(
+        InvalidArgumentError, match=f"a block takes {LAYOUT.slot + LAYOUT.entry} bytes"
+    ) as error:
         SlotFile.open(tmp_path, namespace(), PAYLOAD, BLOCK_SIZE, size_for(1) - 1)
     assert error.value.field == "kv_offloading_disk_size"
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize

@@ -1,0 +1,125 @@
+"""Whatever is done to a slot file, what it gives back was put into it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.record import RecordKey
+
+from .slot_files import chain, empty, open_slots, payload, size_for
+
+NUM_SLOTS = 6
+KILLS = int(os.environ.get("KVRECLAIM_TEST_KILLS", "10"))
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from tests.tiers.slot_files import chain, open_slots, payload
+file, pick = open_slots(Path(sys.argv[1]), 24), random.Random(int(sys.argv[2]))
+keys = [key for first in range(6) for key in chain(6, first)]
+file.recover()
+print("ready", flush=True)
+while True:
+    key = pick.choice(keys)
+    file.write(pick.randrange(24), key, payload(key, 1))
+"""
+
+
+def expected(written: dict[int, tuple[int, RecordKey]]) -> dict[int, RecordKey]:
+    """Which slots can be hit after a start: (seq, key) by slot -> key by slot."""
+    last = {key.key: (seq, slot) for slot, (seq, key) in sorted(written.items(), key=lambda item: item[1][0])}
+    slots = {slot: written[slot][1] for _, slot in last.values()}
+    uids = {key.uid for key in slots.values()}
+
+    def is_reached(key: RecordKey) -> bool:
+        if key.depth == 0:
+            return True
+        parents = [other for other in slots.values() if other.uid == key.parent_uid]
+        return key.parent_uid in uids and is_reached(parents[0])
+
+    return {slot: key for slot, key in slots.items() if is_reached(key)}
+
+
+KEYS = [key for first in range(2) for key in chain(3, first)]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, NUM_SLOTS - 1), st.sampled_from(range(len(KEYS)))),
+        st.tuples(st.just("torn"), st.integers(0, NUM_SLOTS - 1), st.integers(0, 9000)),
+        st.tuples(st.just("restart"), st.booleans(), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(steps=STEPS)
+@settings(max_examples=60)
+def test_a_file_is_like_a_dict(steps: list[tuple[str, int, int]]) -> None:
+    with TemporaryDirectory() as directory:
+        place = Path(directory) / "tier"
+        file, model, seq = open_slots(place, NUM_SLOTS), dict[int, tuple[int, RecordKey]](), 0
+        file.recover()
+        for what, slot, which in [*steps, ("restart", False, 0)]:
+            if what == "write":
+                seq += 1
+                assert file.write(slot, KEYS[which], payload(KEYS[which], seq)) is Outcome.OK
+                model[slot] = seq, KEYS[which]
+            elif what == "torn":  # what a kill in the middle of a write leaves
+                os.pwrite(file.index_fd, bytes(8), slot * file.layout.entry)
+                os.pwrite(file.slots_fd, os.urandom(64), slot * file.layout.slot + min(which, 5000))
+                if slot in model and min(which, 5000) < file.layout.header + 5000:
+                    del model[slot]
+            else:
+                file.close()
+                if slot:
+                    next(place.rglob("slots.index")).unlink()
+                file = open_slots(place, NUM_SLOTS)
+                recovered = file.recover()
+                found = {each.slot: each.record for each in recovered}
+                assert found == expected(model)
+                depths = [each.record.depth for each in recovered]
+                assert depths == sorted(depths)
+                seq = max((seq for seq, _ in model.values()), default=0)
+            for at in range(NUM_SLOTS):
+                for key in KEYS:
+                    out = empty()
+                    outcome = file.read(at, key, out)
+                    assert (outcome is Outcome.OK) == (at in model and model[at][1] == key)
+                    assert outcome is not Outcome.OK or out == payload(key, model[at][0])
+        file.close()
+
+
+def test_a_writer_is_killed_at_any_moment(tmp_path: Path) -> None:
+    pick = random.Random(7)
+    for kill in range(KILLS):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(kill)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(pick.random() * 0.05)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        file = open_slots(tmp_path, 24)
+        found = file.recover()
+        assert len({each.slot for each in found}) == len({each.record.key for each in found}) == len(found)
+        for each in found:
+            out = empty()
+            assert file.read(each.slot, each.record, out) is Outcome.OK
+            assert out == payload(each.record, 1)
+        file.close()
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= size_for(24)
+    assert found, "nothing was ever written"
