@@ -132,6 +132,37 @@ class EngineConfig:
     kv_offload_decode: bool = option(
         True, "Blocks with generated tokens go to the host, too, not prompts' alone.", panel=TIERS
     )
+    kv_offloading_disk_path: str | None = option(
+        None,
+        "Directory of a file below the host's memory, in which prefixes outlive the process; token ids stand "
+        "in it.",
+        panel=TIERS,
+    )
+    kv_offloading_disk_size: float = option(
+        4.0, "GiB that the file may take, made at once.", low=0.001, high=float(1 << 20), panel=TIERS
+    )
+    kv_load_policy: str = option(
+        "timeout",
+        "What a request does while its prefix is read from disk: it waits for some time (timeout), until all "
+        "is there (wait_complete), not at all (best_effort), or computes meanwhile (race). wait_complete "
+        "loads always, the others where that is faster than computing.",
+        choices=("timeout", "wait_complete", "best_effort", "race"),
+        panel=TIERS,
+    )
+    kv_load_timeout: float = option(
+        1.0,
+        "Seconds that kv_load_policy timeout waits, and a quarter of a second more per 1,000 tokens.",
+        low=0.0,
+        high=3600.0,
+        panel=TIERS,
+    )
+    kv_offloading_disk_write_policy: str = option(
+        "write_through",
+        "Blocks go from the host to disk at once (write_through), or when they are met the second time "
+        "(write_through_selective), which spares the disk.",
+        choices=("write_through", "write_through_selective"),
+        panel=TIERS,
+    )
     kv_offloading_eviction_policy: str = option(
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
@@ -148,6 +179,18 @@ class EngineConfig:
             "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host memory to move blocks "
             "to; give some GiB, or leave preemption_mode out.",
             "preemption_mode",
+        )
+        require(
+            self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
+            "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host memory; "
+            "give some GiB of that, too.",
+            "kv_offloading_disk_path",
+        )
+        require(
+            self.enable_prefix_caching or self.kv_offloading_disk_path is None,
+            "kv_offloading_disk_path is set, but enable_prefix_caching is off: the disk holds prefixes; "
+            "switch it on, or leave the path out.",
+            "kv_offloading_disk_path",
         )
         require(
             self.swap_space is None or self.swap_space <= self.kv_offloading_size,

@@ -14,6 +14,8 @@ from random import Random
 from typing import Any
 
 from kvreclaim.memory import MemoryManager
+from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.tiers.disk import Outcome, Transfer
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.scheduler import Scheduler
@@ -50,6 +52,8 @@ class ListWorker:
         self.slots: list[State] = [GARBAGE] * (memory.pool.num_blocks * self.size)
         self.rows: dict[int, Row] = {}
         self.aside: dict[int, Row] = {}
+        self.transfers: list[Transfer] = []
+        self.file: dict[int, tuple[BlockName, list[State]]] = {}
         num_slots = memory.host.pool.num_blocks if isinstance(memory, TieredMemory) else 0
         self.host: list[list[State]] = [[GARBAGE] * self.size for _ in range(num_slots)]
 
@@ -79,6 +83,32 @@ class ListWorker:
             if one.seq_id in sequences:
                 self.check(one.seq_id)
 
+    def transfer(self) -> None:
+        """Some of what is on its way between host and disk arrives, in any order, or does not."""
+        disk = self.memory.disk if isinstance(self.memory, TieredMemory) else None
+        if disk is None:
+            return
+        for transfer in disk.take_transfers():
+            self.transfers.append(transfer)
+            if not transfer.to_disk:
+                self.host[transfer.host_slot] = [GARBAGE] * self.size
+        for transfer in self.random.sample(
+            self.transfers, self.random.randrange(min(6, len(self.transfers) + 1))
+        ):
+            self.transfers.remove(transfer)
+            outcome = Outcome.FAILED if self.random.random() < 0.05 else Outcome.OK
+            if transfer.to_disk:
+                good = outcome is Outcome.OK and self.random.random() < 0.85
+                written = self.host[transfer.host_slot] if good else [GARBAGE] * self.size
+                self.file[transfer.disk_slot] = transfer.name, written
+            elif outcome is Outcome.OK:
+                name, states = self.file[transfer.disk_slot]
+                if name == transfer.name and GARBAGE not in states:
+                    self.host[transfer.host_slot] = states
+                else:
+                    outcome = Outcome.GONE
+            disk.finish(transfer.job_id, outcome)
+
     def store(self) -> None:
         """What has become full goes to its slots; now and then that fails."""
         if not isinstance(self.memory, TieredMemory):
@@ -86,9 +116,10 @@ class ListWorker:
         moves = self.memory.take_stores()
         if self.random.random() < 0.05:
             self.memory.forget_slots([slot for _, slot in moves])
-            return
-        for block, slot in moves:
-            self.host[slot] = self.block(block)
+        else:
+            for block, slot in moves:
+                self.host[slot] = self.block(block)
+        self.memory.stored()
 
     def write(self, seq: Sequence, first: int, num_tokens: int, *, finite: bool = True) -> list[State]:
         """Compute tokens into their slots; their states are the sequence's own once they are committed."""
@@ -198,6 +229,7 @@ class World:
         scheduler: type[Scheduler[Sequence]] = Scheduler,
         num_host_slots: int | None = 0,
     ) -> None:
+        self.counts: Counter[str] = Counter()
         self.random = random
         self.size = random.choice((1, 2, 4))
         self.max_chunk = random.choice((3, 8, 20))
@@ -221,13 +253,13 @@ class World:
         self.sequences: dict[int, Sequence] = {}
         self.asked: dict[str, Ask] = {}
         self.waits_for_fork: dict[str, bool] = {}
-        self.counts: Counter[str] = Counter()
         self.plans: list[StepPlan] = []
         self.next_id = 0
 
     def _memory(self, num_host_slots: int, **options: Any) -> MemoryManager:
         if not num_host_slots:
             return MemoryManager(self.num_blocks, self.size, **options)
+        wait = self.random.choice((0, 3, 50))
         return TieredMemory(
             self.num_blocks,
             self.size,
@@ -236,6 +268,10 @@ class World:
             host_eviction_policy=self.random.choice(("lru", "slru", "lfu", "gdsf")),
             store_after=self.random.choice((1, 1, 2)),
             store_decoded=self.random.random() < 0.8,
+            num_disk_slots=self.random.choice((0, 0, 3, 30, 200)),
+            disk_store_after=self.random.choice((1, 1, 2)),
+            load_wait_s=lambda _: wait,
+            clock=lambda: self.counts["steps"],
             **options,
         )
 
@@ -293,6 +329,7 @@ class World:
 
     def step(self, fault: str | None = None) -> None:
         """fault: None, "raise" (the pass fails half-way and each row is tried alone), or "nan"."""
+        self.worker.transfer()
         plan = self.scheduler.schedule()
         self._check_plan(plan)
         self.plans.append(plan)
@@ -323,7 +360,8 @@ class World:
     def _check_plan(self, plan: StepPlan) -> None:
         assert not plan.failed, plan.failed
         assert sum(row.num_tokens for row in plan.rows) <= self.max_chunk
-        assert plan.rows or not (self.scheduler.running or self.scheduler.waiting), "nothing runs"
+        waits = isinstance(self.memory, TieredMemory) and self.memory.disk and self.memory.disk.num_loading
+        assert plan.rows or waits or not (self.scheduler.running or self.scheduler.waiting), "nothing runs"
         assert len({row.seq_id for row in plan.rows}) == len(plan.rows)
         targets = [target for _, target in plan.copies]
         assert len({*plan.fresh, *targets}) == len(plan.fresh) + len(targets), "a block is given to two"
@@ -416,4 +454,11 @@ class World:
         assert not self.sequences, "some sequences never end"
         assert self.memory.stats().in_use == 0
         if isinstance(self.memory, TieredMemory):
+            while self.memory.disk is not None and (self.memory.disk.num_storing or self.worker.transfers):
+                self.worker.transfer()
+            self.memory.check()
             assert self.memory.host.pool.num_in_use == 0, "slots are still referenced"
+            if self.memory.disk is not None:
+                assert self.memory.disk.tier.pool.num_in_use == 0, "slots of the file are still referenced"
+                self.counts["from disk"] += self.memory.disk.num_loaded
+                self.counts["gone"] += self.memory.disk.num_gone

@@ -109,6 +109,8 @@ def test_with_slots_on_the_host(part: int) -> None:
     total: Counter[str] = Counter()
     for seed in range(part * WORLDS_PER_PART, (part + 1) * WORLDS_PER_PART):
         total += run_world(10_000 + seed, STEPS_PER_WORLD, None)
+    for what in ("gone", "from disk"):
+        assert total[what] >= 5, f"{total} has hardly any {what}"
     for what in ("parked", "resumed", "loaded", "preemptions", "hits", "passes", "failed passes"):
         assert total[what] > 100, f"{total} has hardly any {what}"
 

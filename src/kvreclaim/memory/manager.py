@@ -72,6 +72,7 @@ class MemoryManager:
         )
         self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
         self._hashing = BlockHash(block_size, fingerprint, hash_function)
+        self._clock = clock
         self._tables: dict[int, BlockTable] = {}
         self._held: Counter[int] = Counter()
         self._freed_by_compression = 0

@@ -22,6 +22,7 @@ class Draft(Generic[Seq]):
     shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs
     lost:    ids of sequences that have been preempted or failed
     pressed: running sequences lack blocks, so nobody else begins
+    deferred: ids of sequences that wait for what is being loaded
     skipped: tenants whose turn is over; refused: lines of those whose first sequence found no room
     """
 
@@ -31,6 +32,7 @@ class Draft(Generic[Seq]):
     rows: dict[int, tuple[Row, Growth]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     pressed: bool = False
+    deferred: set[int] = field(default_factory=set)
     skipped: set[Tenant] = field(default_factory=set)
     refused: list[Line[Seq]] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)

@@ -87,13 +87,18 @@ class Queue(Generic[Seq]):
         line.since, line.passed = self._num_begun + 1, 0  # behind whoever comes before the next one begins
         self.remove(seq)
 
-    def next(self, num_running: Callable[[Tenant], int], skip: Set[Tenant]) -> Seq | None:
+    def next(
+        self, num_running: Callable[[Tenant], int], skip: Set[Tenant], deferred: Set[int] = frozenset()
+    ) -> Seq | None:
         """Of the most important that wait, the first one of the tenant that has the fewest running ones, and
-        among such of the one that has not had a turn for longest. skip: tenants that are left out."""
+        among such of the one that has not had a turn for longest. skip: tenants that are left out; deferred:
+        ids of sequences that are."""
         found, least = None, None
         for tenant, line in self._lines.items():
             if tenant not in skip:
-                first = line.seqs[0]
+                first = next((seq for seq in line.seqs if seq.seq_id not in deferred), None)
+                if first is None:
+                    continue
                 turn = first.priority, num_running(tenant), line.since, first.first_id, first.index
                 if least is None or turn < least:
                     found, least = first, turn

@@ -77,6 +77,8 @@ class Scheduler(Generic[Seq]):
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
         seq.status = Status.WAITING
         self.waiting.add(seq)
+        if isinstance(self.memory, TieredMemory):
+            self.memory.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
 
     def fork(self, parent: Seq, child: Seq) -> bool:
         """Let a new sequence run that shares every block and all lengths of another.
@@ -108,6 +110,7 @@ class Scheduler(Generic[Seq]):
             self.waiting.remove(seq)
             if isinstance(self.memory, TieredMemory):
                 self.memory.drop_parked(seq.seq_id)
+                self.memory.end_loading(seq.seq_id)
         seq.status = Status.ENDED
 
     def schedule(self) -> StepPlan:
@@ -229,9 +232,12 @@ class Scheduler(Generic[Seq]):
     def _admit_all(self, step: Draft[Seq]) -> None:
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
         while not (step.pressed or step.failed) and step.budget > 0:
-            seq = self.waiting.next(step.num_running, step.skipped)
+            seq = self.waiting.next(step.num_running, step.skipped, step.deferred)
             if seq is None or (step.refused and seq.priority > step.refused[0].seqs[0].priority):
                 break
+            if isinstance(self.memory, TieredMemory) and self.memory.must_wait(seq.seq_id):
+                step.deferred.add(seq.seq_id)
+                continue
             if not step.room(seq):
                 step.skipped.add(seq.tenant)
                 continue

@@ -26,6 +26,34 @@ class BlockKey(NamedTuple):
     tokens: bytes
 
 
+class BlockName(NamedTuple):
+    """What a block is called where it outlives the process that computed it, and so the serials of its index.
+
+    key, parent:     digests of it and of the block before it
+    uid, parent_uid: the same by a second hash, which no other hash function's collisions meet
+    depth:           blocks before it
+    tokens:          its packed token ids
+    """
+
+    key: bytes
+    parent: bytes
+    uid: bytes
+    parent_uid: bytes
+    depth: int
+    tokens: bytes
+
+
+def uid_of(parent: bytes, tokens: bytes) -> bytes:
+    """blake2b of 16 bytes over the block's tokens behind those before it."""
+    return hashlib.blake2b(parent + tokens, digest_size=16).digest()
+
+
+def root_uid(salt: str | None) -> bytes:
+    """What the uids of this salt begin with."""
+    name = b"n" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(name, digest_size=16, person=b"kvreclaim root").digest()
+
+
 class BlockHash:
     """How tokens become keys. A block's digest depends on the digest before it and on its own tokens; the
     first one follows a root that depends on the salt and on what else the K/V depend on.
@@ -66,13 +94,14 @@ class BlockKeys:
         salt:      blocks are found by sequences of the same salt alone
     """
 
-    __slots__ = ("_hashing", "_known", "_token_ids", "salt")
+    __slots__ = ("_hashing", "_known", "_token_ids", "_uids", "salt")
 
     def __init__(self, hashing: BlockHash, token_ids: Sequence[int], salt: str | None = None) -> None:
         self.salt = salt
         self._hashing = hashing
         self._token_ids = token_ids
         self._known: list[BlockKey] = []
+        self._uids: list[bytes] = [root_uid(salt)]
 
     @property
     def block_size(self) -> int:
@@ -91,8 +120,16 @@ class BlockKeys:
             known.append(self._hashing.key(parent, self._token_ids[i * size : (i + 1) * size]))
         return known[index]
 
+    def name(self, index: int) -> BlockName:
+        """What the block is called on disk."""
+        key, uids = self[index], self._uids
+        for i in range(len(uids) - 1, index + 1):
+            uids.append(uid_of(uids[i], self[i].tokens))
+        parent = self[index - 1].digest if index else self._hashing.root(self.salt)
+        return BlockName(key.digest, parent, uids[index + 1], uids[index], index, key.tokens)
+
     def fork(self, token_ids: Sequence[int]) -> BlockKeys:
         """The keys of another sequence that has the same tokens so far."""
         child = BlockKeys(self._hashing, token_ids, self.salt)
-        child._known = self._known.copy()
+        child._known, child._uids = self._known.copy(), self._uids.copy()
         return child

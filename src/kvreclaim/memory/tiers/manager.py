@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -16,6 +16,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.prefix.index import Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.tiers.disk import DiskTier, Loading
 from kvreclaim.memory.tiers.parked import Parked
 from kvreclaim.memory.tiers.tier import Tier
 
@@ -44,6 +45,11 @@ class TieredMemory(MemoryManager):
         host_eviction_policy: of the slots
         store_after:          times that a block must have been met before it is stored, 1 for at once
         store_decoded:        whether blocks are stored that hold tokens behind the prompt
+        num_disk_slots:       0 for no disk below the host
+        disk_eviction_policy: of the file's slots
+        disk_store_after:     times that a block must have been met before it is written to disk
+        load_wait_s:          seconds that a sequence waits for what is being loaded, by tokens to load
+        load_is_worth:        whether loading so many tokens takes less time than computing them
         others:               of MemoryManager
     """
 
@@ -57,6 +63,11 @@ class TieredMemory(MemoryManager):
         host_eviction_policy: str = "lru",
         store_after: int = 1,
         store_decoded: bool = True,
+        num_disk_slots: int = 0,
+        disk_eviction_policy: str = "lru",
+        disk_store_after: int = 1,
+        load_wait_s: Callable[[int], float] = lambda _: 10.0,
+        load_is_worth: Callable[[int], bool] = lambda _: True,
         **others: Any,
     ) -> None:
         super().__init__(num_blocks, block_size, **others)
@@ -65,6 +76,11 @@ class TieredMemory(MemoryManager):
                 f"num_host_slots is {num_host_slots}; a tier has at least 1 slot; give the host more memory"
             )
         self.host = Tier(num_host_slots, block_size, host_eviction_policy)
+        self.disk = (
+            DiskTier(self.host, num_disk_slots, block_size, disk_eviction_policy) if num_disk_slots else None
+        )
+        self.disk_store_after = disk_store_after
+        self.load_wait_s, self.load_is_worth = load_wait_s, load_is_worth
         self.max_parked = num_host_slots if max_parked is None else max_parked
         self.store_after = store_after
         self.store_decoded = store_decoded
@@ -83,6 +99,8 @@ class TieredMemory(MemoryManager):
         self._copied: dict[int, int] = {}
         self._met: Counter[bytes] = Counter()
         self._asked: dict[int, int] = {}
+        self._on_disk: dict[int, list[Entry]] = {}
+        self._loading: dict[int, Loading] = {}
 
     # What begins and ends.
 
@@ -107,6 +125,7 @@ class TieredMemory(MemoryManager):
             self._last_stored[seq_id] = match.keys.num_tokens // self.block_size
         self._load_prefix(table, match)
         self._follow(seq_id, table)
+        self.end_loading(seq_id)
 
     def _load_prefix(self, table: BlockTable, match: PrefixMatch) -> None:
         """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
@@ -132,6 +151,9 @@ class TieredMemory(MemoryManager):
         known = self.host.run(table.keys, len(table.entries))
         self.host.pool.hit([entry.block for entry in known], table.priority)
         self._below[seq_id] = known
+        if self.disk is not None:
+            self._on_disk[seq_id] = known = self.disk.run(table.keys, len(table.entries))
+            self.disk.tier.pool.hit([entry.block for entry in known], table.priority)
 
     def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
         super().fork(parent_id, child_id, keys)
@@ -139,6 +161,10 @@ class TieredMemory(MemoryManager):
             for entry in known:
                 self.host.pool.touch(entry.block)
             self._below[child_id] = known.copy()
+        if self.disk is not None and (known := self._on_disk.get(parent_id)) is not None:
+            for entry in known:
+                self.disk.tier.pool.touch(entry.block)
+            self._on_disk[child_id] = known.copy()
         if parent_id in self._last_stored:
             self._last_stored[child_id] = self._last_stored[parent_id]
 
@@ -151,6 +177,9 @@ class TieredMemory(MemoryManager):
 
     def _unfollow(self, seq_id: int) -> None:
         self.host.pool.release(entry.block for entry in reversed(self._below.pop(seq_id, ())))
+        if self.disk is not None:
+            known = self._on_disk.pop(seq_id, ())
+            self.disk.tier.pool.release(entry.block for entry in reversed(known))
 
     # What is written through.
 
@@ -175,9 +204,31 @@ class TieredMemory(MemoryManager):
             if entry is not None:
                 self.host.pool.hit([entry.block], table.priority)
             elif (entry := self._store(table, i, link)) is None:
-                return
+                break
             known.append(entry)
             link = entry
+
+    def _offer_disk(self, seq_id: int, table: BlockTable) -> None:
+        """The same for what the host holds and the disk does not. To be called when the host's slots have
+        been filled."""
+        above, known = self._below.get(seq_id, ()), self._on_disk.get(seq_id)
+        if self.disk is None or known is None:
+            return
+        pool, met = self.disk.tier.pool, self.disk_store_after
+        parent: Any = known[-1] if known else self.disk.root(table.keys.salt)
+        for i in range(len(known), len(above)):
+            key = table.keys[i]
+            entry = pool.index.find(parent, key) if isinstance(parent, Link) else None
+            if entry is not None and i == len(known):
+                pool.hit([entry.block], table.priority)
+                known.append(entry)
+                parent = entry
+                continue
+            if (met > 1 and self._met[key.digest] < met) or not self.host.pool.index.is_live(above[i]):
+                return
+            parent = self.disk.store(table.keys, i, parent, above[i]) if entry is None else entry
+            if parent is None:
+                return
 
     def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
         """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is
@@ -199,7 +250,7 @@ class TieredMemory(MemoryManager):
 
     def _note_met(self, seq_id: int, table: BlockTable, last: int) -> None:
         """A sequence has met its first `last` blocks; each counts once."""
-        if self.store_after <= 1:
+        if max(self.store_after, self.disk_store_after) <= 1:
             return
         for i in range(self._asked.get(seq_id, 0), last):
             self._met[table.keys[i].digest] += 1
@@ -214,6 +265,10 @@ class TieredMemory(MemoryManager):
 
     def distrust(self, seq_id: int) -> None:
         super().distrust(seq_id)
+        if self.disk is not None:
+            self.disk.forget(self.table(seq_id).keys, self.num_below(seq_id))
+            for entry in reversed(self._on_disk.get(seq_id, ())):
+                self.disk.tier.pool.strip(entry.block)
         for entry in reversed(self._below.get(seq_id, ())):
             self.host.pool.strip(entry.block)
         self._unfollow(seq_id)
@@ -221,6 +276,8 @@ class TieredMemory(MemoryManager):
     def reset_prefix_cache(self) -> None:
         super().reset_prefix_cache()
         self.host.pool.clear_index()
+        if self.disk is not None:
+            self.disk.tier.pool.clear_index()
         for seq_id in list(self._below):
             self._unfollow(seq_id)
 
@@ -356,6 +413,43 @@ class TieredMemory(MemoryManager):
         self.forget_slots([slot for entry, slot in stores if not is_live(entry)])
         return [(entry.block, slot) for entry, slot in stores if is_live(entry)]
 
+    def stored(self) -> None:
+        """All slots that take_stores named are filled or forgotten; the disk may have them."""
+        for seq_id in self._on_disk:
+            self._offer_disk(seq_id, self._tables[seq_id])
+
+    # What comes from disk.
+
+    def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
+        """Begin to load what a sequence that waits would hit on disk and nowhere above."""
+        if self.disk is None or not self.prefix.enabled:
+            return
+        limit = min(keys.num_tokens - 1, max_tokens) // self.block_size
+        if len(super().match_prefix(keys, max_tokens=max_tokens).entries) >= limit:
+            return
+        missing = len(self.disk.run(keys, limit)) - len(self.host.run(keys, limit))
+        num_tokens = missing * self.block_size
+        if missing > 0 and self.load_is_worth(num_tokens):
+            most = min(keys.num_tokens - 1, max_tokens)
+            loading = self.disk.load(keys, most, self._clock() + self.load_wait_s(num_tokens))
+            if loading is not None:
+                self._loading[seq_id] = loading
+
+    def must_wait(self, seq_id: int) -> bool:
+        """Whether a sequence is to wait for what is being loaded for it."""
+        loading = self._loading.get(seq_id)
+        if loading is not None and loading.after is not None and not loading.is_pending:
+            self.end_loading(seq_id)
+            self.prefetch(seq_id, loading.keys, loading.max_tokens)
+            loading = self._loading.get(seq_id)
+        return loading is not None and loading.is_pending and self._clock() < loading.deadline
+
+    def end_loading(self, seq_id: int) -> None:
+        """A sequence has begun, or will not."""
+        loading = self._loading.pop(seq_id, None)
+        if loading is not None and self.disk is not None:
+            self.disk.end(loading)
+
     def settle(self) -> None:
         super().settle()
         self._copied.clear()
@@ -369,7 +463,17 @@ class TieredMemory(MemoryManager):
         super().check()
         pool = self.host.pool
         pool.check()
-        held = Counter(self._reading)
+        held, on_disk = Counter(self._reading), Counter[int]()
+        if self.disk is not None:
+            self.disk.tier.pool.check()
+            above, on_disk = self.disk.references()
+            held += above
+            for entries in self._on_disk.values():
+                on_disk.update(entry.block for entry in entries)
+            references = {slot: refs for slot, refs in enumerate(self.disk.tier.pool.refs) if refs}
+            assert on_disk == references, f"disk slots: {dict(on_disk)} held, {references} in the pool"
+        for loading in self._loading.values():
+            held.update([*loading.held, *(entry.block for entry in loading.linked)])
         for entries in self._below.values():
             held.update(entry.block for entry in entries)
         parked = [*self._parked.values(), *self._resumed.values()]

@@ -27,10 +27,11 @@ class Tier:
     def root(self, salt: str | None) -> Link:
         return self.pool.index.root(salt)
 
-    def run(self, keys: BlockKeys, limit: int) -> list[Entry]:
-        """The entries of the first blocks of these keys, up to `limit`, as far as all of them are here."""
+    def run(self, keys: BlockKeys, limit: int, salt: str | None = None) -> list[Entry]:
+        """The entries of the first blocks of these keys, up to `limit`, as far as all of them are here. salt:
+        under which they stand, where that is not the keys' own"""
         index, found = self.pool.index, list[Entry]()
-        link = index.root(keys.salt)
+        link = index.root(keys.salt if salt is None else salt)
         for i in range(limit):
             entry = index.find(link, keys[i])
             if entry is None:

@@ -1,0 +1,311 @@
+"""The disk below the host: which slot of the file holds which block, and what is on its way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+
+from kvreclaim.memory.prefix.index import Entry, Link
+from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid
+from kvreclaim.memory.tiers.tier import Tier
+
+
+class Outcome(Enum):
+    """What became of a transfer. GONE: the file holds something else there, or damaged bytes."""
+
+    OK = "ok"
+    GONE = "gone"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A block on its way between a host slot and a disk slot. Both are referenced until its end is told."""
+
+    job_id: int
+    to_disk: bool
+    host_slot: int
+    disk_slot: int
+    name: BlockName
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """parent: the entry or root that it follows, or the store of the block before it.
+
+    outcome: None while it is under way; entry: once it is in the index; children: that wait for it
+    """
+
+    transfer: Transfer
+    parent: Link | _Store
+    outcome: Outcome | None = None
+    entry: Entry | None = None
+    children: list[_Store] = field(default_factory=list)
+    is_wanted: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """Blocks first, first + 1, ... of a waiting sequence's keys, on their way to the host.
+
+    held:     host slots of the blocks before, which must stay meanwhile
+    linked:   host entries of the leading ones that have arrived
+    after:    of another sequence that loads the next block, which this one waits for
+    ended:    its sequence has begun, or is gone
+    is_broken: a block is missing, and none behind it can be of use
+    """
+
+    keys: BlockKeys
+    max_tokens: int
+    first: int
+    held: list[int]
+    deadline: float
+    transfers: list[Transfer] = field(default_factory=list)
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    linked: list[Entry] = field(default_factory=list)
+    after: Loading | None = None
+    ended: bool = False
+    is_broken: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether more of it may arrive and be of use."""
+        if self.is_broken:
+            return False
+        rest = self.outcomes[len(self.linked) :]
+        if rest and rest[0] is None:
+            return True
+        return not rest and self.after is not None and self.after.is_pending
+
+
+class DiskTier:
+    """Slots of a file below the host's. Integers only: `take_transfers` says what is to be moved, in order,
+    `finish` what came of each, in any order.
+
+    A block enters an index when its bytes have arrived and its parent is in that index. What fails was never
+    there; what is damaged is forgotten.
+
+    Args:
+        host:      the tier above
+        num_slots, block_size, eviction_policy: of the file's slots
+    """
+
+    def __init__(self, host: Tier, num_slots: int, block_size: int, eviction_policy: str) -> None:
+        self.host = host
+        self.tier = Tier(num_slots, block_size, eviction_policy)
+        self.num_gone = self.num_failed = self.num_unstored = self.num_loaded = self.num_stored = 0
+        self._ids = count()
+        self._out: list[Transfer] = []
+        self._stores: dict[int, _Store] = {}
+        self._storing: dict[bytes, _Store] = {}
+        self._loads: dict[int, tuple[Loading, int]] = {}
+        self._loading: dict[bytes, Loading] = {}
+
+    @property
+    def num_loading(self) -> int:
+        """Loads under way."""
+        return len(self._loads)
+
+    @property
+    def num_storing(self) -> int:
+        return len(self._stores)
+
+    def root(self, salt: str | None) -> Link:
+        """Salts are secrets, and what was recovered does not know them: chains stand under the root's uid."""
+        return self.tier.root(root_uid(salt).hex())
+
+    def run(self, keys: BlockKeys, limit: int) -> list[Entry]:
+        """The entries of the first blocks of these keys, up to `limit`."""
+        return self.tier.run(keys, limit, root_uid(keys.salt).hex())
+
+    def recover(self, found: Iterable[tuple[int, BlockName]]) -> int:
+        """Enter what the file holds, parents before their children. To be called before all else. Returns:
+        how many blocks can be found."""
+        pool, by_uid = self.tier.pool, dict[bytes, Entry]()
+        held = pool.allocate(pool.num_blocks)
+        for slot, name in found:
+            parent: Link | None = by_uid.get(name.parent_uid)
+            if not name.depth:
+                parent = self.tier.root(name.parent_uid.hex())
+            if parent is not None and pool.index.at(name.key) is None:
+                entry = pool.enter(slot, parent, BlockKey(name.key, name.tokens))
+                if entry is not None:
+                    by_uid[name.uid] = entry
+        cached = [entry.block for entry in by_uid.values()]
+        is_cached = set(cached)
+        pool.release(slot for slot in held if slot not in is_cached)
+        pool.release(reversed(cached))
+        return len(cached)
+
+    def take_transfers(self) -> list[Transfer]:
+        """Those that nobody has taken yet."""
+        out, self._out = self._out, []
+        return out
+
+    def finish(self, job_id: int, outcome: Outcome) -> None:
+        """A transfer has ended."""
+        if job_id in self._stores:
+            self._finish_store(self._stores.pop(job_id), outcome)
+        else:
+            self._finish_load(*self._loads.pop(job_id), outcome)
+
+    # Host to disk.
+
+    def store(self, keys: BlockKeys, i: int, parent: Link | _Store, host_entry: Entry) -> _Store | None:
+        """Have block i of these keys, which a host slot holds, written behind its parent.
+
+        Returns: the store, an older one of the same block maybe; None if there is no slot for it.
+        """
+        name = keys.name(i)
+        if (known := self._storing.get(name.uid)) is not None:
+            return known
+        if not self.tier.pool.num_free:
+            self.num_unstored += 1
+            return None
+        (slot,) = self.tier.pool.allocate(1)
+        self.host.pool.touch(host_entry.block)
+        store = _Store(Transfer(next(self._ids), True, host_entry.block, slot, name), parent)
+        self._stores[store.transfer.job_id] = self._storing[name.uid] = store
+        self._out.append(store.transfer)
+        return store
+
+    def forget(self, keys: BlockKeys, num_blocks: int) -> None:
+        """What is being written of these blocks is not to be found."""
+        for i in range(num_blocks):
+            store = self._storing.get(keys.name(i).uid)
+            if store is not None:
+                store.is_wanted = False
+
+    def _finish_store(self, store: _Store, outcome: Outcome) -> None:
+        store.outcome = outcome
+        self.host.pool.release([store.transfer.host_slot])
+        parent = store.parent
+        if isinstance(parent, _Store) and parent.outcome is None:
+            parent.children.append(store)
+        else:
+            self._link_store(store)
+
+    def _link_store(self, store: _Store) -> None:
+        """Its parent's end is known, and its own; then those of its children that wait."""
+        pool, transfer = self.tier.pool, store.transfer
+        parent = store.parent.entry if isinstance(store.parent, _Store) else store.parent
+        if (
+            store.outcome is Outcome.OK
+            and store.is_wanted
+            and parent is not None
+            and pool.index.is_live(parent)
+        ):
+            entry = pool.enter(transfer.disk_slot, parent, BlockKey(transfer.name.key, transfer.name.tokens))
+            store.entry = entry
+            self.num_stored += entry is not None
+        self.num_failed += store.outcome is not Outcome.OK
+        del self._storing[transfer.name.uid]
+        children, store.children = store.children, []
+        for child in children:
+            self._link_store(child)
+        pool.release([transfer.disk_slot])
+
+    # Disk to host.
+
+    def load(self, keys: BlockKeys, max_tokens: int, deadline: float) -> Loading | None:
+        """Begin to load what the host lacks of the full blocks of the first max_tokens; None: nothing."""
+        limit = max_tokens // keys.block_size
+        above, below = self.host.run(keys, limit), self.run(keys, limit)
+        if len(below) <= len(above):
+            return None
+        first = len(above)
+        loading = Loading(keys, max_tokens, first, [entry.block for entry in above], deadline)
+        for slot in loading.held:
+            self.host.pool.touch(slot)
+        for i in range(first, len(below)):
+            name = keys.name(i)
+            if (other := self._loading.get(name.uid)) is not None:
+                loading.after = other
+                break
+            if not self.host.pool.num_free:
+                break
+            (slot,) = self.host.pool.allocate(1)
+            self.tier.pool.hit([below[i].block], 0)
+            transfer = Transfer(next(self._ids), False, slot, below[i].block, name)
+            self._loads[transfer.job_id] = loading, len(loading.transfers)
+            self._loading[name.uid] = loading
+            loading.transfers.append(transfer)
+            loading.outcomes.append(None)
+            self._out.append(transfer)
+        if loading.transfers or loading.after is not None:
+            return loading
+        self.end(loading)
+        return None
+
+    def end(self, loading: Loading) -> None:
+        """Its sequence has begun with what has arrived, or is gone. What arrives later stays, as cached."""
+        loading.ended = True
+        self.host.pool.release(reversed([*loading.held, *(entry.block for entry in loading.linked)]))
+        loading.held.clear()
+
+    def _finish_load(self, loading: Loading, place: int, outcome: Outcome) -> None:
+        transfer = loading.transfers[place]
+        loading.outcomes[place] = outcome
+        if outcome is Outcome.GONE:
+            self.num_gone += 1
+            self.tier.pool.strip(transfer.disk_slot)
+        self.num_failed += outcome is Outcome.FAILED
+        self.tier.pool.release([transfer.disk_slot])
+        if loading.is_broken:
+            self._drop_load(transfer)
+        else:
+            self._link_loaded(loading)
+
+    def _drop_load(self, transfer: Transfer) -> None:
+        """It has ended, and what has arrived is of no use."""
+        del self._loading[transfer.name.uid]
+        self.host.pool.release([transfer.host_slot])
+
+    def _link_loaded(self, loading: Loading) -> None:
+        """Enter what has arrived behind what is there, as far as it can be."""
+        pool = self.host.pool
+        while (place := len(loading.linked)) < len(loading.outcomes):
+            outcome, transfer = loading.outcomes[place], loading.transfers[place]
+            if outcome is None:
+                return
+            entry, parent = None, self._parent_above(loading)
+            if outcome is Outcome.OK and parent is not None:
+                entry = pool.enter(transfer.host_slot, parent, loading.keys[loading.first + place])
+            if entry is None:
+                loading.is_broken = True
+                for rest, end in zip(loading.transfers[place:], loading.outcomes[place:], strict=True):
+                    if end is not None:
+                        self._drop_load(rest)
+                return
+            pool.touch(entry.block)  # maybe another slot's: somebody has computed the block meanwhile
+            self._drop_load(transfer)
+            self.num_loaded += 1
+            loading.linked.append(entry)
+            if loading.ended:
+                pool.release([entry.block])
+
+    def _parent_above(self, loading: Loading) -> Link | None:
+        """The host's entry that the next block of a loading follows; None if it has gone."""
+        if loading.linked:
+            last = loading.linked[-1]
+            return last if self.host.pool.index.is_live(last) else None
+        above = self.host.run(loading.keys, loading.first)
+        if len(above) < loading.first:
+            return None
+        return above[-1] if above else self.host.root(loading.keys.salt)
+
+    def references(self) -> tuple[Counter[int], Counter[int]]:
+        """To slots of the host and of the file, for transfers under way and stores that wait; for checks."""
+        host, disk = Counter[int](), Counter[int]()
+        for store in self._storing.values():
+            disk[store.transfer.disk_slot] += 1
+            host[store.transfer.host_slot] += store.outcome is None
+        for loading in {id(each): each for each, _ in self._loads.values()}.values():
+            first = len(loading.linked)
+            for transfer, end in zip(loading.transfers[first:], loading.outcomes[first:], strict=True):
+                host[transfer.host_slot] += end is None or not loading.is_broken
+                disk[transfer.disk_slot] += end is None
+        return +host, +disk
