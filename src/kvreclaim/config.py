@@ -182,8 +182,8 @@ class EngineConfig:
         )
         require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
-            "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host memory; "
-            "give some GiB of that, too.",
+            "kv_offloading_disk_path is set, but kv_offloading_size is 0: blocks go to disk from host "
+            "memory; give some GiB of that, too.",
             "kv_offloading_disk_path",
         )
         require(

@@ -16,6 +16,7 @@ class Rates:
     token_sq_s:     more for each token that it attends to
     pass_s:         to compress a sequence once
     out_s, in_s:    to move a byte from the device to the host, and back
+    disk_in_s:      to read a byte from disk
     call_s:         of a move, however small
     """
 
@@ -24,6 +25,7 @@ class Rates:
     pass_s: float = 0.0
     out_s: float = 1e-10
     in_s: float = 1e-10
+    disk_in_s: float = 1e-9
     call_s: float = 1e-5
 
     def note(self, name: str, seconds: float, amount: float) -> None:
@@ -35,6 +37,10 @@ class Rates:
         """Of a sequence of num_tokens whose first num_found are found in the index."""
         squares = (num_tokens**2 - num_found**2) / 2
         return (num_tokens - num_found) * self.token_s + squares * self.token_sq_s + num_passes * self.pass_s
+
+    def load_s(self, num_bytes: int) -> float:
+        """From disk to the device."""
+        return num_bytes * (self.disk_in_s + self.in_s) + self.call_s
 
     def swap_s(self, bytes_out: int, bytes_in: int) -> float:
         """There and back."""

@@ -40,6 +40,10 @@ class HostSlots:
         on_gpu = self.planes[0].device.type == "cuda"
         return torch.empty((num_slots, num_bytes), dtype=torch.uint8, pin_memory=on_gpu)
 
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot themselves."""
+        return memoryview(self.bytes[slot].numpy())
+
     def read(self, moves: Sequence[Move], beside: Sequence[Tensor] = ()) -> int:
         """Fill slots from blocks, (block, slot) each; beside: further planes. Returns: bytes moved."""
         blocks, slots = [block for block, _ in moves], [slot for _, slot in moves]

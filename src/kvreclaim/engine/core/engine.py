@@ -26,8 +26,8 @@ from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.moves import Moves
-from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.engine.tiers.disk import open_disk
+from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
@@ -37,12 +37,10 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.schedule import Pass, StepDone, StepPlan
-from kvreclaim.tiers.host import HostSlots
+from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
 
-MEASURED_TOKENS = 64
-"""A step with fewer tokens of prompts says little about what a token costs."""
 UNSEEDED = 1 << 40
 """Seeds of requests that bring none begin here, where no caller's seed is expected."""
 
@@ -70,15 +68,6 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.max_model_len = config.max_model_len
-        self.memory = make_memory(
-            config,
-            form.bytes_per_block(facts.layers, config.block_size),
-            enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
-            eviction_policy=config.eviction_policy,
-            max_pinned_fraction=config.max_pinned_fraction,
-            residency_sample=config.kv_cache_metrics_sample,
-        )
         weight = next(loaded.model.parameters())
         like = weight.new_empty(0, dtype=facts.dtype)
         need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
@@ -86,6 +75,18 @@ class Engine:
         self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}"
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
+        file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
+        self.memory = make_memory(
+            config,
+            form.bytes_per_block(facts.layers, config.block_size),
+            0 if file is None else file.num_slots,
+            rates,
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
+            eviction_policy=config.eviction_policy,
+            max_pinned_fraction=config.max_pinned_fraction,
+            residency_sample=config.kv_cache_metrics_sample,
+        )
         self.cache = backend.allocate(
             facts.layers,
             config.num_blocks,
@@ -100,33 +101,21 @@ class Engine:
         self.requests = self.lifecycle.requests
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
-        self.moves = self._begin_tiers()
+        self.tiers = None
+        if isinstance(self.memory, TieredMemory):
+            preemption = self.scheduler.preemption
+            preemption.rates = rates
+            self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
+            self.lifecycle.tiers = self.runner.tiers = self.tiers
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self._num_added = 0
 
-    def _begin_tiers(self) -> Moves | None:
-        """Host slots and what moves to and from them, where the memory has such."""
-        if not isinstance(self.memory, TieredMemory):
-            return None
-        slots = HostSlots(self.cache.planes, self.memory.host.pool.num_blocks)
-        preemption = self.scheduler.preemption
-        preemption.bytes_per_block = slots.bytes_per_slot
-        parking = Parking(self.memory, self.cache, self.signals)
-        moves = Moves(self.memory, slots, self.signals, preemption.rates)
-        self.lifecycle.parking = self.runner.parking = parking
-        self.runner.moves = moves
-        return moves
-
-    def _store(self) -> None:
-        assert self.moves is not None
-        try:
-            self.moves.store()
-        except Exception:
-            logger.exception(
-                "storing blocks on the host failed; they are computed again when they are wanted"
-            )
+    def close(self) -> None:
+        """Write what is on its way to disk and let go of the file; to be called when all has ended."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def add_request(
         self,
@@ -169,6 +158,8 @@ class Engine:
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         self.lifecycle.begin(request, list(tokens), footprint)
+        if self.tiers is not None:
+            self.tiers.submit()
         self._num_added += 1
         return request
 
@@ -191,9 +182,12 @@ class Engine:
         started, touched = time.perf_counter(), self.lifecycle.touched
         touched.clear()
         prompts_done = self.totals.prompts_done
+        if self.tiers is not None:
+            self.tiers.begin_step()
         plan = self.scheduler.schedule()
         step = self.lifecycle.follow(plan)
-        if not step and not touched and self.scheduler.waiting and not self.scheduler.running:
+        idle = not step and not touched and self.scheduler.waiting and not self.scheduler.running
+        if idle and (self.tiers is None or not self.tiers.wait()):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
@@ -207,8 +201,8 @@ class Engine:
         for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
             if seq_id in self.lifecycle.sequences:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
-        if self.moves is not None:
-            self._store()
+        if self.tiers is not None:
+            self.tiers.store()
         if looked is not None:
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
@@ -225,18 +219,10 @@ class Engine:
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
-        if self.moves is not None:
-            self._note_rates(stats)
+        if self.tiers is not None:
+            self.tiers.note(stats, self.totals)
         passes, self.answers.passes = self.answers.passes, []
         return StepResult(list(touched.values()), stats, passes)
-
-    def _note_rates(self, stats: StepStats) -> None:
-        """What computing costs here, from steps that are mostly prompts."""
-        rates, totals = self.scheduler.preemption.rates, self.totals
-        if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
-            rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
-        if totals.compactions:
-            rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
 
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
         """The step's logits, looked at; None if nobody has any.

@@ -16,7 +16,7 @@ from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.signals.needs import prefix_salt
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
@@ -50,7 +50,7 @@ class Lifecycle:
             preemption=Preemption(config.preemption_mode),
             victim_policy=config.victim_policy,
         )
-        self.parking: Parking | None = None
+        self.tiers: Tiers | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
 
@@ -81,18 +81,18 @@ class Lifecycle:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
         for lost in plan.preempted:
             seq = self.sequences[lost.seq_id]
-            if lost.parked and self.parking is not None:
-                self.parking.park(seq)
+            if lost.parked and self.tiers is not None:
+                self.tiers.parking.park(seq)
                 self.totals.swaps += 1
             else:
                 self.signals.drop(lost.seq_id)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
         for begun in plan.admitted:
-            if begun.resumed and self.parking is not None:
+            if begun.resumed and self.tiers is not None:
                 seq = self.sequences[begun.seq_id]
                 with self.contained(seq.request, "bringing back"):
-                    self.parking.resume(seq)
+                    self.tiers.parking.resume(seq)
             metrics = self.sequences[begun.seq_id].request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens = begun.num_hit
@@ -148,8 +148,8 @@ class Lifecycle:
         try:
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)
-            if self.parking is not None:
-                self.parking.drop(seq.seq_id)
+            if self.tiers is not None:
+                self.tiers.parking.drop(seq.seq_id)
         except Exception:
             logger.exception("returning the blocks of request %s failed", request.request_id)
 

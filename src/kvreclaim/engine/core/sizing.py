@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,11 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
+from kvreclaim.schedule.rates import Rates
 
+MOST_WAIT_S = 10.0
+"""For what a disk that hangs would bring."""
+LOAD_WAIT_PER_TOKEN_S = 0.25 / 1000
 SIGNAL_FRACTION = 0.2
 """Of the free memory, for what policies ask to be kept."""
 
@@ -58,7 +63,9 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
 
 
-def make_memory(config: EngineConfig, bytes_per_block: int, **others: Any) -> MemoryManager:
+def make_memory(
+    config: EngineConfig, bytes_per_block: int, num_disk_slots: int, rates: Rates, **others: Any
+) -> MemoryManager:
     """With host slots where kv_offloading_size asks for some; others: of MemoryManager."""
     assert config.num_blocks is not None, "choose_limits sets it"
     if not config.kv_offloading_size:
@@ -79,7 +86,30 @@ def make_memory(config: EngineConfig, bytes_per_block: int, **others: Any) -> Me
         host_eviction_policy=config.kv_offloading_eviction_policy,
         store_after=2 if config.kv_offloading_write_policy == "write_through_selective" else 1,
         store_decoded=config.kv_offload_decode,
+        num_disk_slots=num_disk_slots,
+        disk_store_after=2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1,
+        load_wait_s=load_wait(config),
+        load_is_worth=load_worth(config, bytes_per_block, rates),
         **others,
+    )
+
+
+def load_wait(config: EngineConfig) -> Callable[[int], float]:
+    """Seconds that a request waits while so many of its tokens are read from disk."""
+    if config.kv_load_policy == "wait_complete":
+        return lambda _: MOST_WAIT_S
+    if config.kv_load_policy == "timeout":
+        return lambda num_tokens: config.kv_load_timeout + LOAD_WAIT_PER_TOKEN_S * num_tokens
+    return lambda _: 0.0
+
+
+def load_worth(config: EngineConfig, bytes_per_block: int, rates: Rates) -> Callable[[int], bool]:
+    """Whether so many tokens are to be read from disk."""
+    if config.kv_load_policy == "wait_complete":
+        return lambda _: True
+    size = config.block_size
+    return lambda num_tokens: (
+        rates.load_s(num_tokens // size * bytes_per_block) < rates.recompute_s(num_tokens, 0, 0)
     )
 
 

@@ -13,8 +13,7 @@ from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
-from kvreclaim.engine.tiers.moves import Moves
-from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
@@ -84,7 +83,7 @@ class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
 
     graphs: replays decode steps if there is one (on CUDA)
-    moves, parking: where the memory has host slots
+    tiers:  where the memory has host slots
     """
 
     def __init__(
@@ -103,8 +102,7 @@ class ModelRunner:
         self.signals = signals
         self._has_windows = any(layer.softmax.window is not None for layer in loaded.facts.layers)
         self.graphs: DecodeGraphs | None = None
-        self.moves: Moves | None = None
-        self.parking: Parking | None = None
+        self.tiers: Tiers | None = None
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
@@ -112,15 +110,13 @@ class ModelRunner:
         Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the next
         tokens of all sequences go to, whether they take part or not, and for those that are copied.
         """
-        if plan.outs and self.moves is not None:
-            self.moves.out(plan.outs)
-        if plan.loads and self.moves is not None:
-            self.moves.load(plan.loads)
+        if self.tiers is not None:
+            self.tiers.move(plan)
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
             self.ops.keep_open(self.cache, {*self.memory.unfilled(), *sources})
-            if self.parking is not None:
-                self.parking.fill_rows()
+            if self.tiers is not None:
+                self.tiers.parking.fill_rows()
         if plan.copies:
             self.ops.copy_blocks(self.cache, list(plan.copies))
             if self.signals.scores is not None:

@@ -203,6 +203,11 @@ class LLM:
         """End a request and return its blocks. Raises: UnknownRequestError."""
         self.engine.abort(request_id)
 
+    def close(self) -> None:
+        """Let go of what the engine holds beside memory: what is on its way to disk is written, its file
+        closed. Without a disk tier there is nothing to do; at the latest it happens when the process ends."""
+        self.engine.close()
+
     def _add_all(self, items: Collection[tuple[Any, ...]]) -> list[Request]:
         """Queue all or none; items: the arguments of _add."""
         requests: list[Request] = []

@@ -347,8 +347,9 @@ class TieredMemory(MemoryManager):
         return len(self._parked[seq_id].held) - len(match.entries)
 
     def parked(self, seq_id: int) -> Parked:
-        """Of a parked sequence."""
-        return self._parked[seq_id]
+        """Of a sequence that is parked, or was until this step."""
+        found = self._parked.get(seq_id)
+        return self._resumed[seq_id] if found is None else found
 
     def resume(self, seq_id: int, match: PrefixMatch) -> None:
         """Bring a parked sequence back, as it was, in other blocks, with a match made in this step."""

@@ -1,0 +1,121 @@
+"""The engine's end of the disk tier: transfers to the workers, and their results to the memory."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from kvreclaim.config import EngineConfig
+from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.tiers.disk import Outcome
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.formats import KVFormat
+from kvreclaim.schedule.rates import Rates
+from kvreclaim.tiers.host import HostSlots
+from kvreclaim.tiers.jobs import DiskCounters
+from kvreclaim.tiers.jobs import Outcome as Ended
+from kvreclaim.tiers.namespace import Namespace, weights_digest
+from kvreclaim.tiers.record import VERSION, RecordKey
+from kvreclaim.tiers.slot_file import SlotFile
+from kvreclaim.tiers.workers import DiskWorkers
+
+KV_SEMANTICS = 1
+"""To be raised when a forward pass gives other keys or values for the same weights and tokens."""
+LAYOUT = 1
+"""To be raised when a back-end lays a block out in another way."""
+CLOSE_S = 5.0
+WAIT_S = 0.02
+"""Most that a step waits for the disk where it has nothing else to do: new requests come between steps."""
+GONE = (Ended.CORRUPT, Ended.STALE)
+
+
+def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> SlotFile | None:
+    """The file below the host, where one is asked for. Raises: InvalidArgumentError."""
+    if config.kv_offloading_disk_path is None:
+        return None
+    facts, model = loaded.facts, loaded.model
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    namespace = Namespace(
+        {
+            "record_version": str(VERSION),
+            "model_fingerprint": facts.fingerprint,
+            "weights_digest": weights_digest(tensors, torch.get_num_threads()),
+            "kv_semantics": str(KV_SEMANTICS),
+            "dtype": str(facts.dtype),
+            "rope": _rope(loaded),
+            "kv_format": form.fingerprint,
+            "block_size": str(config.block_size),
+            "backend_layout": f"{backend} {LAYOUT}",
+        }
+    )
+    return SlotFile.open(
+        Path(config.kv_offloading_disk_path),
+        namespace,
+        bytes_per_block=form.bytes_per_block(facts.layers, config.block_size),
+        block_size=config.block_size,
+        size_bytes=int(config.kv_offloading_disk_size * 2**30),
+    )
+
+
+def _rope(loaded: LoadedModel) -> str:
+    """What was asked for and what was found."""
+    asked = getattr(loaded.model.config, "rope_parameters", None)
+    ropes = (layer.rope for layer in loaded.facts.layers)
+    found = [None if rope is None else (rope.style, rope.start, rope.inv_freq.tolist()) for rope in ropes]
+    return f"{asked} {found}"
+
+
+class Disk:
+    """Moves blocks between host slots and the file while the engine goes on. close: at the latest when the
+    object goes or the process ends."""
+
+    def __init__(self, memory: TieredMemory, slots: HostSlots, file: SlotFile, rates: Rates) -> None:
+        assert memory.disk is not None, "there is a file, so there is a tier"
+        self.memory, self.tier, self.slots, self.rates = memory, memory.disk, slots, rates
+        self.file = file
+        found = ((each.slot, BlockName(*astuple(each.key))) for each in file.recover())
+        self.num_recovered = self.tier.recover(found)
+        self.workers = DiskWorkers(file)
+        self._num_open = 0
+        self.close = weakref.finalize(self, _close, self.workers)
+
+    @property
+    def counters(self) -> DiskCounters:
+        return self.workers.counters
+
+    def submit(self) -> None:
+        """Hand over what the memory wants moved."""
+        for each in self.tier.take_transfers():
+            key = RecordKey(*each.name)
+            data = self.slots.view(each.host_slot)
+            submit = self.workers.submit_store if each.to_disk else self.workers.submit_load
+            submit(each.job_id, each.disk_slot, key, data)
+            self._num_open += 1
+
+    def poll(self) -> None:
+        """Tell the memory what has ended. Waits for nothing."""
+        if self._num_open:
+            self.workers.overdue(time.monotonic())
+        for done in self.workers.poll():
+            self._num_open -= 1
+            outcome = Outcome.OK if done.outcome is Ended.OK else Outcome.FAILED
+            if done.outcome in GONE and not done.is_store:
+                outcome = Outcome.GONE
+            if outcome is Outcome.OK and not done.is_store:
+                self.rates.note("disk_in_s", done.seconds, done.num_bytes)
+            self.tier.finish(done.job_id, outcome)
+
+    def wait(self) -> None:
+        """Until something has ended, or for a moment."""
+        self.workers.wait(WAIT_S)
+
+
+def _close(workers: DiskWorkers) -> None:
+    """What is queued is written first, as far as that takes no longer than CLOSE_S."""
+    workers.drain(CLOSE_S / 2)
+    workers.close(CLOSE_S / 2)

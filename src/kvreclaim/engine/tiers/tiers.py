@@ -1,0 +1,94 @@
+"""All that an engine has below its pool, and when it is its turn in a step."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.tiers.disk import Disk
+from kvreclaim.engine.tiers.moves import Moves
+from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.schedule import StepPlan
+from kvreclaim.schedule.victims import Preemption
+from kvreclaim.tiers.host import HostSlots
+from kvreclaim.tiers.slot_file import SlotFile
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.core.outputs import EngineTotals, StepStats
+
+logger = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 64
+"""A step with fewer tokens of prompts says little about what a token costs."""
+
+
+class Tiers:
+    """Host slots, the file below them, what parked sequences have aside, and what all that costs.
+
+    disk: None without a file
+    """
+
+    def __init__(
+        self,
+        memory: TieredMemory,
+        cache: KVCache,
+        signals: Signals,
+        preemption: Preemption,
+        file: SlotFile | None,
+    ) -> None:
+        self.memory, self.preemption = memory, preemption
+        slots = HostSlots(cache.planes, memory.host.pool.num_blocks)
+        preemption.bytes_per_block = slots.bytes_per_slot
+        self.parking = Parking(memory, cache, signals)
+        self.moves = Moves(memory, slots, signals, preemption.rates)
+        self.disk = None if file is None else Disk(memory, slots, file, preemption.rates)
+
+    def submit(self) -> None:
+        """Begin to read from disk what a new request would hit there."""
+        if self.disk is not None:
+            self.disk.submit()
+
+    def begin_step(self) -> None:
+        """Take in what has come from disk."""
+        if self.disk is not None:
+            self.disk.poll()
+
+    def move(self, plan: StepPlan) -> None:
+        """Blocks of a plan, before anything else is done with blocks."""
+        if plan.outs:
+            self.moves.out(plan.outs)
+        if plan.loads:
+            self.moves.load(plan.loads)
+
+    def wait(self) -> bool:
+        """Where nothing can run: for the disk, if something is on its way. Returns: whether it is."""
+        if self.disk is None or not self.disk.tier.num_loading:
+            return False
+        self.disk.wait()
+        return True
+
+    def store(self) -> None:
+        """Blocks that have become full go to the host, and from there to disk."""
+        try:
+            self.moves.store()
+        except Exception:
+            logger.exception("storing blocks on the host failed; who wants them computes them again")
+        if self.disk is not None:
+            self.memory.stored()
+            self.disk.submit()
+
+    def note(self, stats: StepStats, totals: EngineTotals) -> None:
+        """What computing costs here, from steps that are mostly prompts."""
+        rates = self.preemption.rates
+        if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
+            rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
+        if totals.compactions:
+            rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
+
+    def close(self) -> None:
+        """Write what is on its way to disk, and let go of the file."""
+        if self.disk is not None:
+            self.disk.close()
