@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -42,7 +43,8 @@ class HostSlots:
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot themselves."""
-        return memoryview(self.bytes[slot].numpy())
+        row: Any = self.bytes[slot].numpy()
+        return memoryview(row)
 
     def read(self, moves: Sequence[Move], beside: Sequence[Tensor] = ()) -> int:
         """Fill slots from blocks, (block, slot) each; beside: further planes. Returns: bytes moved."""

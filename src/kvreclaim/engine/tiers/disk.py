@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import astuple
 from pathlib import Path
@@ -18,8 +17,8 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.jobs import DiskCounters
-from kvreclaim.tiers.jobs import Outcome as Ended
 from kvreclaim.tiers.namespace import Namespace, weights_digest
+from kvreclaim.tiers.outcome import Outcome as Ended
 from kvreclaim.tiers.record import VERSION, RecordKey
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.workers import DiskWorkers
@@ -31,7 +30,6 @@ LAYOUT = 1
 CLOSE_S = 5.0
 WAIT_S = 0.02
 """Most that a step waits for the disk where it has nothing else to do: new requests come between steps."""
-GONE = (Ended.CORRUPT, Ended.STALE)
 
 
 def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> SlotFile | None:
@@ -78,11 +76,11 @@ class Disk:
         assert memory.disk is not None, "there is a file, so there is a tier"
         self.memory, self.tier, self.slots, self.rates = memory, memory.disk, slots, rates
         self.file = file
-        found = ((each.slot, BlockName(*astuple(each.key))) for each in file.recover())
+        found = ((each.slot, BlockName(*astuple(each.record))) for each in file.recover())
         self.num_recovered = self.tier.recover(found)
         self.workers = DiskWorkers(file)
-        self._num_open = 0
-        self.close = weakref.finalize(self, _close, self.workers)
+        self._loads: set[int] = set()
+        self.close = weakref.finalize(self, self.workers.close, CLOSE_S)
 
     @property
     def counters(self) -> DiskCounters:
@@ -93,29 +91,26 @@ class Disk:
         for each in self.tier.take_transfers():
             key = RecordKey(*each.name)
             data = self.slots.view(each.host_slot)
-            submit = self.workers.submit_store if each.to_disk else self.workers.submit_load
-            submit(each.job_id, each.disk_slot, key, data)
-            self._num_open += 1
+            if each.to_disk:
+                self.workers.submit_store(each.job_id, each.disk_slot, key, data)
+            else:
+                self._loads.add(each.job_id)
+                self.workers.submit_load(each.job_id, each.disk_slot, key, data)
 
     def poll(self) -> None:
         """Tell the memory what has ended. Waits for nothing."""
-        if self._num_open:
-            self.workers.overdue(time.monotonic())
+        if self._loads:
+            self.workers.overdue()
         for done in self.workers.poll():
-            self._num_open -= 1
+            is_load = done.job_id in self._loads
+            self._loads.discard(done.job_id)
             outcome = Outcome.OK if done.outcome is Ended.OK else Outcome.FAILED
-            if done.outcome in GONE and not done.is_store:
+            if is_load and done.outcome.is_corrupt:
                 outcome = Outcome.GONE
-            if outcome is Outcome.OK and not done.is_store:
+            if is_load and outcome is Outcome.OK:
                 self.rates.note("disk_in_s", done.seconds, done.num_bytes)
             self.tier.finish(done.job_id, outcome)
 
     def wait(self) -> None:
         """Until something has ended, or for a moment."""
         self.workers.wait(WAIT_S)
-
-
-def _close(workers: DiskWorkers) -> None:
-    """What is queued is written first, as far as that takes no longer than CLOSE_S."""
-    workers.drain(CLOSE_S / 2)
-    workers.close(CLOSE_S / 2)
