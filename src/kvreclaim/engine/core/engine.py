@@ -27,6 +27,7 @@ from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.disk import open_disk
+from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
@@ -111,6 +112,10 @@ class Engine:
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self._num_added = 0
+
+    def tier_stats(self) -> TierStats | None:
+        """What lies below the pool; None without host slots."""
+        return None if self.tiers is None else self.tiers.stats(self.totals)
 
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.tiers.stats import DiskStats, SlotStats
 from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.memory.tiers.disk import Outcome
 from kvreclaim.memory.tiers.manager import TieredMemory
@@ -85,6 +86,21 @@ class Disk:
     @property
     def counters(self) -> DiskCounters:
         return self.workers.counters
+
+    def stats(self) -> DiskStats:
+        tier = self.tier
+        return DiskStats(
+            slots=SlotStats.of(tier.tier.pool),
+            counters=self.counters,
+            recovered=self.num_recovered,
+            blocks_loaded=tier.num_loaded,
+            blocks_stored=tier.num_stored,
+            gone=tier.num_gone,
+            failed=tier.num_failed,
+            refused=tier.num_unstored,
+            loading=tier.num_loading,
+            storing=tier.num_storing,
+        )
 
     def submit(self) -> None:
         """Hand over what the memory wants moved."""

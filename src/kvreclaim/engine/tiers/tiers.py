@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.disk import Disk
 from kvreclaim.engine.tiers.moves import Moves
 from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.engine.tiers.stats import SlotStats, TierStats
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import StepPlan
@@ -87,6 +89,22 @@ class Tiers:
             rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
         if totals.compactions:
             rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
+
+    def stats(self, totals: EngineTotals) -> TierStats:
+        """What is where now, and counts since the start."""
+        memory, disk = self.memory, self.disk
+        return TierStats(
+            host=SlotStats.of(memory.host.pool),
+            moves=replace(self.moves.totals),
+            parked_seqs=memory.num_parked,
+            parked_slots=memory.num_parked_slots,
+            swaps=totals.swaps,
+            hit_tokens=memory.hit_tokens_host,
+            disk_hit_tokens=0 if disk is None else disk.tier.num_loaded * memory.block_size,
+            refused=memory.num_unstored,
+            bytes_per_block=self.preemption.bytes_per_block,
+            disk=None if disk is None else disk.stats(),
+        )
 
     def close(self) -> None:
         """Write what is on its way to disk, and let go of the file."""

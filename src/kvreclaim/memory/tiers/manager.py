@@ -283,6 +283,16 @@ class TieredMemory(MemoryManager):
 
     # Sequences that give way.
 
+    @property
+    def num_parked(self) -> int:
+        """Sequences."""
+        return len(self._parked)
+
+    @property
+    def num_parked_slots(self) -> int:
+        """That parked sequences have for themselves."""
+        return self._num_own
+
     def is_parked(self, seq_id: int) -> bool:
         return seq_id in self._parked
 

@@ -1,0 +1,73 @@
+"""What the tiers tell about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.engine.tiers.moves import MoveTotals
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.tiers.jobs import DiskCounters
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Slots of one tier; in_use + cached + free = num_slots. evictions: of cached ones, for something else."""
+
+    num_slots: int
+    in_use: int
+    cached: int
+    free: int
+    evictions: int
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> SlotStats:
+        free = pool.num_free - pool.num_cached
+        return cls(pool.num_blocks, pool.num_in_use, pool.num_cached, free, pool.num_evictions)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Of the file. blocks_loaded, blocks_stored: that can be found since; recovered: at the start.
+
+    gone:    loads that found something else, or damaged bytes, in their slot
+    failed:  transfers that the disk did not make
+    refused: stores that found no slot
+    loading, storing: under way
+    """
+
+    slots: SlotStats
+    counters: DiskCounters
+    recovered: int
+    blocks_loaded: int
+    blocks_stored: int
+    gone: int
+    failed: int
+    refused: int
+    loading: int
+    storing: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Of all below the pool.
+
+    parked_seqs, parked_slots: sequences that gave way and wait for their blocks, and slots that they have for
+                     themselves
+    swaps:           sequences parked since the start
+    hit_tokens:      prompt tokens that came from the host, those read from disk before included
+    disk_hit_tokens: tokens read from disk
+    refused:         times that a full block found no slot on the host
+    bytes_per_block: that a move of one moves
+    disk:            None without a file
+    """
+
+    host: SlotStats
+    moves: MoveTotals
+    parked_seqs: int
+    parked_slots: int
+    swaps: int
+    hit_tokens: int
+    disk_hit_tokens: int
+    refused: int
+    bytes_per_block: int
+    disk: DiskStats | None
