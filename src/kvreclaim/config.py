@@ -192,12 +192,6 @@ class EngineConfig:
             "switch it on, or leave the path out.",
             "kv_offloading_disk_path",
         )
-        require(
-            self.swap_space is None or self.swap_space <= self.kv_offloading_size,
-            f"swap_space is {self.swap_space} GiB, more than kv_offloading_size, {self.kv_offloading_size}; "
-            "lower it, or raise that.",
-            "swap_space",
-        )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
@@ -77,6 +78,12 @@ def make_memory(
             f"{bytes_per_block} bytes; raise it, or leave it out.",
             field="kv_offloading_size",
         )
+    require(
+        config.swap_space is None or config.swap_space <= config.kv_offloading_size,
+        f"swap_space is {config.swap_space} GiB, more than kv_offloading_size, {config.kv_offloading_size}; "
+        "lower it, or raise that.",
+        "swap_space",
+    )
     share = config.kv_offloading_size / 2 if config.swap_space is None else config.swap_space
     return TieredMemory(
         config.num_blocks,

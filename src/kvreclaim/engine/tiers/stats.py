@@ -11,7 +11,7 @@ from kvreclaim.tiers.jobs import DiskCounters
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """Slots of one tier; in_use + cached + free = num_slots. evictions: of cached ones, for something else."""
+    """Slots of a tier; in_use + cached + free = num_slots. evictions: cached ones used for something else."""
 
     num_slots: int
     in_use: int

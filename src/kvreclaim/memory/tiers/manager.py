@@ -1,287 +1,39 @@
-"""The memory with slots below its pool: prefixes are written through and come back, sequences are parked."""
+"""The memory whose sequences may give their blocks back and keep what they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
-from kvreclaim.memory.prefix.index import Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.memory.tiers.disk import DiskTier, Loading
 from kvreclaim.memory.tiers.parked import Parked
-from kvreclaim.memory.tiers.tier import Tier
-
-Move = tuple[int, int]
-"""(from, to): a block and a slot, or a slot and a block."""
+from kvreclaim.memory.tiers.through import Move, WriteThrough
 
 
-class TieredMemory(MemoryManager):
-    """A memory manager whose exact full blocks also lie in host slots, as long as these have room, and whose
-    sequences may give their blocks back and keep what they hold.
-
-    Integers only, so the caller carries out three kinds of moves, in this order:
-
-    - `outs`, block to slot, before anything else of a step: of sequences that were parked
-    - `loads`, slot to block, before anything is computed: of prefixes found and sequences that come back
-    - `stores`, block to slot, after `commit` and before the blocks change: of blocks that have become full
-
-    Each is handed out once (`take_outs` and so on); `settle` says that a step's outs and loads are made.
-    While a sequence runs it references the slots of its exact blocks, so that of a chain the deepest slot is
-    used again first. A slot that holds a block is in the index before the store has been made; `forget_slots`
-    takes those out whose store has failed.
+class TieredMemory(WriteThrough):
+    """Parks sequences in host slots. What is moved for that: `take_outs`, block to slot, before anything else
+    of a step, loads included; and when it comes back, with the loads.
 
     Args:
-        num_host_slots:       >= 1
-        max_parked:           slots that parked sequences may have for themselves
-        host_eviction_policy: of the slots
-        store_after:          times that a block must have been met before it is stored, 1 for at once
-        store_decoded:        whether blocks are stored that hold tokens behind the prompt
-        num_disk_slots:       0 for no disk below the host
-        disk_eviction_policy: of the file's slots
-        disk_store_after:     times that a block must have been met before it is written to disk
-        load_wait_s:          seconds that a sequence waits for what is being loaded, by tokens to load
-        load_is_worth:        whether loading so many tokens takes less time than computing them
-        others:               of MemoryManager
+        max_parked: slots that parked sequences may have for themselves; None: all
+        others:     of WriteThrough and MemoryManager
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_host_slots: int,
-        max_parked: int | None = None,
-        host_eviction_policy: str = "lru",
-        store_after: int = 1,
-        store_decoded: bool = True,
-        num_disk_slots: int = 0,
-        disk_eviction_policy: str = "lru",
-        disk_store_after: int = 1,
-        load_wait_s: Callable[[int], float] = lambda _: 10.0,
-        load_is_worth: Callable[[int], bool] = lambda _: True,
-        **others: Any,
+        self, num_blocks: int, block_size: int, *, max_parked: int | None = None, **others: Any
     ) -> None:
         super().__init__(num_blocks, block_size, **others)
-        if num_host_slots < 1:
-            raise InvalidArgumentError(
-                f"num_host_slots is {num_host_slots}; a tier has at least 1 slot; give the host more memory"
-            )
-        self.host = Tier(num_host_slots, block_size, host_eviction_policy)
-        self.disk = (
-            DiskTier(self.host, num_disk_slots, block_size, disk_eviction_policy) if num_disk_slots else None
-        )
-        self.disk_store_after = disk_store_after
-        self.load_wait_s, self.load_is_worth = load_wait_s, load_is_worth
-        self.max_parked = num_host_slots if max_parked is None else max_parked
-        self.store_after = store_after
-        self.store_decoded = store_decoded
-        self.num_unstored = 0
-        """Times that a block found no slot."""
-        self.hit_tokens_host = 0
-        self._below: dict[int, list[Entry]] = {}
-        self._last_stored: dict[int, int] = {}
+        self.max_parked = self.host.pool.num_blocks if max_parked is None else max_parked
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
         self._num_own = 0
         self._outs: list[Move] = []
-        self._loads: list[Move] = []
-        self._stores: list[tuple[Entry, int]] = []
-        self._reading: list[int] = []
         self._copied: dict[int, int] = {}
-        self._met: Counter[bytes] = Counter()
-        self._asked: dict[int, int] = {}
-        self._on_disk: dict[int, list[Entry]] = {}
-        self._loading: dict[int, Loading] = {}
-
-    # What begins and ends.
-
-    def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
-        match = super().match_prefix(keys, max_tokens=max_tokens)
-        if not self.prefix.enabled:
-            return match
-        limit = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
-        return self._with_lower(match, limit // self.block_size)
-
-    def _with_lower(self, match: PrefixMatch, limit: int) -> PrefixMatch:
-        """The match with the host's slots behind it, `limit` blocks at most in all."""
-        known = len(match.entries)
-        if known == limit:
-            return match
-        return replace(match, lower=tuple(self.host.run(match.keys, limit)[known:]))
-
-    def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
-        super().admit(seq_id, match, priority=priority)
-        table = self.table(seq_id)
-        if not self.store_decoded:
-            self._last_stored[seq_id] = match.keys.num_tokens // self.block_size
-        self._load_prefix(table, match)
-        self._follow(seq_id, table)
-        self.end_loading(seq_id)
-
-    def _load_prefix(self, table: BlockTable, match: PrefixMatch) -> None:
-        """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
-        reads them."""
-        if not match.lower:
-            return
-        slots = [entry.block for entry in match.lower]
-        for slot in slots:
-            self.host.pool.touch(slot)
-        self._reading += slots
-        blocks = self.pool.allocate(len(slots))
-        self._loads += zip(slots, blocks, strict=True)
-        table.append(blocks)
-        table.advance(len(blocks) * self.block_size)
-        self.prefix.enter_full_blocks(table, len(match.entries))
-        self.hit_tokens_host += len(blocks) * self.block_size
-
-    def _follow(self, seq_id: int, table: BlockTable) -> None:
-        """Reference the slots that hold a sequence's first blocks from now on. What they lack is stored when
-        it next commits: until then nobody may find it."""
-        if table.chain is None:
-            return
-        known = self.host.run(table.keys, len(table.entries))
-        self.host.pool.hit([entry.block for entry in known], table.priority)
-        self._below[seq_id] = known
-        if self.disk is not None:
-            self._on_disk[seq_id] = known = self.disk.run(table.keys, len(table.entries))
-            self.disk.tier.pool.hit([entry.block for entry in known], table.priority)
-
-    def fork(self, parent_id: int, child_id: int, keys: BlockKeys) -> None:
-        super().fork(parent_id, child_id, keys)
-        if (known := self._below.get(parent_id)) is not None:
-            for entry in known:
-                self.host.pool.touch(entry.block)
-            self._below[child_id] = known.copy()
-        if self.disk is not None and (known := self._on_disk.get(parent_id)) is not None:
-            for entry in known:
-                self.disk.tier.pool.touch(entry.block)
-            self._on_disk[child_id] = known.copy()
-        if parent_id in self._last_stored:
-            self._last_stored[child_id] = self._last_stored[parent_id]
-
-    def free(self, seq_id: int) -> int:
-        freed = super().free(seq_id)
-        self._unfollow(seq_id)
-        self._last_stored.pop(seq_id, None)
-        self._asked.pop(seq_id, None)
-        return freed
-
-    def _unfollow(self, seq_id: int) -> None:
-        self.host.pool.release(entry.block for entry in reversed(self._below.pop(seq_id, ())))
-        if self.disk is not None:
-            known = self._on_disk.pop(seq_id, ())
-            self.disk.tier.pool.release(entry.block for entry in reversed(known))
-
-    # What is written through.
-
-    def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
-        super().commit(seq_id, num_tokens, exact=exact)
-        self._offer(seq_id, self.table(seq_id))
-
-    def _offer(self, seq_id: int, table: BlockTable) -> None:
-        """Slots for the exact full blocks of a sequence that have none yet, as long as there are some."""
-        known = self._below.get(seq_id)
-        if known is None:
-            return
-        if table.chain is None:
-            self._unfollow(seq_id)
-            return
-        last = min(len(table.entries), self._last_stored.get(seq_id, len(table.entries)))
-        self._note_met(seq_id, table, last)
-        index, link = self.host.pool.index, known[-1] if known else self.host.root(table.keys.salt)
-        for i in range(len(known), last):
-            key = table.keys[i]
-            entry = index.find(link, key)
-            if entry is not None:
-                self.host.pool.hit([entry.block], table.priority)
-            elif (entry := self._store(table, i, link)) is None:
-                break
-            known.append(entry)
-            link = entry
-
-    def _offer_disk(self, seq_id: int, table: BlockTable) -> None:
-        """The same for what the host holds and the disk does not. To be called when the host's slots have
-        been filled."""
-        above, known = self._below.get(seq_id, ()), self._on_disk.get(seq_id)
-        if self.disk is None or known is None:
-            return
-        pool, met = self.disk.tier.pool, self.disk_store_after
-        parent: Any = known[-1] if known else self.disk.root(table.keys.salt)
-        for i in range(len(known), len(above)):
-            key = table.keys[i]
-            entry = pool.index.find(parent, key) if isinstance(parent, Link) else None
-            if entry is not None and i == len(known):
-                pool.hit([entry.block], table.priority)
-                known.append(entry)
-                parent = entry
-                continue
-            if (met > 1 and self._met[key.digest] < met) or not self.host.pool.index.is_live(above[i]):
-                return
-            parent = self.disk.store(table.keys, i, parent, above[i]) if entry is None else entry
-            if parent is None:
-                return
-
-    def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
-        """A slot for block i of a table, behind this entry of the host; None if there is none, or if it is
-        not to be stored yet. The slot is referenced."""
-        key, pool = table.keys[i], self.host.pool
-        met_enough = self.store_after <= 1 or self._met[key.digest] >= self.store_after
-        if not met_enough or not pool.index.is_live(link):
-            return None
-        if not pool.num_free:
-            self.num_unstored += 1
-            return None
-        (slot,) = pool.allocate(1)
-        entry = pool.enter(slot, link, key, table.priority)
-        if entry is None or entry.block != slot:
-            pool.release([slot])
-            return None
-        self._stores.append((table.entries[i], slot))
-        return entry
-
-    def _note_met(self, seq_id: int, table: BlockTable, last: int) -> None:
-        """A sequence has met its first `last` blocks; each counts once."""
-        if max(self.store_after, self.disk_store_after) <= 1:
-            return
-        for i in range(self._asked.get(seq_id, 0), last):
-            self._met[table.keys[i].digest] += 1
-        self._asked[seq_id] = last
-        if len(self._met) > 4 * self.host.pool.num_blocks:
-            self._met = Counter({digest: count for digest, count in self._met.items() if count > 1})
-
-    def forget_slots(self, slots: Sequence[int]) -> None:
-        """What these slots were to hold could not be written: nothing finds them any more."""
-        for slot in slots:
-            self.host.pool.strip(slot)
-
-    def distrust(self, seq_id: int) -> None:
-        super().distrust(seq_id)
-        if self.disk is not None:
-            self.disk.forget(self.table(seq_id).keys, self.num_below(seq_id))
-            for entry in reversed(self._on_disk.get(seq_id, ())):
-                self.disk.tier.pool.strip(entry.block)
-        for entry in reversed(self._below.get(seq_id, ())):
-            self.host.pool.strip(entry.block)
-        self._unfollow(seq_id)
-
-    def reset_prefix_cache(self) -> None:
-        super().reset_prefix_cache()
-        self.host.pool.clear_index()
-        if self.disk is not None:
-            self.disk.tier.pool.clear_index()
-        for seq_id in list(self._below):
-            self._unfollow(seq_id)
-
-    # Sequences that give way.
 
     @property
     def num_parked(self) -> int:
@@ -301,10 +53,6 @@ class TieredMemory(MemoryManager):
         table = self.table(seq_id)
         held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
         return len(held) - held.count(None) - len(self._slots_below(seq_id, table))
-
-    def num_below(self, seq_id: int) -> int:
-        """Leading blocks of a running sequence that the host holds under their prefix."""
-        return len(self._below.get(seq_id, ()))
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
         """Slots that hold the first blocks of an exact sequence."""
@@ -350,7 +98,7 @@ class TieredMemory(MemoryManager):
         if table.chain is None or not self._goes_on(parked):
             return PrefixMatch(table.keys, (), "")
         match = super().match_prefix(table.keys, max_tokens=table.physical_len)
-        return replace(match, entries=match.entries[: len(table.entries)])
+        return replace(match, entries=match.entries[: len(table.entries)], lower=())
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch) -> int:
         """Blocks that it takes beside those of the match, its own next tokens not counted."""
@@ -400,8 +148,6 @@ class TieredMemory(MemoryManager):
         """Whether its chain's root is still the index's."""
         return parked.root == self.pool.index.root(None).serial
 
-    # Moves.
-
     def grow(self, seq_id: int, num_tokens: int) -> Growth:
         growth = super().grow(seq_id, num_tokens)
         self._copied.update((target, source) for source, target in growth.copies)
@@ -412,86 +158,24 @@ class TieredMemory(MemoryManager):
         outs, self._outs = self._outs, []
         return outs
 
-    def take_loads(self) -> list[Move]:
-        """(slot, block); of two loads into one block, which changed hands in this step, the last."""
-        loads, self._loads = self._loads, []
-        return [(slot, block) for block, slot in {block: slot for slot, block in loads}.items()]
-
-    def take_stores(self) -> list[Move]:
-        """(block, slot) of blocks that have become full, or were met, and have not changed hands since."""
-        stores, self._stores = self._stores, []
-        is_live = self.pool.index.is_live
-        self.forget_slots([slot for entry, slot in stores if not is_live(entry)])
-        return [(entry.block, slot) for entry, slot in stores if is_live(entry)]
-
-    def stored(self) -> None:
-        """All slots that take_stores named are filled or forgotten; the disk may have them."""
-        for seq_id in self._on_disk:
-            self._offer_disk(seq_id, self._tables[seq_id])
-
-    # What comes from disk.
-
-    def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
-        """Begin to load what a sequence that waits would hit on disk and nowhere above."""
-        if self.disk is None or not self.prefix.enabled:
-            return
-        limit = min(keys.num_tokens - 1, max_tokens) // self.block_size
-        if len(super().match_prefix(keys, max_tokens=max_tokens).entries) >= limit:
-            return
-        missing = len(self.disk.run(keys, limit)) - len(self.host.run(keys, limit))
-        num_tokens = missing * self.block_size
-        if missing > 0 and self.load_is_worth(num_tokens):
-            most = min(keys.num_tokens - 1, max_tokens)
-            loading = self.disk.load(keys, most, self._clock() + self.load_wait_s(num_tokens))
-            if loading is not None:
-                self._loading[seq_id] = loading
-
-    def must_wait(self, seq_id: int) -> bool:
-        """Whether a sequence is to wait for what is being loaded for it."""
-        loading = self._loading.get(seq_id)
-        if loading is not None and loading.after is not None and not loading.is_pending:
-            self.end_loading(seq_id)
-            self.prefetch(seq_id, loading.keys, loading.max_tokens)
-            loading = self._loading.get(seq_id)
-        return loading is not None and loading.is_pending and self._clock() < loading.deadline
-
-    def end_loading(self, seq_id: int) -> None:
-        """A sequence has begun, or will not."""
-        loading = self._loading.pop(seq_id, None)
-        if loading is not None and self.disk is not None:
-            self.disk.end(loading)
-
     def settle(self) -> None:
         super().settle()
         self._copied.clear()
         for parked in self._resumed.values():
             self._release_parked(parked)
         self._resumed.clear()
-        self.host.pool.release(reversed(self._reading))
-        self._reading.clear()
 
     def check(self) -> None:
         super().check()
-        pool = self.host.pool
-        pool.check()
-        held, on_disk = Counter(self._reading), Counter[int]()
-        if self.disk is not None:
-            self.disk.tier.pool.check()
-            above, on_disk = self.disk.references()
-            held += above
-            for entries in self._on_disk.values():
-                on_disk.update(entry.block for entry in entries)
-            references = {slot: refs for slot, refs in enumerate(self.disk.tier.pool.refs) if refs}
-            assert on_disk == references, f"disk slots: {dict(on_disk)} held, {references} in the pool"
-        for loading in self._loading.values():
-            held.update([*loading.held, *(entry.block for entry in loading.linked)])
-        for entries in self._below.values():
-            held.update(entry.block for entry in entries)
-        parked = [*self._parked.values(), *self._resumed.values()]
-        for one in parked:
-            held.update(one.held)
-        references = {slot: refs for slot, refs in enumerate(pool.refs) if refs}
-        assert held == references, f"slots: {dict(held)} held, {references} in the pool"
-        own = sum(one.num_own for one in parked)
+        own = sum(one.num_own for one in self._all_parked())
         assert own == self._num_own <= self.max_parked, f"{own} slots of parked ones, {self._num_own} counted"
         assert not self._parked.keys() & self._tables.keys(), "a sequence has blocks and is parked"
+
+    def _slots_held(self) -> Counter[int]:
+        held = super()._slots_held()
+        for one in self._all_parked():
+            held.update(one.held)
+        return held
+
+    def _all_parked(self) -> list[Parked]:
+        return [*self._parked.values(), *self._resumed.values()]
