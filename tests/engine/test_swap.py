@@ -134,7 +134,7 @@ def test_an_aborted_victim_leaves_nothing(make_llm):
 def test_swap_needs_a_host(make_llm):
     with pytest.raises(InvalidArgumentError, match="preemption_mode is 'swap', but kv_offloading_size is 0"):
         make_llm(preemption_mode="swap")
-    with pytest.raises(InvalidArgumentError, match="swap_space is 2.0 GiB, more than kv_offloading_size"):
+    with pytest.raises(InvalidArgumentError, match=r"swap_space is 2\.0 GiB, more than kv_offloading_size"):
         make_llm(kv_offloading_size=0.01, swap_space=2.0)
     with pytest.raises(InvalidArgumentError, match="less than one block"):
         make_llm(kv_offloading_size=10 / GIB)
