@@ -212,6 +212,24 @@ def test_a_stuck_disk_is_told_and_left_alone_until_it_answers(bench: Bench) -> N
     assert bench.results(1) == {6: "ok"}
 
 
+def test_a_result_says_how_much_and_how_long_without_the_queue(bench: Bench) -> None:
+    workers, keys = bench.start(), chain(2)
+    stuck(bench, lambda: [workers.submit_store(i, i, k, payload(k)) for i, k in enumerate(keys)], 1)
+    bench.clock.now += 3
+    bench.io.hold.set()
+    while workers.num_unfinished:
+        workers.wait(LONG_S)
+    workers.submit_load(2, 7, keys[0], empty())
+    while workers.num_unfinished:
+        workers.wait(LONG_S)
+    assert workers.poll() == [
+        Done(0, Outcome.OK, 3.0, PAYLOAD),
+        Done(1, Outcome.OK, 0.0, PAYLOAD),
+        Done(2, Outcome.BLANK, 0.0, 0),
+    ]
+    assert workers.counters.store_seconds == 3.0
+
+
 def test_what_is_written_is_synced_by_and_by(bench: Bench) -> None:
     workers, keys = bench.start(sync_interval_s=60.0), chain(3)
     workers.submit_store(0, 0, keys[0], payload(keys[0]))

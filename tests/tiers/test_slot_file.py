@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import signal
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.tiers import record
+from kvreclaim.tiers.directory import StoreDirectory
 from kvreclaim.tiers.outcome import Outcome
 from kvreclaim.tiers.slot_file import SlotFile
 
@@ -29,6 +31,8 @@ from .slot_files import (
     payload,
     size_for,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 def bytes_in(directory: Path) -> int:
@@ -257,24 +261,26 @@ def test_a_write_that_fails_leaves_no_record(tmp_path: Path, code: int) -> None:
     again.close()
 
 
-def test_a_record_can_be_larger_than_a_file_may_be(tmp_path: Path) -> None:
-    keys = chain(2)
-    file = open_slots(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * LAYOUT.slot + 4096, hard))
-        assert file.write(0, keys[0], payload(keys[0])) is Outcome.OK
-        assert file.write(5, keys[1], payload(keys[1])) is Outcome.SHORT
-        assert file.write(6, keys[1], payload(keys[1])) is Outcome.NO_SPACE
-        with pytest.raises(InvalidArgumentError, match="can't set aside"):
-            open_slots(tmp_path / "other")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
-    file.close()
+def test_a_limit_for_files_stops_what_lies_behind_it(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from tests.tiers.slot_files import LAYOUT, chain, open_slots, payload
+from kvreclaim.errors import InvalidArgumentError
+file, keys, place = open_slots(Path(sys.argv[1])), chain(2), Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (5 * LAYOUT.slot + 4096,) * 2)
+for slot, key in ((0, keys[0]), (5, keys[1]), (6, keys[1])):
+    print(file.write(slot, key, payload(key)))
+try:
+    open_slots(place / "other")
+except InvalidArgumentError as error:
+    print("can't set aside" in str(error))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ok", "short", "no_space", "True"]
     again = open_slots(tmp_path)
-    assert [each.record for each in again.recover()] == keys[:1]
+    assert [each.record for each in again.recover()] == chain(2)[:1]
     again.close()
 
 
@@ -389,6 +395,34 @@ def test_a_second_process_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert [each.record for each in again.recover()] == [keys[0]]
     again.close()
     second.close()
+
+
+def test_of_many_that_start_at_once_one_has_the_room(tmp_path: Path) -> None:
+    opened: list[SlotFile] = []
+    refused: list[str] = []
+
+    def start() -> None:
+        try:
+            opened.append(open_slots(tmp_path))
+        except InvalidArgumentError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(opened), len(refused)) == (1, 5)
+    assert opened[0].num_slots == 8
+    assert bytes_in(tmp_path) == size_for(8)
+    opened[0].close()
+
+
+def test_a_directory_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreclaim.tiers.directory.LOCK_PATIENCE_S", 0.0)
+    with StoreDirectory(tmp_path), pytest.raises(InvalidArgumentError, match="has been setting up"):
+        open_slots(tmp_path)
+    open_slots(tmp_path).close()
 
 
 def test_old_files_make_way_for_new_ones(tmp_path: Path) -> None:

@@ -11,28 +11,35 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.tiers.outcome import Outcome
 from kvreclaim.tiers.record import RecordKey
 
 from .slot_files import chain, empty, open_slots, payload, size_for
 
 NUM_SLOTS = 6
+ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KVRECLAIM_TEST_KILLS", "10"))
 
-WRITER = """
-import random, sys
+WRITERS = """
+import os, random, sys
 from pathlib import Path
 from tests.tiers.slot_files import chain, open_slots, payload
-file, pick = open_slots(Path(sys.argv[1]), 24), random.Random(int(sys.argv[2]))
 keys = [key for first in range(6) for key in chain(6, first)]
-file.recover()
-print("ready", flush=True)
-while True:
-    key = pick.choice(keys)
-    file.write(pick.randrange(24), key, payload(key, 1))
+for seed in sys.stdin:
+    if (writer := os.fork()) == 0:
+        file, pick = open_slots(Path(sys.argv[1]), 24), random.Random(int(seed))
+        file.recover()
+        print(os.getpid(), flush=True)
+        while True:
+            key = pick.choice(keys)
+            file.write(pick.randrange(24), key, payload(key, 1))
+    os.waitpid(writer, 0)
+    print("killed", flush=True)
 """
 
 
@@ -100,26 +107,32 @@ def test_a_file_is_like_a_dict(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_writer_is_killed_at_any_moment(tmp_path: Path) -> None:
-    pick = random.Random(7)
-    for kill in range(KILLS):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(kill)],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(pick.random() * 0.05)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        file = open_slots(tmp_path, 24)
-        found = file.recover()
-        assert len({each.slot for each in found}) == len({each.record.key for each in found}) == len(found)
-        for each in found:
-            out = empty()
-            assert file.read(each.slot, each.record, out) is Outcome.OK
-            assert out == payload(each.record, 1)
-        file.close()
-        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= size_for(24)
-    assert found, "nothing was ever written"
+    pick, most = random.Random(7), 0
+    command = [sys.executable, "-c", WRITERS, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True, bufsize=1) as writers:
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        for kill in range(KILLS):
+            writers.stdin.write(f"{kill}\n")
+            writer = int(writers.stdout.readline())
+            with pytest.raises(InvalidArgumentError, match="other files in use"):
+                open_slots(tmp_path, 24)
+            time.sleep(pick.random() * 0.02)
+            os.kill(writer, signal.SIGKILL)
+            assert writers.stdout.readline() == "killed\n"
+            most = max(most, records_after_a_kill(tmp_path))
+    assert most, "nothing was ever written"
+
+
+def records_after_a_kill(directory: Path) -> int:
+    file = open_slots(directory, 24)
+    found = file.recover()
+    assert len({each.slot for each in found}) == len({each.record.key for each in found}) == len(found)
+    for each in found:
+        out = empty()
+        assert file.read(each.slot, each.record, out) is Outcome.OK
+        assert out == payload(each.record, 1)
+    file.close()
+    assert sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) <= size_for(24)
+    return len(found)

@@ -130,9 +130,13 @@ class StoreDirectory:
         while True:
             stem = f"{namespace.hex}/slots{f'.{number}' if number else ''}"
             fd = self.open_file(stem + SLOTS)
-            if try_lock(fd):
-                os.utime(fd)
-                return fd, self.open_file(stem + INDEX)
+            try:
+                if try_lock(fd):
+                    os.utime(fd)
+                    return fd, self.open_file(stem + INDEX)
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(fd)
             number += 1
 

@@ -122,7 +122,8 @@ class SlotFile:
         return cls(fds, namespace, layout, num_slots, num_old, io)
 
     def write(self, slot: int, key: RecordKey, payload: memoryview) -> Outcome:
-        """Put a record into a slot, whatever was there; a write that fails leaves none, or the one before."""
+        """Put a record into a slot, whatever was there. If it fails, the slot holds no record, the one before
+        or this one, whole in any case."""
         layout = self.layout
         assert payload.nbytes == layout.payload, f"{payload.nbytes} bytes of a block of {layout.payload}"
         with self._lock:

@@ -79,11 +79,10 @@ class DiskWorkers:
         self._counters = DiskCounters()
         self._was_off = self._is_closing = self._is_closed = False
         self._next_sync: float | None = None
+        kinds = [False] * num_read_threads + [True] * num_write_threads
         self._threads = [
-            Thread(target=self._run, args=(False,), daemon=True) for _ in range(num_read_threads)
-        ]
-        self._threads += [
-            Thread(target=self._run, args=(True,), daemon=True) for _ in range(num_write_threads)
+            Thread(target=self._run, args=(stores,), name=f"kvreclaim-disk-{i}", daemon=True)
+            for i, stores in enumerate(kinds)
         ]
         for thread in self._threads:
             thread.start()
