@@ -8,9 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,39 +17,11 @@ import httpx2
 import psutil
 import pytest
 import web
+from serve_command import KVRECLAIM, Served, served
 from steering import LIMIT_S, until
 
-KVRECLAIM = Path(sys.executable).parent / "kvreclaim"
 MODEL = "kvreclaim-demo"
 LONG = {"model": MODEL, "prompt": "GO wind", "max_tokens": 4000, "ignore_eos": True}
-
-
-@dataclass
-class Served:
-    process: subprocess.Popen
-    base_url: str
-    log: Path
-
-    @property
-    def engine(self) -> psutil.Process:
-        [child] = psutil.Process(self.process.pid).children()
-        return child
-
-
-@contextmanager
-def served(tmp_path: Path, *options: str) -> Iterator[Served]:
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        command = [KVRECLAIM, "serve", "--model", "demo", "--port", "0", "--log-format", "json", *options]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        until(lambda: "at http://" in log.read_text() or process.poll() is not None)
-        found = re.search(r"at (http://[\d.:]+)", log.read_text())
-        assert found is not None, log.read_text()
-        yield Served(process, found[1], log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Streaming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,9 +53,9 @@ def generate(
 
     hide_progress_bars()
     options = asdict(engine) | {"max_num_seqs": 1}
-    llm = LLM(opt.model_of(model), dtype=dtype, device=device, **options)
-    asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
-    _stream(llm, asked, params, compression)
+    with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
+        asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
+        _stream(llm, asked, params, compression)
 
 
 def _stream(

@@ -57,6 +57,8 @@ class Child:
                 pass
         except ChannelClosedError:
             logger.warning("the server has gone; the engine's process ends")
+        finally:
+            self._host.close()
 
     def _turn(self) -> bool:
         """Messages, then a step. Returns: whether to go on."""

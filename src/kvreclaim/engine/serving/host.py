@@ -93,6 +93,13 @@ class Host:
         for request_id in list(self._cursors):
             self.abort(request_id)
 
+    def close(self) -> None:
+        """At the end: what is on its way to disk is written. Nothing may be asked of the engine after."""
+        try:
+            self.engine.close()
+        except Exception:
+            logger.exception("closing the engine failed")
+
     def step(self) -> None:
         """One step of the engine. If it fails, the requests in flight end; the engine goes on if it can."""
         try:

@@ -101,6 +101,7 @@ class AsyncEngine(Readers):
                     if command is None:
                         self.host.abort_all()
                         self._pass_on()
+                        self.host.close()
                         return
                     command()
                     self._pass_on()

@@ -1,0 +1,64 @@
+"""Whoever runs an engine closes it at the end, so that what is on its way to disk arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+import tiny
+
+from kvreclaim import SamplingParams
+from kvreclaim.engine.serving.channel import Channel
+from kvreclaim.engine.serving.child import Child
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.messages import Stop
+from kvreclaim.engine.serving.thread import AsyncEngine
+
+GIB = 2**30
+
+
+@pytest.fixture
+def llm(tmp_path, make_llm):
+    """Some blocks are on their way to disk."""
+    sizes = {"kv_offloading_size": 16e6 / GIB, "kv_offloading_disk_size": 32e6 / GIB}
+    llm = make_llm(kv_offloading_disk_path=str(tmp_path), **sizes)
+    llm.generate(tiny.prompts((150, 97), seed=4), SamplingParams(max_tokens=4))
+    return llm
+
+
+def assert_closed(llm):
+    disk = llm.engine.tiers.disk
+    assert not disk.close.alive
+    assert not disk.workers.num_unfinished
+    assert disk.counters.stores == disk.tier.num_storing + disk.tier.num_stored >= 15
+
+
+def test_the_thread_closes_it(llm):
+    async def main():
+        engine = AsyncEngine(llm)
+        engine.start()
+        await engine.stop()
+
+    asyncio.run(main())
+    assert_closed(llm)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_process_closes_it(llm, told):
+    """Told to stop, or alone since the server has gone."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    if told:
+        channel.send(Stop())
+        channel.flush()
+    else:
+        channel.close()
+    Child(Channel(theirs), Host(llm)).run()
+    assert_closed(llm)
+
+
+def test_closing_twice_is_closing_once(llm):
+    llm.close()
+    llm.close()
+    assert_closed(llm)
