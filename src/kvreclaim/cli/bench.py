@@ -18,6 +18,7 @@ from kvreclaim.bench.plans import (
     ServePlan,
     VllmPlan,
 )
+from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
@@ -188,6 +189,33 @@ def step(
 
         rows = step.run(plan)
         publish(rows, [step.step_table(rows)], json_file)
+
+
+@bench_app.command("tiers")
+@takes
+def tiers(
+    plan: Annotated[TiersPlan, Takes(config=TiersPlan)],
+    json_file: Json = None,
+) -> None:
+    """Below the pool: hits by tier, first token from device, host and disk, swapping against recomputing."""
+    with ready(plan.threads):
+        from kvreclaim.bench.tiers import first_token, hits, swap
+
+        parts: dict[str, list[dict[str, Any]]] = {}
+        tables = []
+        if plan.hits and plan.trace is None:
+            typer.echo("hit rates are left out: --trace names no trace of block hashes.")
+        elif plan.hits:
+            parts["hits"] = hits.run(plan)
+            tables.append(hits.hits_table(parts["hits"]))
+        if plan.first_token:
+            parts["first_token"] = first_token.run(plan)
+            tables.append(first_token.first_token_table(parts["first_token"]))
+        if plan.swap:
+            parts["swap"] = swap.run(plan)
+            tables.append(swap.swap_table(parts["swap"]))
+        rows = [{"part": part, **row} for part, found in parts.items() for row in found]
+        publish(rows, tables, json_file)
 
 
 @bench_app.command("vllm")

@@ -1,0 +1,1 @@
+"""What the tiers below the pool are worth: hits, time to the first token, and swapping."""
