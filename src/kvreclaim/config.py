@@ -83,6 +83,13 @@ class EngineConfig:
     spread_compression: bool = option(
         True, "Requests that arrive together are compressed at different steps, each by its prompt's hash."
     )
+    compressed_prefix_fraction: float = option(
+        0.25,
+        "Of all blocks, at most so many for what compression left of prompts' beginnings (compress_at), kept "
+        "for requests that begin so, too.",
+        low=0.0,
+        high=1.0,
+    )
     max_pinned_fraction: float = option(0.5, "Of all blocks, at most so many pinned.", low=0.0, high=1.0)
     kv_cache_metrics_sample: float = option(
         0.01, "Share of the blocks whose time in the pool is measured.", low=0.0, high=1.0
@@ -139,7 +146,7 @@ class EngineConfig:
         panel=TIERS,
     )
     kv_offloading_disk_size: float = option(
-        4.0, "GiB that the file may take, made at once.", low=0.001, high=float(1 << 20), panel=TIERS
+        4.0, "GiB that the file may take, made at once.", low=1e-6, high=float(1 << 20), panel=TIERS
     )
     kv_load_policy: str = option(
         "timeout",

@@ -45,7 +45,7 @@ def another(setting: Setting) -> Any:
     if setting.type is int:
         return (said.low if default is None else default) + 1
     if setting.type is float:
-        return said.low if default == said.high else (default + said.high) / 2
+        return said.low if default == said.high else ((default or 0.0) + said.high) / 2
     if int in get_args(setting.type):
         return "7"
     return "7.5" if float in get_args(setting.type) else WORDS.get(setting.name, "a-word")

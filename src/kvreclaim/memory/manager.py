@@ -111,10 +111,12 @@ class MemoryManager:
         tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
         return [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
 
-    def keys(self, token_ids: Sequence[int], cache_salt: str | None = None) -> BlockKeys:
+    def keys(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
+    ) -> BlockKeys:
         """For a sequence that is to begin: what its blocks are found by. To be made once and kept as long
         as the sequence lives; token_ids is its own list, which only grows at its end."""
-        return BlockKeys(self._hashing, token_ids, cache_salt)
+        return BlockKeys(self._hashing, token_ids, cache_salt, lasting=lasting)
 
     def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
         """The longest run of indexed full blocks that begins these keys' prompt, all its tokens.

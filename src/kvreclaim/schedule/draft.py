@@ -11,6 +11,7 @@ from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.queue import Line, Seq, Tenant
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import PromptTokens, Shares
+from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
 
 
@@ -77,8 +78,8 @@ class Draft(Generic[Seq]):
             self.preempted.append(lost)
         self.admitted = begun
 
-    def plan(self, memory: MemoryManager) -> StepPlan:
-        """memory: whose moves between tiers the plan takes over."""
+    def plan(self, memory: MemoryManager, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
+        """memory: whose moves between tiers the plan takes over; snapshots: those that gave way."""
         tiered = memory if isinstance(memory, TieredMemory) else None
         grown = [growth for _, growth in self.rows.values()]
         return StepPlan(
@@ -88,6 +89,8 @@ class Draft(Generic[Seq]):
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             failed=tuple(self.failed),
+            parked=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_parked()),
+            dropped=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_gone()),
             outs=tuple(tiered.take_outs()) if tiered else (),
             loads=tuple(tiered.take_loads()) if tiered else (),
         )

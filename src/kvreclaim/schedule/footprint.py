@@ -11,7 +11,7 @@ by all that is generated. A policy that reads sparsely has none; its sequences a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.account import Account
@@ -36,6 +36,8 @@ class Footprint:
     max_chunk:  tokens that one step computes at most
     offset:     tokens by which the first pass behind the prompt comes early, below interval, so that requests
                 that arrive together do not fall due together; all later passes keep the distance
+    compress_at: tokens of the prompt behind which a pass lies whatever is due, if it leaves fewer than there
+                are; 0: none. With prompt_only this is its pass
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
                 blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
     """
@@ -52,6 +54,7 @@ class Footprint:
     max_chunk: int = 2048
     offset: int = 0
     aligned: bool = False
+    compress_at: int = 0
 
     @property
     def bounded(self) -> bool:
@@ -85,6 +88,10 @@ class Footprint:
         if not self.way.evicts:
             return False
         in_prompt = num_computed < num_prompt
+        if self.compress_at and (self.prompt_only or num_computed == self.compress_at):
+            live = num_computed - account.num_evicted
+            at = num_computed == self.compress_at and account.last_computed < num_computed
+            return at and self.kept(live) < live
         if self.prompt_only:
             worth = num_prompt - self.budget >= (self.block_size if self.aligned else 1)
             return worth and not in_prompt and account.last_computed == 0
@@ -99,6 +106,10 @@ class Footprint:
             return whole if whole > 0 else self.max_chunk
         if not self.way.evicts:
             return self.max_chunk
+        if num_computed < self.compress_at:
+            until = self.compress_at - num_computed
+            rest = replace(self, compress_at=0)
+            return min(until, rest.tokens_until_pass(num_computed, num_prompt, account))
         if self.prompt_only:
             return prompt_left if prompt_left > 0 else self.max_chunk
         live = num_computed - account.num_evicted
@@ -114,8 +125,12 @@ class Footprint:
         """Logical length at which a sequence is compressed for the first time; None: it never is."""
         if not self.way.evicts:
             return None
+        at = self.compress_at
         if self.prompt_only:
-            return num_prompt if num_prompt > self.budget else None
+            end = at or num_prompt
+            return end if end > self.budget else None
+        if at and self.kept(at) < at:
+            return min(at, replace(self, compress_at=0).first_pass(num_prompt) or at)
         return min(self.prompt_cap, max(num_prompt, self._due_at(num_prompt, 0)))
 
     def hit_limit(self, num_prompt: int, known: int) -> int:
@@ -136,7 +151,8 @@ class Footprint:
         if self.aligned:
             return known if self.most_tokens is None else min(known, self.most_tokens)
         if self.prompt_only:
-            return max(num_prompt, known - max(0, num_prompt - self.budget))
+            end = self.compress_at or num_prompt
+            return max(end, known - max(0, end - self.budget))
         return max(min(num_prompt, self.prompt_cap), min(known, self.decode_cap))
 
     def kept(self, live: int) -> int:

@@ -24,6 +24,25 @@ def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
     return slots + len(match.lower) * memory.block_size
 
 
+def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> int:
+    """That one takes itself which begins as the fork of a snapshot: all that it will hold, if its blocks
+    become its own at a later pass, else what comes behind the shared ones, a copy of the last one included.
+    And those of the snapshot, where it has to come back first."""
+    size, known, footprint = memory.block_size, len(seq.token_ids), seq.footprint
+    live = snapshot.num_computed - snapshot.account.num_evicted
+    grows = live + seq.max_len - snapshot.num_computed
+    slots = blocks_for(live + known - snapshot.num_computed, size) * size - live // size * size
+    if (
+        not footprint.prompt_only
+        and footprint.way.moves
+        and grows >= min(footprint.decode_cap, footprint.prompt_cap)
+    ):
+        slots = max(slots, footprint.slots_needed(seq.num_prompt, known))
+    if isinstance(memory, TieredMemory) and memory.is_parked(snapshot.seq_id):
+        slots += len(memory.parked(snapshot.seq_id).held) * size
+    return max(slots, 1)
+
+
 def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) -> int:
     """Of one that comes back as it was: what it held, its next tokens, and what it will take for sure."""
     size, table = memory.block_size, memory.parked(seq.seq_id).table

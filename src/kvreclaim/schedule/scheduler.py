@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
@@ -17,9 +18,10 @@ from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.queue import Queue, Seq
-from kvreclaim.schedule.room import known_growth, own_slots
+from kvreclaim.schedule.room import known_growth, own_slots, slots_of_fork
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares
+from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.step import Admitted, Pass, Preempted, PreemptionReason, Row, StepDone, StepPlan
 from kvreclaim.schedule.victims import Preemption, victim_order
 from kvreclaim.schedule.way import Way
@@ -57,6 +59,7 @@ class Scheduler(Generic[Seq]):
         by_priority: bool,
         preemption: Preemption | None = None,
         victim_policy: str = "auto",
+        max_snapshot_blocks: int = 0,
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -64,6 +67,7 @@ class Scheduler(Generic[Seq]):
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
         self.preemption = preemption or Preemption()
+        self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks)
         self._victims = victim_order(
             victim_policy, by_priority=by_priority, preemption=self.preemption, memory=memory
         )
@@ -74,7 +78,7 @@ class Scheduler(Generic[Seq]):
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""
         self._known[seq.seq_id] = seq
-        seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
+        seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
         seq.status = Status.WAITING
         self.waiting.add(seq)
         if isinstance(self.memory, TieredMemory):
@@ -118,7 +122,7 @@ class Scheduler(Generic[Seq]):
         self._num_steps += 1
         step: Draft[Seq] = Draft(self.max_num_batched_tokens)
         self._decide(step)
-        return step.plan(self.memory)
+        return step.plan(self.memory, self.snapshots)
 
     def _decide(self, step: Draft[Seq]) -> None:
         order = sorted(self.running, key=self._turn)
@@ -217,6 +221,8 @@ class Scheduler(Generic[Seq]):
         if not num_tokens or (step.rows and seq.is_postponed):
             return
         while not self.memory.can_grow(seq.seq_id, num_tokens):
+            if self.snapshots.give_way():
+                continue
             victim = self._victim() if step.shares is None else step.shares.largest(self._victims)
             reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
@@ -286,13 +292,20 @@ class Scheduler(Generic[Seq]):
         has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
         if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
             return False
+        snapshot = self.snapshots.find(seq) if not seq.num_computed else None
+        if snapshot is not None and has_seat:
+            return self._begin_as_fork(seq, snapshot, step)
         parked, match = self._parked_in(seq), self._match(seq)
         own, with_prompts = own_slots(seq, match, self.memory), shares is not None
 
         def needed(running: Iterable[Seq]) -> int:
             return own + known_growth(running, self.memory, prompts=with_prompts)
 
-        if not (has_seat and self.memory.can_admit(match, needed(self.running))):
+        fits = has_seat and self.memory.can_admit(match, needed(self.running))
+        while has_seat and not fits and self.snapshots.give_way():
+            match = self._match(seq)
+            fits = self.memory.can_admit(match, needed(self.running))
+        if not fits:
             victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
                 return False
@@ -310,6 +323,36 @@ class Scheduler(Generic[Seq]):
         seq.status, seq.last_step = Status.RUNNING, self._num_steps
         num_loaded = len(match.lower) * self.memory.block_size
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None))
+        step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
+        return True
+
+    def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
+        """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
+        size, shares = self.memory.block_size, step.shares
+
+        def fits() -> bool:
+            slots = slots_of_fork(seq, snapshot, self.memory)
+            slots += known_growth(self.running, self.memory, prompts=shares is not None)
+            return blocks_for(slots, size) <= self.memory.num_free
+
+        while not fits():
+            if not self.snapshots.give_way(snapshot):
+                if not self.running:  # it would hold its own snapshot's room for ever
+                    self.snapshots.drop(snapshot.snapshot_key)
+                    return self._admit(seq, step)
+                return False
+        unparked = False
+        if isinstance(self.memory, TieredMemory) and self.memory.is_parked(snapshot.seq_id):
+            self.memory.resume(snapshot.seq_id, self.memory.match_parked(snapshot.seq_id))
+            unparked = True
+        self.snapshots.begin(snapshot, seq)
+        self.waiting.begin(seq)
+        room = step.room(seq)
+        self.running.append(seq)
+        seq.status, seq.last_step = Status.RUNNING, self._num_steps
+        step.admitted.append(
+            Admitted(seq.seq_id, seq.num_computed, snapshot=snapshot.seq_id, unparked=unparked)
+        )
         step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
         return True
 

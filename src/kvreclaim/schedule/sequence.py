@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +33,9 @@ class Sequence:
                   all of the prompt's rows are wanted
     num_computed: leading tokens whose K/V have been written; the rest is known but not computed
     last_step:    of the scheduler in which it was computed last
+    lasting:      its blocks' bytes are all that belongs to them
+    snapshot_key: names all that what a pass at its footprint's compress_at leaves depends on; None: it is not
+                  to be kept, nor found
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
     """
 
@@ -52,6 +56,8 @@ class Sequence:
     account: Account = field(default_factory=Account)
     status: Status = Status.WAITING
     last_step: int = 0
+    lasting: bool = True
+    snapshot_key: Hashable = None
     keys: BlockKeys | None = None
 
     @property

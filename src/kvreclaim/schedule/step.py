@@ -33,12 +33,15 @@ class Admitted:
 
     num_loaded: of these, tokens that come from the host
     resumed:    it goes on where it was parked: nothing of it is computed again
+    snapshot:   id of the hidden sequence that it is a fork of; unparked: this has come back for it
     """
 
     seq_id: int
     num_hit: int
     num_loaded: int = 0
     resumed: bool = False
+    snapshot: int | None = None
+    unparked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class StepPlan:
 
     preempted: sequences whose side state is to be dropped, or kept aside
     failed:    sequences that could not be scheduled, with the error: their requests end
+    parked:    hidden sequences (snapshots) whose side state is to be kept aside; dropped: to be forgotten
     outs:      (block, host slot), moved before all else
     loads:     (host slot, block), moved next
     copies:    (source, target) blocks, copied together before anything is written; no block is both, and
@@ -70,6 +74,8 @@ class StepPlan:
     admitted: tuple[Admitted, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     failed: tuple[tuple[int, Exception], ...] = ()
+    parked: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
     outs: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
 

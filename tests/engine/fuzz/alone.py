@@ -33,6 +33,7 @@ class Question:
     interval: int
     chunk: int
     kernels: str
+    compress_at: int | None = None
     max_len: int | None = None
 
     def params(self) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,14 @@ class Machine:
             preemption_mode=setup.preemption_mode,
             victim_policy=setup.victim_policy,
             kv_offloading_write_policy=setup.write_policy,
+            compressed_prefix_fraction=setup.compressed_prefix_fraction,
+            kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
+            kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
+            kv_load_policy=setup.load_policy,
         )
+
+    def _new_directory(self) -> str:
+        return tempfile.mkdtemp(dir=self._first.stats_file.parent)
 
     def question(self, ask: Ask, prompt: list[int], setup: Setup) -> Question:
         continuation = self.texts[(ask.text + 1) % len(self.texts)][: ask.max_tokens]
@@ -108,7 +116,14 @@ class Machine:
             interval=ask.interval,
             chunk=setup.max_num_batched_tokens,
             kernels=setup.kernels,
+            compress_at=self.compress_at(ask, prompt),
         )
+
+    def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
+        """Where that can be."""
+        if ask.policy in (None, "full", "oracle", "quest") or not ask.compress_at:
+            return None
+        return ask.compress_at if ask.compress_at < len(prompt) else None
 
     def compressor(self, llm: LLM, question: Question) -> Compressor | None:
         if question.policy is None:
@@ -141,6 +156,7 @@ class Machine:
                 max_num_seqs=ROOMY,
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
+                compressed_prefix_fraction=0.0,
             )
             self._roomy[key] = self.engine(setup)
         llm = self._roomy[key]
@@ -150,6 +166,7 @@ class Machine:
             question.params(),
             self.compressor(llm, question),
             continuation=list(question.continuation) or None,
+            compress_at=question.compress_at,
         )
 
 

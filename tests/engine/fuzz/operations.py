@@ -66,6 +66,9 @@ class Setup:
     preemption_mode: str = "auto"
     victim_policy: str = "auto"
     write_policy: str = "write_through"
+    compressed_prefix_fraction: float = 0.25
+    disk_slots: int = 0
+    load_policy: str = "timeout"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Ask:
     fault: str | None = None
     retention: int = 0
     tenant: str | None = None
+    compress_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ class Habits:
     raises: float
     not_finite: float
     special: float
+    compress_at: int | None
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -159,12 +164,14 @@ class Habits:
             raises=random.choice((0.0, 0.02, 0.2)),
             not_finite=random.choice((0.0, 0.0, 0.02)),
             special=random.choice((0.0, 0.05)),
+            compress_at=random.choice((None, 14, 16, 20)),
         )
 
 
 def random_setup(random: Random) -> Setup:
     kv_format = random.choice(FORMATS)
     host_slots = random.choice((0, 1, 4, 12, 60, 200))
+    prefix_caching = random.random() < 0.9
     return Setup(
         kv_format=kv_format,
         num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
@@ -172,11 +179,14 @@ def random_setup(random: Random) -> Setup:
         max_num_batched_tokens=random.choice((6, 16, 40)),
         scheduling_policy=random.choice(("fcfs", "priority")),
         eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
-        prefix_caching=random.random() < 0.9,
+        prefix_caching=prefix_caching,
         shadow=kv_format != "fp32" or random.random() < 0.3,
         host_slots=host_slots,
         preemption_mode=random.choice(("auto", "swap", "swap") if host_slots else ("auto", "recompute")),
         victim_policy=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),
+        compressed_prefix_fraction=random.choice((0.0, 0.25, 0.5, 1.0)),
+        disk_slots=random.choice((0, 20, 200)) if host_slots and prefix_caching else 0,
+        load_policy=random.choice(("timeout", "wait_complete", "best_effort", "race")),
         write_policy=random.choice(("write_through", "write_through_selective")),
     )
 
@@ -199,6 +209,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         fault=random.choice(("guilty", "poison")) if random.random() < habits.special else None,
         retention=random.choice((0, 0, 0, 8)),
         tenant=random.choice(habits.tenants),
+        compress_at=habits.compress_at if random.random() < 0.8 else None,
     )
 
 

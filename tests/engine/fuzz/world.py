@@ -125,6 +125,7 @@ class World:
                 priority=ask.priority if self.setup.scheduling_policy == "priority" else 0,
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
                 tenant=ask.tenant,
+                compress_at=question.compress_at,
             )
         except KVReclaimError:
             self.counts["refused"] += 1
@@ -212,10 +213,14 @@ class World:
         self.counts["errors"] += sum(asked.request.error is not None for asked in self.asked)
 
     def close(self) -> None:
+        self.llm.close()
         self.patch.undo()
         self.faults.clear()
 
     def _check_empty(self) -> None:
+        self.counts["snapshots begun with"] += self.engine.scheduler.snapshots.num_hits
+        self.engine.reset_prefix_cache()
+        self.engine.step()
         stats = self.engine.memory.stats()
         assert stats.in_use == 0, f"{stats.in_use} blocks are still in use"
         assert stats.free + stats.cached == stats.num_blocks

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import replace
 from zlib import crc32
 
-from kvreclaim.checks import is_int
+from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.signals.signals import needs_of
@@ -72,13 +72,16 @@ def check_priority(priority: int, config: EngineConfig) -> None:
         )
 
 
-def footprint_of(compressor: Compressor | None, config: EngineConfig, prompt: list[int]) -> Footprint:
+def footprint_of(
+    compressor: Compressor | None, config: EngineConfig, prompt: list[int], compress_at: int | None = None
+) -> Footprint:
     """What a request's compression lets it hold in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
     plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+    _check_compress_at(compress_at, compressor, len(prompt))
     if compressor is None:
         return plain
     settings, needs = compressor.config, needs_of(compressor)
@@ -88,6 +91,25 @@ def footprint_of(compressor: Compressor | None, config: EngineConfig, prompt: li
         settings.footprint(plain),
         window=None if Signal.ATTENTION_MASS in needs else window,
         offset=crc32(array("q", prompt).tobytes()) % choices,
+        compress_at=compress_at or 0,
+    )
+
+
+def _check_compress_at(compress_at: int | None, compressor: Compressor | None, num_prompt: int) -> None:
+    if compress_at is None:
+        return
+    check_int("compress_at", compress_at, 1)
+    require(
+        compressor is not None and compressor.way.evicts,
+        f"compress_at is {compress_at}, but the request's compression evicts nothing; give it a policy that "
+        "does, or leave compress_at out.",
+        "compress_at",
+    )
+    require(
+        compress_at < num_prompt,
+        f"compress_at is {compress_at}, but the prompt has {num_prompt} tokens; it must leave one at least "
+        "to be computed behind it.",
+        "compress_at",
     )
 
 

@@ -117,6 +117,11 @@ class Engine:
         """What lies below the pool; None without host slots."""
         return None if self.tiers is None else self.tiers.stats(self.totals)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix, compressed ones included; running sequences keep their blocks."""
+        self.scheduler.snapshots.clear()
+        self.memory.reset_prefix_cache()
+
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""
         if self.tiers is not None:
@@ -134,12 +139,15 @@ class Engine:
         priority: int = 0,
         retention: Sequence[Retention] = (),
         tenant: str | None = None,
+        compress_at: int | None = None,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
         priority:  under scheduling_policy "priority" a lower number runs first; else 0
         retention: how long the blocks of which leading prompt tokens are worth keeping
         tenant:    for whom: tenants get fair shares of the engine
+        compress_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
+                   kept for requests that begin with the same tokens and say the same
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -149,7 +157,7 @@ class Engine:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
         check_priority(priority, self.config)
-        footprint = footprint_of(compressor, self.config, prompt_token_ids)
+        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)

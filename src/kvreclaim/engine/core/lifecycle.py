@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from kvreclaim.compression import Signal
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
-from kvreclaim.engine.signals.needs import prefix_salt
+from kvreclaim.engine.signals.needs import needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.memory.manager import MemoryManager
@@ -30,6 +33,7 @@ class Lifecycle:
 
     requests:  by id, those with a sequence that has not ended
     sequences: by id, those that have not ended
+    snapshots: by id, hidden ones that hold compressed prefixes
     touched:   by request id, those that got tokens or ended since the engine last emptied it
     """
 
@@ -49,15 +53,20 @@ class Lifecycle:
             by_priority=config.scheduling_policy == "priority",
             preemption=Preemption(config.preemption_mode),
             victim_policy=config.victim_policy,
+            max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
         )
         self.tiers: Tiers | None = None
         self.sequences: dict[int, Sequence] = {}
+        self.snapshots: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
 
     def begin(self, request: Request, token_ids: list[int], footprint: Footprint) -> None:
         """Queue the request with its first sequence."""
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.params.n
+        if footprint.compress_at and request.compressor is not None:
+            beginning = array("q", token_ids[: footprint.compress_at]).tobytes()
+            seq.snapshot_key = seq.cache_salt, request.compressor.config, beginning
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
@@ -88,7 +97,14 @@ class Lifecycle:
                 self.signals.drop(lost.seq_id)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
+        for seq_id in plan.parked:
+            assert self.tiers is not None, "only a memory with host slots parks anything"
+            self.tiers.parking.park(self.snapshots[seq_id])
         for begun in plan.admitted:
+            if begun.snapshot is not None:
+                self._begin_as_fork(
+                    self.sequences[begun.seq_id], self.snapshots[begun.snapshot], begun.unparked
+                )
             if begun.resumed and self.tiers is not None:
                 seq = self.sequences[begun.seq_id]
                 with self.contained(seq.request, "bringing back"):
@@ -96,11 +112,40 @@ class Lifecycle:
             metrics = self.sequences[begun.seq_id].request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens = begun.num_hit
+        for seq_id in plan.dropped:
+            del self.snapshots[seq_id]
+            self.signals.drop(seq_id)
+            if self.tiers is not None:
+                self.tiers.parking.drop(seq_id)
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
         rows = (row for row in plan.rows if row.seq_id in self.sequences)
         return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
+
+    def keep_snapshot(self, parent: Sequence) -> None:
+        """Of a sequence that has just been compressed at its compress_at, for others that begin like it."""
+        hidden = replace(
+            parent,
+            seq_id=next(self._seq_ids),
+            token_ids=parent.token_ids[: parent.num_computed],
+            state=parent.state.fork(),
+            row_cache=None,
+            cell_cache=None,
+            generator=None,
+            detokenizer=None,
+            logprobs=[],
+        )
+        if self.scheduler.snapshots.keep(parent, hidden):
+            self.snapshots[hidden.seq_id] = hidden
+            self.signals.fork(parent.seq_id, hidden.seq_id)
+
+    def _begin_as_fork(self, seq: Sequence, snapshot: Sequence, unparked: bool) -> None:
+        with self.contained(seq.request, "beginning behind a compressed prefix"):
+            if unparked and self.tiers is not None:
+                self.tiers.parking.resume(snapshot)
+            seq.state = snapshot.state.fork()
+            self.signals.fork(snapshot.seq_id, seq.seq_id)
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
@@ -120,6 +165,7 @@ class Lifecycle:
         """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
         that the same prompt is computed anew."""
         for seq in request.sequences:
+            self.scheduler.snapshots.drop(seq.snapshot_key)
             if seq.status is Status.RUNNING:
                 self.memory.distrust(seq.seq_id)
 
@@ -174,6 +220,7 @@ class Lifecycle:
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=prefix_salt(params.cache_salt, request.compressor),
+            lasting=Signal.TOKEN_SCORES not in needs_of(request.compressor),
             request=request,
             generator=generator,
             detokenizer=detokenizer,

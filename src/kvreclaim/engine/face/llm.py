@@ -106,6 +106,7 @@ class LLM:
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        compress_at: int | Sequence[int | None] | None = None,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
@@ -116,6 +117,9 @@ class LLM:
             sampling_params: one, or one per prompt
             compression:     one, or one per prompt; None takes the LLM's own
             priority:        one, or one per prompt; under scheduling_policy "priority" a lower one is first
+            compress_at:     one, or one per prompt: tokens of the prompt behind which it is compressed at
+                             once; what is left is kept, and prompts that begin with the same tokens and say
+                             the same begin there: a document is compressed once for many questions
             on_step:         called with each step's figures
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
@@ -126,7 +130,9 @@ class LLM:
         params = _one_each(given, len(batch), "sampling_params")
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
-        requests = self._add_all(list(zip(batch, params, configs, ranks, strict=True)))
+        points: list[int | None] = _one_each(compress_at, len(batch), "compress_at")
+        none = [None] * len(batch)
+        requests = self._add_all(list(zip(batch, params, configs, ranks, none, points, strict=True)))
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -229,6 +235,7 @@ class LLM:
         config: CompressionConfig | None,
         priority: int = 0,
         continuation: list[int] | None = None,
+        compress_at: int | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self.compression
@@ -244,6 +251,7 @@ class LLM:
             prompt=text,
             continuation=continuation,
             priority=priority,
+            compress_at=compress_at,
         )
 
     def resolved(self, config: CompressionConfig) -> CompressionConfig:

@@ -92,12 +92,20 @@ class BlockKeys:
         hashing:   makes them
         token_ids: the sequence's own list, which from now on only grows at its end
         salt:      blocks are found by sequences of the same salt alone
+        lasting:   whether a block's bytes are all that belongs to it, so that they may outlive the process
     """
 
-    __slots__ = ("_hashing", "_known", "_token_ids", "_uids", "salt")
+    __slots__ = ("_hashing", "_known", "_token_ids", "_uids", "lasting", "salt")
 
-    def __init__(self, hashing: BlockHash, token_ids: Sequence[int], salt: str | None = None) -> None:
-        self.salt = salt
+    def __init__(
+        self,
+        hashing: BlockHash,
+        token_ids: Sequence[int],
+        salt: str | None = None,
+        *,
+        lasting: bool = True,
+    ) -> None:
+        self.salt, self.lasting = salt, lasting
         self._hashing = hashing
         self._token_ids = token_ids
         self._known: list[BlockKey] = []
@@ -130,6 +138,6 @@ class BlockKeys:
 
     def fork(self, token_ids: Sequence[int]) -> BlockKeys:
         """The keys of another sequence that has the same tokens so far."""
-        child = BlockKeys(self._hashing, token_ids, self.salt)
+        child = BlockKeys(self._hashing, token_ids, self.salt, lasting=self.lasting)
         child._known, child._uids = self._known.copy(), self._uids.copy()
         return child

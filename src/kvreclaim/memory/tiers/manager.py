@@ -55,11 +55,19 @@ class TieredMemory(WriteThrough):
         return len(held) - held.count(None) - len(self._slots_below(seq_id, table))
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
-        """Slots that hold the first blocks of an exact sequence."""
-        if table.chain is None:
-            return []
-        is_live = self.host.pool.index.is_live
-        return [entry.block for entry in takewhile(is_live, self._below.get(seq_id, ()))]
+        """Slots that hold, to the bit, what the first blocks of an exact sequence do: the same tokens,
+        computed by another one, may have been rounded otherwise."""
+        slots: list[int] = []
+        for i, entry in enumerate(self._below.get(seq_id, ()) if table.chain is not None else ()):
+            if not self._is_own(table, i) or not self.is_twin(entry, table.entries[i]):
+                break
+            slots.append(entry.block)
+        return slots
+
+    @staticmethod
+    def _is_own(table: BlockTable, i: int) -> bool:
+        """Whether what the index has for block i of a table is that very block."""
+        return table.entries[i].block == table.block_ids[i]
 
     def park(self, seq_id: int) -> bool:
         """Let a sequence give its blocks back and keep what they hold, which is to be moved (`outs`) before
@@ -92,13 +100,15 @@ class TieredMemory(WriteThrough):
         return True
 
     def match_parked(self, seq_id: int) -> PrefixMatch:
-        """What of a parked sequence the pool still has: leading full blocks of one that is exact."""
+        """What of a parked sequence the pool still has: the very blocks that it had, of one that is exact."""
         parked = self._parked[seq_id]
         table = parked.table
         if table.chain is None or not self._goes_on(parked):
             return PrefixMatch(table.keys, (), "")
         match = super().match_prefix(table.keys, max_tokens=table.physical_len)
-        return replace(match, entries=match.entries[: len(table.entries)], lower=())
+        pairs = enumerate(zip(match.entries, table.entries, strict=False))
+        same = takewhile(lambda each: each[1][0] is each[1][1] and self._is_own(table, each[0]), pairs)
+        return replace(match, entries=match.entries[: len(list(same))], lower=())
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch) -> int:
         """Blocks that it takes beside those of the match, its own next tokens not counted."""
@@ -131,6 +141,7 @@ class TieredMemory(WriteThrough):
             if self._goes_on(parked):
                 back.chain = match.entries[-1] if num_hit else self.pool.index.root(table.keys.salt)
                 self.prefix.enter_full_blocks(back, num_hit)
+                self._note_twins(parked.slots, back)
         self._tables[seq_id] = back
         self._follow(seq_id, back)
 

@@ -83,6 +83,7 @@ class WriteThrough(MemoryManager):
         self._loads: list[Move] = []
         self._stores: list[tuple[Entry, int]] = []
         self._reading: list[int] = []
+        self._twins: dict[int, set[int]] = {}
         self._met: Counter[bytes] = Counter()
         self._asked: dict[int, int] = {}
         self._on_disk: dict[int, list[Entry]] = {}
@@ -127,6 +128,7 @@ class WriteThrough(MemoryManager):
         table.append(blocks)
         table.advance(len(blocks) * self.block_size)
         self.prefix.enter_full_blocks(table, len(match.entries))
+        self._note_twins([*(None for _ in match.entries), *slots], table)
         self.hit_tokens_host += len(blocks) * self.block_size
 
     def _follow(self, seq_id: int, table: BlockTable) -> None:
@@ -198,7 +200,7 @@ class WriteThrough(MemoryManager):
         """The same for what the host holds and the disk does not. To be called when the host's slots have
         been filled."""
         above, known = self._below.get(seq_id, ()), self._on_disk.get(seq_id)
-        if self.disk is None or known is None:
+        if self.disk is None or known is None or not table.keys.lasting:
             return
         pool, met = self.disk.tier.pool, self.disk_store_after
         parent: Any = known[-1] if known else self.disk.root(table.keys.salt)
@@ -283,7 +285,9 @@ class WriteThrough(MemoryManager):
         stores, self._stores = self._stores, []
         is_live = self.pool.index.is_live
         self.forget_slots([slot for entry, slot in stores if not is_live(entry)])
-        return [(entry.block, slot) for entry, slot in stores if is_live(entry)]
+        stores = [each for each in stores if is_live(each[0])]
+        self._twins.update((slot, {entry.serial}) for entry, slot in stores)
+        return [(entry.block, slot) for entry, slot in stores]
 
     def stored(self) -> None:
         """All slots that take_stores named are filled or forgotten; the disk may have them."""
@@ -294,7 +298,7 @@ class WriteThrough(MemoryManager):
 
     def prefetch(self, seq_id: int, keys: BlockKeys, max_tokens: int) -> None:
         """Begin to load what a sequence that waits would hit on disk and nowhere above."""
-        if self.disk is None or not self.prefix.enabled:
+        if self.disk is None or not self.prefix.enabled or not keys.lasting:
             return
         limit = min(keys.num_tokens - 1, max_tokens) // self.block_size
         if len(super().match_prefix(keys, max_tokens=max_tokens).entries) >= limit:
@@ -306,6 +310,8 @@ class WriteThrough(MemoryManager):
             loading = self.disk.load(keys, most, self._clock() + self.load_wait_s(num_tokens))
             if loading is not None:
                 self._loading[seq_id] = loading
+                for transfer in loading.transfers:
+                    self._twins.pop(transfer.host_slot, None)
 
     def must_wait(self, seq_id: int) -> bool:
         """Whether a sequence is to wait for what is being loaded for it."""
@@ -315,6 +321,16 @@ class WriteThrough(MemoryManager):
             self.prefetch(seq_id, loading.keys, loading.max_tokens)
             loading = self._loading.get(seq_id)
         return loading is not None and loading.is_pending and self._clock() < loading.deadline
+
+    def is_twin(self, entry: Entry, above: Entry) -> bool:
+        """Whether a host slot holds the very bytes of the pool's block of this entry."""
+        return self.host.pool.index.is_live(entry) and above.serial in self._twins.get(entry.block, ())
+
+    def _note_twins(self, slots: Sequence[int | None], table: BlockTable) -> None:
+        """The table's blocks are filled from these slots."""
+        for slot, block, entry in zip(slots, table.block_ids, table.entries, strict=False):
+            if slot is not None and entry.block == block:
+                self._twins.setdefault(slot, set()).add(entry.serial)
 
     def end_loading(self, seq_id: int) -> None:
         """A sequence has begun, or will not."""

@@ -1,0 +1,144 @@
+"""A document is compressed once, and each question about it is answered as if it had been for it alone."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from settings import assert_idle
+
+from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+
+POLICIES = (
+    "query_mixture",
+    "knorm",
+    "snapkv(window=3)",
+    "h2o",
+    "kvzap",
+    "shares(kvzap)",
+    "shares(streaming_llm, by=static)",
+    "evict-only(h2o)",
+    "random",
+    "kvzip",
+)
+DOCUMENT, *QUESTIONS = tiny.prompts((150, 7, 12, 20), seed=9)
+PROMPTS = [DOCUMENT + question for question in QUESTIONS]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+GIB = 2**30
+
+
+def config(policy, **fields):
+    return CompressionConfig(policy, **{"budget": 32, "interval": 16, "sinks": 2, "recent": 4, **fields})
+
+
+def told(outputs):
+    assert all(output.error is None for output in outputs)
+    drawn = [output.outputs[0] for output in outputs]
+    return [
+        (one.token_ids, [entry.logprob for entries in one.logprobs for entry in entries.values()])
+        for one in drawn
+    ]
+
+
+def one_by_one(llm, compression):
+    """The answers, and the prompt tokens that each one found."""
+    outputs = [llm.generate(prompt, PARAMS, compression, compress_at=len(DOCUMENT))[0] for prompt in PROMPTS]
+    llm.engine.memory.check()
+    return told(outputs), [output.metrics.num_cached_tokens for output in outputs]
+
+
+def idle(llm):
+    llm.engine.reset_prefix_cache()
+    llm.engine.step()
+    assert not llm.engine.lifecycle.snapshots
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy(policy, kernels, make_llm):
+    """Bit for bit the answers of engines that keep nothing."""
+    compression = config(policy)
+    alone = make_llm(kernels=kernels, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    expected, found = one_by_one(alone, compression)
+    assert found == [0, 0, 0]
+    llm = make_llm(kernels=kernels)
+    answers, found = one_by_one(llm, compression)
+    assert answers == expected
+    assert found[1:] == [len(DOCUMENT)] * 2
+    assert len(llm.engine.scheduler.snapshots) == 1
+    idle(llm)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "kivi4"])
+def test_every_format(form, make_llm):
+    compression = config("knorm")
+    alone = make_llm(kv_cache_dtype=form, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    expected, _ = one_by_one(alone, compression)
+    llm = make_llm(kv_cache_dtype=form)
+    answers, found = one_by_one(llm, compression)
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+    assert found[1:] == [len(DOCUMENT)] * 2
+    idle(llm)
+
+
+def test_together_they_take_the_memory_of_one(make_llm):
+    """Ten questions at once over a document: its budget's blocks are there once."""
+    prompts = [DOCUMENT + tiny.prompts((5,), seed=seed)[0] for seed in range(10)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    compression = config("knorm", budget=64)
+    llm = make_llm()
+    llm.generate(prompts[0], params, compression, compress_at=len(DOCUMENT))
+    llm.engine.memory.pool.reset_peak()
+    outputs = llm.generate(prompts, params, compression, compress_at=len(DOCUMENT))
+    assert all(output.metrics.num_cached_tokens == len(DOCUMENT) for output in outputs)
+    assert llm.engine.memory.stats().peak_in_use <= 4 + 10
+    idle(llm)
+
+
+def test_what_differs_does_not_find_it(make_llm):
+    llm = make_llm()
+    llm.generate(PROMPTS[0], PARAMS, config("knorm"), compress_at=len(DOCUMENT))
+    others = (
+        (PROMPTS[1], PARAMS, config("knorm", budget=48), len(DOCUMENT)),
+        (PROMPTS[1], PARAMS, config("keydiff"), len(DOCUMENT)),
+        (PROMPTS[1], PARAMS, config("knorm"), len(DOCUMENT) - 1),
+        ([DOCUMENT[0] ^ 1, *PROMPTS[1][1:]], PARAMS, config("knorm"), len(DOCUMENT)),
+        (
+            PROMPTS[1],
+            SamplingParams(temperature=0.0, max_tokens=4, cache_salt="a"),
+            config("knorm"),
+            len(DOCUMENT),
+        ),
+    )
+    for prompt, params, compression, at in others:
+        before = llm.engine.scheduler.snapshots.num_hits
+        llm.generate(prompt, params, compression, compress_at=at)
+        assert llm.engine.scheduler.snapshots.num_hits == before
+    idle(llm)
+
+
+@pytest.mark.parametrize("host", [0, 16e6 / GIB])
+def test_they_give_way(host, make_llm):
+    """To whoever needs the blocks; from the host they come back."""
+    llm = make_llm(num_blocks=24, kv_offloading_size=host, compressed_prefix_fraction=0.5)
+    alone = make_llm(compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    expected, _ = one_by_one(alone, config("knorm"))
+    answers, _ = one_by_one(llm, config("knorm"))
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+    (big,) = tiny.prompts((360,), seed=1)
+    assert llm.generate(big, PARAMS)[0].error is None
+    snapshots = llm.engine.scheduler.snapshots
+    assert len(snapshots) == (1 if host else 0)
+    answers, found = one_by_one(llm, config("knorm"))
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+    assert (found[0] == len(DOCUMENT)) == bool(host)
+    idle(llm)
+
+
+def test_refusals(make_llm):
+    llm = make_llm()
+    with pytest.raises(InvalidArgumentError, match="compress_at is 200, but the prompt has 157 tokens"):
+        llm.generate(PROMPTS[0], PARAMS, config("knorm"), compress_at=200)
+    with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
+        llm.generate(PROMPTS[0], PARAMS, compress_at=20)
