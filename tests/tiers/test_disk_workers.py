@@ -291,3 +291,14 @@ def test_a_fault_of_our_own_ends_the_job_and_not_the_thread(
     assert "has failed" in caplog.text
     workers.submit_store(1, 0, key, payload(key))
     assert bench.results(1) == {1: "ok"}
+
+
+def test_who_cannot_be_told_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("told")
+
+    workers, keys = bench.start(on_done=fail), chain(8)
+    for i, key in enumerate(keys):
+        workers.submit_load(i, i, key, empty())
+    assert set(bench.results(8).values()) == {"blank"}
+    assert "nobody could be told" in caplog.text

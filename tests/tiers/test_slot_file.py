@@ -359,6 +359,42 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["LOCK", "meta.json", "slots.kv", "slots.index"])
+def test_a_file_with_another_name_or_for_others_is_refused(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    target.chmod(0o600)
+    folder = tmp_path / "tier" / namespace().hex
+    folder.mkdir(0o700, parents=True)
+    path = (folder.parent if name == "LOCK" else folder) / name
+    path.hardlink_to(target)
+    with pytest.raises(InvalidArgumentError, match="has 2 names"):
+        open_slots(tmp_path / "tier")
+    assert target.read_text() == "precious"
+    path.unlink()
+    path.touch(0o600)
+    path.chmod(0o640)
+    with pytest.raises(InvalidArgumentError, match="-rw-r-----"):
+        open_slots(tmp_path / "tier")
+    path.chmod(0o600)
+    open_slots(tmp_path / "tier").close()
+
+
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_slots(tmp_path).close()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(InvalidArgumentError, match=f"belongs to user {user}"):
+        open_slots(tmp_path)
+
+
+def test_a_folder_that_a_group_may_write_to_is_refused(tmp_path: Path) -> None:
+    open_slots(tmp_path).close()
+    (tmp_path / namespace().hex).chmod(0o770)
+    with pytest.raises(InvalidArgumentError, match="drwxrwx---"):
+        open_slots(tmp_path)
+
+
 def test_a_size_without_room_and_a_disk_without_space_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match=f"a block takes {LAYOUT.slot + LAYOUT.entry} bytes"

@@ -118,10 +118,24 @@ class StoreDirectory:
                 f"{path!r} can't be opened ({error.strerror}); remove it, or name another directory.",
                 field=PATH_FIELD,
             ) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            self._refuse_foreign(os.fstat(fd), path)
+        except BaseException:
             os.close(fd)
-            raise InvalidArgumentError(f"{path!r} is not a plain file; remove it.", field=PATH_FIELD)
+            raise
         return fd
+
+    @staticmethod
+    def _refuse_foreign(status: os.stat_result, path: str) -> None:
+        """What somebody else can read, write or call by another name would leak prompts, lie, or be lost."""
+        require(stat.S_ISREG(status.st_mode), f"{path!r} is not a plain file; remove it.", PATH_FIELD)
+        mine = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        require(
+            mine and status.st_nlink == 1,
+            f"{path!r} has {status.st_nlink} names and mode {stat.filemode(status.st_mode)} and belongs to "
+            f"user {status.st_uid}; it must have one name and be user {os.geteuid()}'s alone: remove it.",
+            PATH_FIELD,
+        )
 
     def take(self, namespace: Namespace) -> tuple[int, int]:
         """(slots, index): the first slot file of this namespace that no other process uses, locked."""
@@ -153,6 +167,13 @@ class StoreDirectory:
             ) from error
         try:
             self._refuse_shared(fd, path)
+            status = os.fstat(fd)
+            require(
+                status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP,
+                f"the directory {path!r} has mode {stat.filemode(status.st_mode)} and belongs to user "
+                f"{status.st_uid}; nobody but user {os.geteuid()} may write to it: remove it.",
+                PATH_FIELD,
+            )
         finally:
             os.close(fd)
         text = json.dumps(namespace.fields, indent=1).encode()

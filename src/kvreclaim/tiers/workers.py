@@ -271,7 +271,10 @@ class DiskWorkers:
                 self._written(outcome)
             self._changed.notify_all()
         if self._on_done is not None:
-            self._on_done()
+            try:
+                self._on_done()
+            except Exception:  # the thread must go on
+                LOGGER.exception("nobody could be told of job %d", job.job_id)
 
     def _written(self, outcome: Outcome) -> None:
         """What a store says of the disk; the lock is held."""
