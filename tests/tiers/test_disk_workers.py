@@ -249,11 +249,12 @@ def test_what_is_written_is_synced_by_and_by(bench: Bench) -> None:
 def test_closing_finishes_stores_and_gives_up_loads(bench: Bench) -> None:
     workers, keys = bench.start(), chain(4)
     bench.io.hold.clear()
+    workers.submit_store(0, 0, keys[0], payload(keys[0]))
+    assert bench.io.entered.acquire(timeout=LONG_S)  # the thread for stores, which takes loads as well
     workers.submit_load(9, 7, keys[0], empty())
     assert bench.io.entered.acquire(timeout=LONG_S)
-    for slot, key in enumerate(keys):
+    for slot, key in enumerate(keys[1:], 1):
         workers.submit_store(slot, slot, key, payload(key))
-    assert bench.io.entered.acquire(timeout=LONG_S)
     workers.submit_load(10, 0, keys[0], empty())
     closing = threading.Thread(target=workers.close, args=(LONG_S,))
     closing.start()
