@@ -54,7 +54,10 @@ def test_the_process_closes_it(llm, told):
         channel.flush()
     else:
         channel.close()
-    Child(Channel(theirs), Host(llm)).run()
+    child = Child(Channel(theirs), Host(llm))
+    child.run()
+    for end in (ours, theirs, child._woken, child._waker):
+        end.close()
     assert_closed(llm)
 
 
