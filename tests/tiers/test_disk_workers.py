@@ -303,3 +303,44 @@ def test_who_cannot_be_told_ends_no_thread(bench: Bench, caplog: pytest.LogCaptu
         workers.submit_load(i, i, key, empty())
     assert set(bench.results(8).values()) == {"blank"}
     assert "nobody could be told" in caplog.text
+
+
+def test_clearing_comes_behind_what_is_under_way_and_before_what_comes_later(bench: Bench) -> None:
+    workers, keys = bench.start(), chain(6)
+    stuck(bench, lambda: workers.submit_store(0, 0, keys[0], payload(keys[0])), 1)
+    workers.submit_store(1, 1, keys[1], payload(keys[1]))
+    workers.clear()
+    assert bench.results(1) == {1: "dropped"}
+    workers.submit_store(2, 2, keys[0], payload(keys[0]))
+    assert workers.is_clearing
+    bench.io.hold.set()
+    assert bench.results(2) == {0: "ok", 2: "ok"}
+    assert not workers.is_clearing
+    workers.submit_load(3, 0, keys[0], empty())
+    workers.submit_load(4, 2, keys[0], empty())
+    assert bench.results(2) == {3: "blank", 4: "ok"}
+    assert workers.close(LONG_S)
+    again = open_slots(bench.directory)
+    assert [each.slot for each in again.recover()] == [2]
+    again.close()
+
+
+def test_clearing_is_done_before_the_end(bench: Bench) -> None:
+    workers, (key,) = bench.start(), chain(1)
+    workers.submit_store(0, 0, key, payload(key))
+    workers.clear()
+    assert workers.close(LONG_S)
+    assert not workers.is_clearing
+    again = open_slots(bench.directory)
+    assert again.recover() == []
+    again.close()
+
+
+def test_a_disk_that_cannot_clear_is_counted(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    workers, (key,) = bench.start(), chain(1)
+    bench.io.allocate_error = errno.EIO
+    workers.clear()
+    workers.submit_store(0, 0, key, payload(key))
+    bench.results(1)
+    assert workers.counters.io_errors >= 1
+    assert "could not be made anew: io_error" in caplog.text

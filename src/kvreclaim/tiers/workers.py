@@ -29,6 +29,11 @@ class Sync:
     """What a thread does when it is time to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """What a thread does alone, when all are to be forgotten."""
+
+
 class DiskWorkers:
     """Stores and loads of records, each with one result.
 
@@ -78,6 +83,7 @@ class DiskWorkers:
         self._done: deque[Done] = deque()
         self._counters = DiskCounters()
         self._was_off = self._is_closing = self._is_closed = False
+        self._is_clear_due = self._is_clearing = False
         self._next_sync: float | None = None
         kinds = [False] * num_read_threads + [True] * num_write_threads
         self._threads = [
@@ -129,6 +135,21 @@ class DiskWorkers:
             else:
                 self._loads.append(job)
             self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Have all records removed, those of stores that are under way included. What waits is given up;
+        jobs that are submitted later come after."""
+        with self._changed:
+            self._cancel_loads()
+            self._cancel_stores(Outcome.DROPPED)
+            self._is_clear_due = True
+            self._changed.notify_all()
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether some of the records that `clear` meant may still be there."""
+        with self._changed:
+            return self._is_clear_due or self._is_clearing
 
     def _submitted(self, job_id: int, is_store: bool, slot: int, key: RecordKey, buffer: memoryview) -> Job:
         assert job_id not in self._unfinished, f"job {job_id} is under way"
@@ -227,13 +248,21 @@ class DiskWorkers:
         while (task := self._next_task(stores)) is not None:
             if isinstance(task, Job):
                 self._carry_out(task)
+            elif isinstance(task, Clear):
+                self._cleared(self.slot_file.clear())
             else:
                 self._synced(self.slot_file.sync())
 
-    def _next_task(self, stores: bool) -> Job | Sync | None:
+    def _next_task(self, stores: bool) -> Job | Sync | Clear | None:
         """Wait for something to do; None at the end."""
         with self._changed:
             while True:
+                if self._is_clear_due and not self._running:
+                    self._is_clear_due, self._is_clearing = False, True
+                    return Clear()
+                if self._is_clear_due or self._is_clearing:
+                    self._changed.wait()
+                    continue
                 if self._loads:
                     return self._started(self._loads.popleft())
                 if stores and self._is_sync_due():
@@ -289,6 +318,14 @@ class DiskWorkers:
         self._gate.failed(outcome)
         if not self._gate.is_open:
             self._cancel_stores(Outcome.READ_ONLY)
+
+    def _cleared(self, outcome: Outcome) -> None:
+        with self._changed:
+            self._is_clearing = False
+            if outcome is not Outcome.OK:
+                LOGGER.warning("the file of blocks could not be made anew: %s", outcome.value)
+                self._counters.io_errors += 1
+            self._changed.notify_all()
 
     def _synced(self, outcome: Outcome) -> None:
         if outcome is not Outcome.OK:

@@ -122,7 +122,9 @@ def run(plan: TiersPlan) -> list[Row]:
 def _from_below(llm: LLM) -> tuple[int, int]:
     """Tokens hit in host memory, those read from disk included, and read from disk, since the start."""
     stats = llm.engine.tier_stats()
-    return (0, 0) if stats is None else (stats.hit_tokens, stats.disk_hit_tokens)
+    if stats is None:
+        return 0, 0
+    return stats.host_hit_tokens + stats.disk_hit_tokens, stats.disk_hit_tokens
 
 
 def _directory(stack: ExitStack) -> str:

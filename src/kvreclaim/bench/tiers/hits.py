@@ -45,7 +45,7 @@ def replay(requests: Sequence[TracedRequest], device: int, host: int) -> Row:
         memory.take_stores()
         memory.free(number)
     memory.check()
-    queries, below = sum(len(request.block_ids) for request in requests), memory.hit_tokens_host
+    queries, below = sum(len(request.block_ids) for request in requests), memory.counts.from_host
     return {
         "device": device,
         "host": host,

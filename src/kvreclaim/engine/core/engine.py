@@ -117,10 +117,14 @@ class Engine:
         """What lies below the pool; None without host slots."""
         return None if self.tiers is None else self.tiers.stats(self.totals)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every prefix, compressed ones included; running sequences keep their blocks."""
+    def reset_prefix_cache(self, *, external: bool = True) -> None:
+        """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also
+        what host and disk have, on disk soon (`tiers.is_clearing`) and for good."""
         self.scheduler.snapshots.clear()
-        self.memory.reset_prefix_cache()
+        if self.tiers is None:
+            self.memory.reset_prefix_cache()
+        else:
+            self.tiers.reset(external=external)
 
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""

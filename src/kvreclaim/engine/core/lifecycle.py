@@ -111,7 +111,9 @@ class Lifecycle:
                     self.tiers.parking.resume(seq)
             metrics = self.sequences[begun.seq_id].request.metrics
             if metrics.queue_s is None:  # for the first time
-                metrics.num_cached_tokens = begun.num_hit
+                metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
+                if self.tiers is not None:
+                    metrics.num_disk_tokens = self.tiers.memory.num_from_disk(begun.seq_id)
         for seq_id in plan.dropped:
             del self.snapshots[seq_id]
             self.signals.drop(seq_id)

@@ -87,6 +87,9 @@ class RequestMetrics:
     peak_blocks:    most blocks that one of its outputs' tables held between two steps
     answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
                     been compressed; 0 where no such token was computed
+    num_cached_tokens: prompt tokens that were found and not computed, wherever they were
+    num_loaded_tokens: of these, the ones that came from below the pool: from the host's memory or from disk
+    num_disk_tokens: of these, the ones that were read from disk while the request waited
     num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
     num_repeated_tokens: of these, the ones that were computed although the index had them
     queue_s:        from arrival to the first step that computes a token; None while it waits
@@ -96,6 +99,8 @@ class RequestMetrics:
     budget: int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_disk_tokens: int = 0
     num_indexed_tokens: int = 0
     num_repeated_tokens: int = 0
     num_generated_tokens: int = 0

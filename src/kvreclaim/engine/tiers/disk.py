@@ -103,7 +103,9 @@ class Disk:
         )
 
     def submit(self) -> None:
-        """Hand over what the memory wants moved."""
+        """Hand over what the memory wants moved or forgotten."""
+        if self.tier.take_reset():
+            self.workers.clear()
         for each in self.tier.take_transfers():
             key = RecordKey(*each.name)
             data = self.slots.view(each.host_slot)

@@ -54,8 +54,11 @@ class TierStats:
     parked_seqs, parked_slots: sequences that gave way and wait for their blocks, and slots that they have for
                      themselves
     swaps:           sequences parked since the start
-    hit_tokens:      prompt tokens that came from the host, those read from disk before included
-    disk_hit_tokens: tokens read from disk
+    swap_in_bytes:   of moves.load_bytes, those of sequences that came back
+    deferred_seqs:   that wait for what is being read from disk for them
+    asked_tokens:    tokens in full blocks that the pool did not have, at each admission
+    host_hit_tokens: of these, tokens that came from the host alone
+    disk_hit_tokens: tokens that had been read from disk for who asked
     refused:         times that a full block found no slot on the host
     bytes_per_block: that a move of one moves
     disk:            None without a file
@@ -66,7 +69,10 @@ class TierStats:
     parked_seqs: int
     parked_slots: int
     swaps: int
-    hit_tokens: int
+    swap_in_bytes: int
+    deferred_seqs: int
+    asked_tokens: int
+    host_hit_tokens: int
     disk_hit_tokens: int
     refused: int
     bytes_per_block: int

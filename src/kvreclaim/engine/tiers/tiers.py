@@ -92,21 +92,35 @@ class Tiers:
 
     def stats(self, totals: EngineTotals) -> TierStats:
         """What is where now, and counts since the start."""
-        memory, disk = self.memory, self.disk
+        memory, disk, counts = self.memory, self.disk, self.memory.counts
         return TierStats(
             host=SlotStats.of(memory.host.pool),
             moves=replace(self.moves.totals),
             parked_seqs=memory.num_parked,
             parked_slots=memory.num_parked_slots,
             swaps=totals.swaps,
-            hit_tokens=memory.hit_tokens_host,
-            disk_hit_tokens=0 if disk is None else disk.tier.num_loaded * memory.block_size,
+            swap_in_bytes=counts.resumed_blocks * self.preemption.bytes_per_block,
+            deferred_seqs=memory.num_deferred,
+            asked_tokens=counts.asked,
+            host_hit_tokens=counts.from_host,
+            disk_hit_tokens=counts.from_disk,
             refused=memory.num_unstored,
             bytes_per_block=self.preemption.bytes_per_block,
             disk=None if disk is None else disk.stats(),
         )
 
+    def reset(self, *, external: bool) -> None:
+        """Forget every prefix; external: below the pool, too."""
+        self.memory.reset_prefix_cache(external=external)
+        self.submit()
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether records that are to be forgotten may still be on disk."""
+        return self.disk is not None and self.disk.workers.is_clearing
+
     def close(self) -> None:
         """Write what is on its way to disk, and let go of the file."""
         if self.disk is not None:
+            self.disk.submit()
             self.disk.close()

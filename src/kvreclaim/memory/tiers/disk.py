@@ -103,6 +103,7 @@ class DiskTier:
         self._storing: dict[bytes, _Store] = {}
         self._loads: dict[int, tuple[Loading, int]] = {}
         self._loading: dict[bytes, Loading] = {}
+        self._is_reset = False
 
     @property
     def num_loading(self) -> int:
@@ -151,6 +152,21 @@ class DiskTier:
             self._finish_store(self._stores.pop(job_id), outcome)
         else:
             self._finish_load(*self._loads.pop(job_id), outcome)
+
+    def reset(self) -> None:
+        """Forget all that the file holds, and that nothing which is on its way is found."""
+        self.tier.pool.clear_index()
+        for loading in {id(each): each for each, _ in self._loads.values()}.values():
+            if not loading.is_broken:
+                self._break(loading, len(loading.linked))
+        for transfer in self.take_transfers():
+            self.finish(transfer.job_id, Outcome.FAILED)
+        self._is_reset = True
+
+    def take_reset(self) -> bool:
+        """Whether the file's records are to be removed, before any transfer that is taken after."""
+        is_reset, self._is_reset = self._is_reset, False
+        return is_reset
 
     # Host to disk.
 
@@ -275,10 +291,7 @@ class DiskTier:
             if outcome is Outcome.OK and parent is not None:
                 entry = pool.enter(transfer.host_slot, parent, loading.keys[loading.first + place])
             if entry is None:
-                loading.is_broken = True
-                for rest, end in zip(loading.transfers[place:], loading.outcomes[place:], strict=True):
-                    if end is not None:
-                        self._drop_load(rest)
+                self._break(loading, place)
                 return
             pool.touch(entry.block)  # maybe another slot's: somebody has computed the block meanwhile
             self._drop_load(transfer)
@@ -286,6 +299,13 @@ class DiskTier:
             loading.linked.append(entry)
             if loading.ended:
                 pool.release([entry.block])
+
+    def _break(self, loading: Loading, place: int) -> None:
+        """What it has from this place on is of no use."""
+        loading.is_broken = True
+        for rest, end in zip(loading.transfers[place:], loading.outcomes[place:], strict=True):
+            if end is not None:
+                self._drop_load(rest)
 
     def _parent_above(self, loading: Loading) -> Link | None:
         """The host's entry that the next block of a loading follows; None if it has gone."""

@@ -128,6 +128,7 @@ class TieredMemory(WriteThrough):
         self.pool.hit(match.block_ids, table.priority)
         missing = parked.slots[num_hit:]
         blocks = self.pool.allocate(len(missing) - missing.count(None))
+        self.counts.resumed_blocks += len(blocks)
         supply = iter(blocks)
         ids = [None if slot is None else next(supply) for slot in missing]
         self._loads += (

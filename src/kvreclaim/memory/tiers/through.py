@@ -12,8 +12,9 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.cache import PrefixMatch
-from kvreclaim.memory.prefix.index import Entry, Link
+from kvreclaim.memory.prefix.index import INELIGIBLE, Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.tiers.counts import TierCounts
 from kvreclaim.memory.tiers.disk import DiskTier, Loading
 from kvreclaim.memory.tiers.tier import Tier
 
@@ -77,7 +78,7 @@ class WriteThrough(MemoryManager):
         self.store_decoded = store_decoded
         self.num_unstored = 0
         """Times that a block found no slot."""
-        self.hit_tokens_host = 0
+        self.counts = TierCounts()
         self._below: dict[int, list[Entry]] = {}
         self._last_stored: dict[int, int] = {}
         self._loads: list[Move] = []
@@ -88,6 +89,7 @@ class WriteThrough(MemoryManager):
         self._asked: dict[int, int] = {}
         self._on_disk: dict[int, list[Entry]] = {}
         self._loading: dict[int, Loading] = {}
+        self._from_disk: dict[int, int] = {}
 
     # What begins and ends.
 
@@ -112,7 +114,24 @@ class WriteThrough(MemoryManager):
             self._last_stored[seq_id] = match.keys.num_tokens // self.block_size
         self._load_prefix(table, match)
         self._follow(seq_id, table)
+        self._count_below(seq_id, match)
         self.end_loading(seq_id)
+
+    def _count_below(self, seq_id: int, match: PrefixMatch) -> None:
+        """Every token that the pool might have had and had not is the host's, the disk's or a miss."""
+        if match.miss == INELIGIBLE:
+            return
+        size, counts, loading = self.block_size, self.counts, self._loading.get(seq_id)
+        num_lower, num_read = len(match.lower), 0 if loading is None else len(loading.linked)
+        from_disk = min(num_lower, num_read) * size
+        self._from_disk[seq_id] = from_disk
+        counts.asked += ((match.keys.num_tokens - 1) // size - len(match.entries)) * size
+        counts.from_disk += from_disk
+        counts.from_host += num_lower * size - from_disk
+
+    def num_from_disk(self, seq_id: int) -> int:
+        """Tokens that a running sequence began with and that were read from disk while it waited."""
+        return self._from_disk.get(seq_id, 0)
 
     def _load_prefix(self, table: BlockTable, match: PrefixMatch) -> None:
         """Fresh blocks for what the host has of a prefix, indexed at once: they are filled before anybody
@@ -129,7 +148,6 @@ class WriteThrough(MemoryManager):
         table.advance(len(blocks) * self.block_size)
         self.prefix.enter_full_blocks(table, len(match.entries))
         self._note_twins([*(None for _ in match.entries), *slots], table)
-        self.hit_tokens_host += len(blocks) * self.block_size
 
     def _follow(self, seq_id: int, table: BlockTable) -> None:
         """Reference the slots that hold a sequence's first blocks from now on. What they lack is stored when
@@ -161,6 +179,7 @@ class WriteThrough(MemoryManager):
         self._unfollow(seq_id)
         self._last_stored.pop(seq_id, None)
         self._asked.pop(seq_id, None)
+        self._from_disk.pop(seq_id, None)
         return freed
 
     def _unfollow(self, seq_id: int) -> None:
@@ -261,11 +280,14 @@ class WriteThrough(MemoryManager):
             self.host.pool.strip(entry.block)
         self._unfollow(seq_id)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, external: bool = True) -> None:
+        """As MemoryManager's. external: what lies below the pool is forgotten, too; on disk once the caller
+        has done what `disk.take_reset` says."""
         super().reset_prefix_cache()
-        self.host.pool.clear_index()
-        if self.disk is not None:
-            self.disk.tier.pool.clear_index()
+        if external:
+            self.host.pool.clear_index()
+            if self.disk is not None:
+                self.disk.reset()
         for seq_id in list(self._below):
             self._unfollow(seq_id)
 
@@ -321,6 +343,12 @@ class WriteThrough(MemoryManager):
             self.prefetch(seq_id, loading.keys, loading.max_tokens)
             loading = self._loading.get(seq_id)
         return loading is not None and loading.is_pending and self._clock() < loading.deadline
+
+    @property
+    def num_deferred(self) -> int:
+        """Sequences that wait for what is being loaded for them."""
+        now = self._clock()
+        return sum(each.is_pending and now < each.deadline for each in self._loading.values())
 
     def is_twin(self, entry: Entry, above: Entry) -> bool:
         """Whether a host slot holds the very bytes of the pool's block of this entry."""
