@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from exposition import Scrape
@@ -110,6 +111,9 @@ def consistent(scrape: Scrape) -> None:
     assert hits + misses == scrape.value("vllm:prefix_cache_queries_total")
     assert scrape.total("vllm:num_preemptions_total") == scrape.total("kvreclaim:preemptions_total")
     assert scrape.total("vllm:prompt_tokens_by_source_total") == scrape.value("vllm:prompt_tokens_total")
+    assert scrape.total("kvreclaim:tier_hit_tokens_total") == hits
+    waiting = scrape.value("vllm:num_requests_waiting")
+    assert scrape.total("vllm:num_requests_waiting_by_reason") == waiting
 
 
 def test_counts_of_tokens_and_requests(world: World) -> None:
@@ -249,6 +253,123 @@ def test_the_pool(world: World) -> None:
     assert scrape.value("vllm:num_requests_running") == 0
     assert scrape.value("kvreclaim:blocks_peak") == world.llm.engine.memory.stats().peak_in_use
     assert scrape.value("kvreclaim:blocks", state="in_use") == 0
+
+
+TIERS = [
+    *("vllm:kv_offload_cpu_cache_usage_perc", "kvreclaim:tier_slots", "kvreclaim:parked_sequences"),
+    *("kvreclaim:parked_slots", "vllm:external_prefix_cache_queries_total", "kvreclaim:tier_misses_total"),
+    *("vllm:external_prefix_cache_hits_total", "vllm:kv_offload_store_bytes_total"),
+    *("vllm:kv_offload_store_time_total", "vllm:kv_offload_load_bytes_total"),
+    *("vllm:kv_offload_load_time_total", "vllm:kv_offload_tiering_write_bytes_total"),
+    *("vllm:kv_offload_tiering_read_bytes_total", "kvreclaim:preemption_swaps_total"),
+    *("kvreclaim:swap_out_bytes_total", "kvreclaim:swap_in_bytes_total", "kvreclaim:tier_evictions_total"),
+    *("kvreclaim:tier_corrupt_total", "kvreclaim:tier_failed_total", "kvreclaim:tier_dropped_total"),
+    "kvreclaim:tier_refused_total",
+]
+
+
+def test_without_tiers_their_figures_are_there_and_zero(world: World) -> None:
+    world.add("a", 64, max_tokens=4, temperature=0, ignore_eos=True)
+    scrape = world.run(consistent)
+    for name in TIERS:
+        rows = list(scrape.rows(name))
+        assert rows, name
+        assert all(value == 0 for _, value in rows), name
+
+
+GIB = 2**30
+SWAPPING = {
+    "block_size": 16,
+    "max_num_seqs": 4,
+    "kv_offloading_size": 2e6 / GIB,
+    "preemption_mode": "swap",
+    "kv_load_policy": "wait_complete",
+    "kv_offloading_disk_size": 4e6 / GIB,
+}
+
+
+SWAPPING_WITHOUT_DISK = {name: value for name, value in SWAPPING.items() if "disk" not in name}
+
+
+def test_what_lies_on_host_and_disk(tmp_path: Path) -> None:
+    """The same prompt: computed, hit in the pool, on the host, and by another engine on disk."""
+    options = {**SWAPPING, "num_blocks": 64, "kv_offloading_disk_path": str(tmp_path)}
+    llm = LLM(demo_model(), **options)
+    world = World(llm)
+    asked = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    for name in "abc":
+        world.add(name, 60, **asked)
+        world.run(consistent)
+        if name == "b":
+            llm.engine.reset_prefix_cache(external=False)
+    llm.close()
+    scrape, size = world.scrape(), llm.engine.tier_stats().bytes_per_block
+    num_prompt = len(world.ended[0].prompt_token_ids)
+    full = (num_prompt - 1) // 16
+    tokens = full * 16
+    by_tier = {row["tier"]: value for row, value in scrape.rows("kvreclaim:tier_hit_tokens_total")}
+    assert by_tier == {"device": tokens, "host": tokens, "disk": 0}
+    assert scrape.value("vllm:prefix_cache_hits_total") == 2 * tokens
+    sources = scrape.rows("vllm:prompt_tokens_by_source_total")
+    assert {row["source"]: value for row, value in sources} == {
+        "local_compute": 3 * num_prompt - 2 * tokens,
+        "local_cache_hit": tokens,
+        "external_kv_transfer": tokens,
+    }
+    assert scrape.value("vllm:external_prefix_cache_queries_total") == 2 * tokens
+    assert scrape.value("vllm:external_prefix_cache_hits_total") == tokens
+    assert scrape.value("kvreclaim:tier_misses_total", tier="host") == tokens
+    assert scrape.value("kvreclaim:tier_misses_total", tier="disk") == tokens
+    stored = llm.engine.memory.host.pool.num_cached
+    assert stored >= full
+    assert scrape.value("vllm:kv_offload_store_bytes_total") == stored * size
+    assert scrape.value("vllm:kv_offload_load_bytes_total") == full * size
+    assert scrape.value("vllm:kv_offload_tiering_write_bytes_total") == stored * size
+    assert scrape.value("vllm:kv_offload_store_time_total") > 0
+    assert scrape.value("vllm:kv_offload_load_time_total") > 0
+    for tier, pool in (("host", llm.engine.memory.host.pool), ("disk", llm.engine.memory.disk.tier.pool)):
+        assert scrape.total("kvreclaim:tier_slots", tier=tier) == pool.num_blocks
+        assert scrape.value("kvreclaim:tier_slots", tier=tier, state="in_use") == pool.num_in_use
+    used = scrape.value("vllm:kv_offload_cpu_cache_usage_perc")
+    assert used == pytest.approx(stored / llm.engine.memory.host.pool.num_blocks)
+
+    again = World(LLM(demo_model(), **options))
+    again.add("d", 60, **asked)
+    waiting = again.scrape()
+    assert waiting.value("vllm:num_requests_waiting_by_reason", reason="deferred") == 1
+    assert waiting.value("vllm:num_requests_waiting_by_reason", reason="capacity") == 0
+    scrape = again.run(consistent)
+    again.llm.close()
+    assert scrape.value("kvreclaim:tier_hit_tokens_total", tier="disk") == tokens
+    assert scrape.value("vllm:kv_offload_tiering_read_bytes_total") == full * size
+    assert scrape.value("kvreclaim:tier_misses_total", tier="host") == tokens
+    assert scrape.value("kvreclaim:tier_misses_total", tier="disk") == 0
+    assert scrape.total("kvreclaim:tier_corrupt_total") == 0
+    assert scrape.total("vllm:num_requests_waiting_by_reason") == 0
+
+
+def test_outputs_that_are_parked() -> None:
+    world = World(LLM(demo_model(), num_blocks=6, max_model_len=80, **SWAPPING_WITHOUT_DISK))
+    seen = []
+
+    def check(scrape: Scrape) -> None:
+        consistent(scrape)
+        seen.append(scrape.value("kvreclaim:parked_sequences"))
+        assert (scrape.value("kvreclaim:parked_slots") > 0) <= (seen[-1] > 0)
+
+    for name, num_prompt in zip("abc", (20, 27, 9), strict=True):
+        world.add(name, num_prompt, max_tokens=40, temperature=0, ignore_eos=True)
+    scrape = world.run(check)
+    assert max(seen) > 0
+    assert seen[-1] == 0
+    swaps = scrape.value("kvreclaim:preemption_swaps_total")
+    assert swaps == scrape.value("vllm:num_preemptions_total") > 0
+    size = world.llm.engine.tier_stats().bytes_per_block
+    out, back = (scrape.value(f"kvreclaim:swap_{way}_bytes_total") for way in ("out", "in"))
+    assert out > 0 < back
+    assert not out % size
+    assert back <= scrape.value("vllm:kv_offload_load_bytes_total")
+    assert out <= scrape.value("vllm:kv_offload_store_bytes_total")
 
 
 def test_time_that_blocks_stayed() -> None:

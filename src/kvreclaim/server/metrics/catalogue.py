@@ -75,7 +75,11 @@ def _histogram(name: str, meaning: str, buckets: tuple[float, ...] | None) -> Me
 GAUGES = (
     _gauge("vllm:num_requests_running", "Outputs being computed; a request with n outputs counts n times."),
     _gauge("vllm:num_requests_waiting", "Outputs that wait for their turn or for blocks."),
-    _gauge("vllm:num_requests_waiting_by_reason", "The same by reason: all for `capacity`.", "reason"),
+    _gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "The same by reason: `deferred` while blocks are read from disk for them, else `capacity`.",
+        "reason",
+    ),
     _gauge("vllm:kv_cache_usage_perc", "Blocks in use over blocks in the pool; 1 is a full pool."),
     _gauge("kvreclaim:blocks", "Blocks by state: in_use, cached (unused, can be hit), free.", "state"),
     _gauge("kvreclaim:blocks_peak", "Most blocks in use at once since the start."),
@@ -84,14 +88,31 @@ GAUGES = (
         "kvreclaim:reclaim_efficiency",
         "Blocks that compression freed over those that perfect packing would have; NaN before the first.",
     ),
+    _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Host slots that hold something over all; 0 without."),
+    _gauge(
+        "kvreclaim:tier_slots",
+        "Slots of host and disk by state: in_use (by sequences or transfers), cached (can be hit), free.",
+        "tier",
+        "state",
+    ),
+    _gauge(
+        "kvreclaim:parked_sequences", "Outputs that gave way and wait with all they held kept on the host."
+    ),
+    _gauge("kvreclaim:parked_slots", "Host slots that these have for themselves."),
 )
 
 COUNTERS = (
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache, at each admission."),
-    _counter("vllm:prefix_cache_hits", "Those that were found."),
+    _counter("vllm:prefix_cache_hits", "Those that were found, in the pool or below."),
     _counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token, cached ones included."),
-    _counter("vllm:prompt_tokens_cached", "Those of them that came from the prefix cache."),
-    _counter("vllm:prompt_tokens_by_source", "Prompt tokens: local_compute or local_cache_hit.", "source"),
+    _counter(
+        "vllm:prompt_tokens_cached", "Those of them that came from the prefix cache, host and disk included."
+    ),
+    _counter(
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens: local_compute, local_cache_hit (the pool) or external_kv_transfer (host or disk).",
+        "source",
+    ),
     _counter("vllm:generation_tokens", "Tokens drawn."),
     _counter("vllm:num_preemptions", "Times that a running output lost its blocks to another."),
     _counter(
@@ -118,6 +139,39 @@ COUNTERS = (
     _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens that stay."),
     _counter("kvreclaim:engine_steps", "Engine steps."),
     _counter("kvreclaim:engine_step_seconds", "Time spent in engine steps; its rate is the engine's load."),
+    _counter(
+        "vllm:external_prefix_cache_queries",
+        "Tokens in full blocks that the pool did not have and that were looked up on host and disk.",
+    ),
+    _counter("vllm:external_prefix_cache_hits", "Those that were found there."),
+    _counter(
+        "kvreclaim:tier_hit_tokens",
+        "Found prompt tokens by where they lay: device (the pool), host, or disk (read while it waited).",
+        "tier",
+    ),
+    _counter("kvreclaim:tier_misses", "Looked-up tokens that the tier did not have.", "tier"),
+    _counter("vllm:kv_offload_store_bytes", "From the pool to the host: prefixes, and parked outputs."),
+    _counter("vllm:kv_offload_store_time", "Seconds that this took."),
+    _counter("vllm:kv_offload_load_bytes", "From the host to the pool: hits, and outputs that came back."),
+    _counter("vllm:kv_offload_load_time", "Seconds that this took."),
+    _counter("vllm:kv_offload_tiering_write_bytes", "From the host to disk."),
+    _counter("vllm:kv_offload_tiering_read_bytes", "From disk to the host."),
+    _counter(
+        "kvreclaim:preemption_swaps", "Preemptions that kept all on the host: nothing is computed again."
+    ),
+    _counter("kvreclaim:swap_out_bytes", "Of the stored bytes, those of outputs that were parked."),
+    _counter("kvreclaim:swap_in_bytes", "Of the loaded bytes, those of outputs that came back."),
+    _counter("kvreclaim:tier_evictions", "Cached slots used for something else.", "tier"),
+    _counter("kvreclaim:tier_corrupt", "Records that were not what their slot was to hold.", "tier"),
+    _counter(
+        "kvreclaim:tier_failed", "Transfers that failed: the disk's errors, a full one included.", "tier"
+    ),
+    _counter(
+        "kvreclaim:tier_dropped",
+        "Blocks not written: too many waited, or the disk had failed too often.",
+        "tier",
+    ),
+    _counter("kvreclaim:tier_refused", "Times that a block found no slot: all were in use.", "tier"),
 )
 
 HTTP_COUNTERS = (

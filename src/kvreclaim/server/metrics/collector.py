@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
@@ -26,7 +26,8 @@ from kvreclaim.server.metrics.catalogue import (
     Metric,
 )
 from kvreclaim.server.metrics.http import HttpCounts
-from kvreclaim.server.metrics.observer import Counted, Histogram, Values
+from kvreclaim.server.metrics.observer import Counted, Histogram
+from kvreclaim.server.metrics.tiers import Values
 
 
 class MetricsCollector(Collector):
@@ -61,9 +62,10 @@ class MetricsCollector(Collector):
     def _family(self, metric: Metric, values: Values) -> Family:
         kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
         family = kind(metric.name, metric.meaning, labels=metric.labels)
-        rows: Iterable[tuple[str, float]] = values.items() if isinstance(values, Mapping) else [("", values)]
-        for label, value in rows:
-            family.add_metric((*self._labels, *([label] if label else [])), value)
+        rows = values.items() if isinstance(values, Mapping) else [((), values)]
+        for labels, value in rows:
+            own = (labels,) if isinstance(labels, str) else labels
+            family.add_metric((*self._labels, *own), value)
         return family
 
     def _histogram(self, metric: Metric, histogram: Histogram) -> Family:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvreclaim.engine.core.engine import Engine, StepResult
@@ -12,6 +12,7 @@ from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.face.exports import MemoryStats
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
+from kvreclaim.server.metrics.tiers import Values, tier_values
 
 COMPLETE = ("stop", "length")
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -58,10 +59,6 @@ class Figures:
     memory: MemoryStats
 
 
-Values = float | Mapping[str, float]
-"""Of a metric: one value, or one per value of its label."""
-
-
 @dataclass(frozen=True, slots=True)
 class Counted:
     """What has been counted so far, as plain values that belong together."""
@@ -82,10 +79,12 @@ class MetricsObserver:
         self._clock = clock
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
+        self.prompt_tokens_loaded = 0
         self.blocks_freed = 0
         self.blocks_taken = 0
         self.step_s = 0.0
         self.totals = engine.totals  # the engine's own: only ever grows
+        self.tier_stats = engine.tier_stats  # asked when somebody wants to know
         self.figures = _read(engine)
         self._max_model_len = engine.max_model_len
         self.histograms = {m.name: Histogram.empty(m.bounds(engine.max_model_len)) for m in HISTOGRAMS}
@@ -172,6 +171,7 @@ class MetricsObserver:
             progress.begun = True
             self.prompt_tokens += len(request.prompt_token_ids)
             self.prompt_tokens_cached += metrics.num_cached_tokens
+            self.prompt_tokens_loaded += metrics.num_loaded_tokens
 
     def _complete(self, request: Request, seq: Sequence, now: float) -> None:
         """An output reached its end by itself. (One that was aborted has no latency worth averaging.)"""
@@ -228,21 +228,28 @@ def count(host: Host) -> Counted:
 
 def engine_values(seen: MetricsObserver) -> dict[str, Values]:
     """The value of every gauge and counter of the engine."""
-    return _request_values(seen) | _cache_values(seen.figures.memory) | _compression_values(seen)
+    stats, memory = seen.tier_stats(), seen.figures.memory
+    below = tier_values(stats, memory.prefix_hit_tokens)
+    deferred = 0 if stats is None else min(stats.deferred_seqs, seen.figures.num_waiting)
+    return _request_values(seen, deferred) | _cache_values(memory) | _compression_values(seen) | below
 
 
-def _request_values(seen: MetricsObserver) -> dict[str, Values]:
+def _request_values(seen: MetricsObserver, deferred: int) -> dict[str, Values]:
     figures, totals = seen.figures, seen.totals
     preemptions = dict(totals.preemptions)
     return {
         "vllm:num_requests_running": figures.num_running,
         "vllm:num_requests_waiting": figures.num_waiting,
-        "vllm:num_requests_waiting_by_reason": {"capacity": figures.num_waiting, "deferred": 0},
+        "vllm:num_requests_waiting_by_reason": {
+            "capacity": figures.num_waiting - deferred,
+            "deferred": deferred,
+        },
         "vllm:prompt_tokens": seen.prompt_tokens,
         "vllm:prompt_tokens_cached": seen.prompt_tokens_cached,
         "vllm:prompt_tokens_by_source": {
             "local_compute": seen.prompt_tokens - seen.prompt_tokens_cached,
-            "local_cache_hit": seen.prompt_tokens_cached,
+            "local_cache_hit": seen.prompt_tokens_cached - seen.prompt_tokens_loaded,
+            "external_kv_transfer": seen.prompt_tokens_loaded,
         },
         "vllm:generation_tokens": totals.generation_tokens,
         "vllm:num_preemptions": sum(preemptions.values()),
