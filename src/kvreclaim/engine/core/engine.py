@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -26,7 +27,8 @@ from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.disk import open_disk
+from kvreclaim.engine.tiers.disk import namespace_of, open_disk
+from kvreclaim.engine.tiers.session import Sessions
 from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import Pages
@@ -116,6 +118,12 @@ class Engine:
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
         return None if self.tiers is None else self.tiers.stats(self.totals)
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Saves and restores what is cached. The first time all weights are read, for a digest of them."""
+        namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
+        return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields)
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also

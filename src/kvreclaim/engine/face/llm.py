@@ -20,6 +20,7 @@ from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.core.sizing import choose_limits
 from kvreclaim.engine.face.chat import Message, render_chat
 from kvreclaim.engine.face.compressors import Compressors
+from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.places import STATS_FILE
@@ -209,6 +210,24 @@ class LLM:
         """End a request and return its blocks. Raises: UnknownRequestError."""
         self.engine.abort(request_id)
 
+    def save_session(
+        self, prompt: Prompt, path: str | os.PathLike[str], *, cache_salt: str | None = None
+    ) -> SessionInfo:
+        """Write what is cached of a prompt to a file: its leading full blocks, wherever they lie. Of a prompt
+        with its answer: output.prompt_token_ids + output.outputs[0].token_ids.
+
+        Raises: InvalidArgumentError if nothing is, OSError.
+        """
+        return self.engine.sessions.save(self._tokens(prompt), path, cache_salt)
+
+    def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
+        """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on.
+
+        Raises: InvalidArgumentError for a file that is damaged, or of another model, KV format or block size,
+            which it names, or if there is no room for it; OSError.
+        """
+        return self.engine.sessions.load(path, cache_salt)
+
     def close(self) -> None:
         """Let go of what the engine holds beside memory: what is on its way to disk is written, its file
         closed. Without a disk tier there is nothing to do; at the latest it happens when the process ends."""
@@ -241,7 +260,7 @@ class LLM:
         config = config if config is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
         text = prompt if isinstance(prompt, str) else None
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self._tokens(prompt)
         request_id = f"request-{next(self._ids)}"
         return self.engine.add_request(
             request_id,
@@ -253,6 +272,9 @@ class LLM:
             priority=priority,
             compress_at=compress_at,
         )
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def resolved(self, config: CompressionConfig) -> CompressionConfig:
         """The config with the policy that this model's statistics name where it says "auto"."""

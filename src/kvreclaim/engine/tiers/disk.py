@@ -37,9 +37,20 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
     """The file below the host, where one is asked for. Raises: InvalidArgumentError."""
     if config.kv_offloading_disk_path is None:
         return None
+    return SlotFile.open(
+        Path(config.kv_offloading_disk_path),
+        namespace_of(config, loaded, form, backend),
+        bytes_per_block=form.bytes_per_block(loaded.facts.layers, config.block_size),
+        block_size=config.block_size,
+        size_bytes=int(config.kv_offloading_disk_size * 2**30),
+    )
+
+
+def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> Namespace:
+    """What the bytes of this engine's blocks depend on. Reads all weights."""
     facts, model = loaded.facts, loaded.model
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    namespace = Namespace(
+    return Namespace(
         {
             "record_version": str(VERSION),
             "model_fingerprint": facts.fingerprint,
@@ -51,13 +62,6 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
             "block_size": str(config.block_size),
             "backend_layout": f"{backend} {LAYOUT}",
         }
-    )
-    return SlotFile.open(
-        Path(config.kv_offloading_disk_path),
-        namespace,
-        bytes_per_block=form.bytes_per_block(facts.layers, config.block_size),
-        block_size=config.block_size,
-        size_bytes=int(config.kv_offloading_disk_size * 2**30),
     )
 
 

@@ -11,6 +11,7 @@ from kvreclaim.engine.tiers.disk import Disk
 from kvreclaim.engine.tiers.moves import Moves
 from kvreclaim.engine.tiers.parking import Parking
 from kvreclaim.engine.tiers.stats import SlotStats, TierStats
+from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import StepPlan
@@ -20,6 +21,9 @@ from kvreclaim.tiers.slot_file import SlotFile
 
 if TYPE_CHECKING:
     from kvreclaim.engine.core.outputs import EngineTotals, StepStats
+
+WANTED = -2
+"""Id under which something is read from disk for no sequence."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,21 @@ class Tiers:
             return False
         self.disk.wait()
         return True
+
+    def load_now(self) -> None:
+        """What the memory has asked for outside of a step."""
+        self.moves.load(self.memory.take_loads())
+
+    def bring_up(self, keys: BlockKeys) -> None:
+        """Read from disk what it has of these keys and the host has not, and wait for it."""
+        if self.disk is None:
+            return
+        self.memory.prefetch(WANTED, keys, keys.num_tokens - 1)
+        self.disk.submit()
+        while self.memory.must_wait(WANTED):
+            self.disk.wait()
+            self.disk.poll()
+        self.memory.end_loading(WANTED)
 
     def store(self) -> None:
         """Blocks that have become full go to the host, and from there to disk."""
