@@ -100,7 +100,9 @@ def test_every_route_but_health_wants_a_key(guarded: Running) -> None:
             assert client.get("/health/").status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/load", "/metrics", "/openapi.json", "/", "/page/feed"])
+@pytest.mark.parametrize(
+    "path", ["/load", "/metrics", "/openapi.json", "/", "/page/feed", "/kv_offload/status"]
+)
 def test_what_tells_about_all_is_the_operators(guarded: Running, path: str) -> None:
     with http(guarded, follow_redirects=True) as client:
         says(client.get(path), 401, "operator")
@@ -298,6 +300,7 @@ def test_outputs_of_a_request_are_prompts_times_n(guarded: Running) -> None:
 def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
     """While two requests of a key run, nothing else of it is begun, whatever the route."""
     routes = [path for method, path in declared(guarded) if method == "POST"]
+    routes.remove("/reset_prefix_cache")  # the operator's
     assert set(routes) >= {*PATHS, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
     with paused(guarded), http(guarded) as client:
         first = [Asking(guarded, path, BODIES[path], TENANT) for path in PATHS]

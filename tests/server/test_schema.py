@@ -28,6 +28,8 @@ OPERATIONS = (
     "/version",
     "/load",
     "/metrics",
+    "/kv_offload/status",
+    "/reset_prefix_cache",
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/messages",

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvreclaim import __version__
-from kvreclaim.server import system
+from kvreclaim.server import offload, system
 from kvreclaim.server.anthropic import routes as anthropic
 from kvreclaim.server.bodies import body_limit
 from kvreclaim.server.errors import install_handlers
@@ -60,6 +60,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     install_handlers(app)
     app.include_router(system.router)
+    app.include_router(offload.router)
     for room in (completions, chat, models, tokenizing):
         app.include_router(room.router)
     app.include_router(anthropic.router)

@@ -18,7 +18,10 @@ from kvreclaim.server.tenants import Tenant, Tenants
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health",)
-OPERATOR_PATHS = ("/", "/metrics", "/load", "/page", "/openapi.json")
+OPERATOR_PATHS = (
+    *("/", "/metrics", "/load", "/page", "/openapi.json"),
+    *("/kv_offload/status", "/reset_prefix_cache"),
+)
 MAX_DIGITS = 18
 """Of a length; Python reads no number of thousands of digits."""
 
@@ -97,7 +100,7 @@ class Gate:
             challenge = {"www-authenticate": 'Basic realm="kvreclaim operator", Bearer'}
             raise ApiError(
                 401,
-                f"{path} tells about all tenants; send the operator key (--operator-key).",
+                f"{path} concerns all tenants; send the operator key (--operator-key).",
                 code="operator_only",
                 headers=challenge,
             )

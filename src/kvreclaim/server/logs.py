@@ -19,7 +19,7 @@ from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "json", "text")
-QUIET_ROUTES = ("/health", "/metrics", "/load", "/version")
+QUIET_ROUTES = ("/health", "/metrics", "/load", "/version", "/kv_offload/status")
 """Asked again and again by machines: logged at DEBUG."""
 
 REQUEST_ID = re.compile(r"req-[0-9a-f]{32}")

@@ -37,5 +37,15 @@ def token_usage(metrics: Sequence[RequestMetrics], num_generated: int) -> dict[s
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(m.num_cached_tokens for m in metrics)},
+        "prompt_tokens_details": _cached(metrics),
     }
+
+
+def _cached(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
+    """Prompt tokens that were not computed; where they lay, if any came from below the pool."""
+    cached = sum(m.num_cached_tokens for m in metrics)
+    loaded, disk = sum(m.num_loaded_tokens for m in metrics), sum(m.num_disk_tokens for m in metrics)
+    if not loaded:
+        return {"cached_tokens": cached}
+    by_tier = {"device": cached - loaded, "host": loaded - disk, "disk": disk}
+    return {"cached_tokens": cached, "cached_tokens_by_tier": by_tier}

@@ -11,8 +11,17 @@ from kvreclaim.server.errors import OpenAIError
 from kvreclaim.server.schemas import KVCacheUsage, Responses, Shape
 
 
+class CachedByTier(Shape):
+    device: int
+    host: int
+    disk: int
+
+
 class PromptTokensDetails(Shape):
+    """cached_tokens_by_tier: there if some of them came from host or disk; its sum is cached_tokens."""
+
     cached_tokens: int
+    cached_tokens_by_tier: CachedByTier | None = None
 
 
 class Usage(Shape):

@@ -1,0 +1,82 @@
+"""What lies below the pool, and forgetting prefixes: the operator's routes."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict
+
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.tiers.stats import TierStats
+from kvreclaim.server.errors import ApiError, OpenAIError
+from kvreclaim.server.service import ServiceDep
+
+router = APIRouter(tags=["server"])
+
+CLEAR_S = 30.0
+"""A disk that takes longer to let go of its records is reported."""
+POLL_S = 0.02
+
+
+class OffloadStatus(BaseModel):
+    """enabled: whether there is host memory for blocks; tiers: null without."""
+
+    enabled: bool
+    tiers: TierStats | None
+
+
+class Reset(BaseModel):
+    """external, reset_external (vLLM's name): what host and disk have is forgotten, too."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    external: bool = False
+    reset_external: bool = False
+
+
+@router.get("/kv_offload/status", responses={401: {"model": OpenAIError}, 503: {"model": OpenAIError}})
+async def status(service: ServiceDep) -> OffloadStatus:
+    """What is where on host and disk, read between two steps, and counts since the start."""
+    stats = await service.engine.call(stats_of)
+    return OffloadStatus(enabled=stats is not None, tiers=stats)
+
+
+@router.post(
+    "/reset_prefix_cache",
+    response_class=Response,
+    responses={code: {"model": OpenAIError} for code in (400, 401, 503)},
+)
+async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query()]) -> Response:
+    """Forget every cached prefix; running requests go on. With `external=true` host and disk forget theirs,
+    the disk for good: it is answered when the records are gone."""
+    external = asked.external or asked.reset_external
+    await service.engine.call(partial(forget, external=external))
+    try:
+        async with asyncio.timeout(CLEAR_S):
+            while external and await service.engine.call(is_clearing):
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise ApiError(
+            503,
+            f"every prefix is forgotten, but the disk has not let go of its records in {CLEAR_S:g} s; it "
+            "will when it answers, unless the server is killed before.",
+        ) from None
+    return Response()
+
+
+def stats_of(host: Host) -> TierStats | None:
+    """Now."""
+    return host.engine.tier_stats()
+
+
+def forget(host: Host, *, external: bool) -> None:
+    host.engine.reset_prefix_cache(external=external)
+
+
+def is_clearing(host: Host) -> bool:
+    """Whether records that are to be forgotten may still be on disk."""
+    tiers = host.engine.tiers
+    return tiers is not None and tiers.is_clearing
