@@ -60,7 +60,7 @@ def ask(base_url: str, client: int, stop: threading.Event) -> None:
 def serve(box: dict[str, Any], started: threading.Event) -> None:
     async def main() -> None:
         listener = bind("127.0.0.1", 0)
-        llm = LLM(demo_model(), num_blocks=NUM_BLOCKS)
+        llm = LLM(demo_model(), num_blocks=NUM_BLOCKS, **box["tiers"])
         server = Server(Service(AsyncEngine(llm), ServerConfig(served_model_name=(MODEL,))))
         box.update(url=f"http://127.0.0.1:{listener.getsockname()[1]}", server=server)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -101,8 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
     parser.add_argument("--out", type=Path, default=TARGET)
+    parser.add_argument("--tiers", type=Path, help="Directory of a disk tier, under 64 MiB of host memory.")
     given = parser.parse_args()
-    box: dict[str, Any] = {}
+    box: dict[str, Any] = {"tiers": {}}
+    if given.tiers is not None:
+        sizes = {"kv_offloading_size": 2**-4, "kv_offloading_disk_size": 2**-3}
+        box["tiers"] = {"kv_offloading_disk_path": str(given.tiers), **sizes}
     started, stop = threading.Event(), threading.Event()
     thread = threading.Thread(target=serve, args=(box, started))
     thread.start()

@@ -80,3 +80,13 @@ def test_a_config_has_the_settings_that_are_known_without_torch() -> None:
     known = {f.name for f in dataclasses.fields(CompressionConfig)}
     assert known == {*settings_of(CompressionSettings), "options"}
     assert set(settings_of(CompressionConfig)) == {*settings_of(CompressionSettings)} - {"stats"}
+
+
+def test_names_of_others_for_swapping_and_for_its_room() -> None:
+    config = EngineConfig(kv_offloading_size=1.0, preemption_mode="offload")
+    assert config.preemption_mode == "swap"
+    assert EngineConfig(**dataclasses.asdict(config)) == config
+    with pytest.raises(InvalidArgumentError, match="kv_offloading_size is 0"):
+        EngineConfig(preemption_mode="offload")
+    flags = settings_of(EngineConfig)["kv_offloading_size"].said.flags
+    assert flags == ("--kv-offloading-size", "--hicache-size")

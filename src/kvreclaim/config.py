@@ -106,13 +106,14 @@ class EngineConfig:
         "sequences kept; 0 for none.",
         low=0.0,
         high=float(1 << 20),
+        flags=("--kv-offloading-size", "--hicache-size"),
         panel=TIERS,
     )
     preemption_mode: str = option(
         "auto",
-        "A sequence that gives way is moved to the host and back (swap) or computed again (recompute); auto: "
-        "whichever takes less time here.",
-        choices=("auto", "swap", "recompute"),
+        "A sequence that gives way is moved to the host and back (swap, or offload) or computed again "
+        "(recompute); auto: whichever takes less time here.",
+        choices=("auto", "swap", "offload", "recompute"),
         panel=TIERS,
     )
     swap_space: float | None = option(
@@ -178,6 +179,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        if self.preemption_mode == "offload":
+            object.__setattr__(self, "preemption_mode", "swap")
         for name in ("eviction_policy", "kv_offloading_eviction_policy"):
             value = getattr(self, name)
             require(isinstance(value, str), f"{name} is {value!r}; pass a name, such as 'lru'.", name)

@@ -277,3 +277,29 @@ def test_examples_go_round(page_server: Running) -> None:
     url = f"{page_server.base_url}/page/example"
     got = [web.get(url, params={"index": i}).json() for i in range(len(EXAMPLES["demo"]) + 1)]
     assert got == [*EXAMPLES["demo"], EXAMPLES["demo"][0]]
+
+
+def test_tiers_are_told_where_there_are_some(server: Running, tmp_path: Path) -> None:
+    with feed_of(server) as events:
+        name, frame = next(events)
+        assert name == "frame"
+        assert frame["tiers"] is None
+    sizes = {"kv_offloading_size": 4e6 / 2**30, "kv_offloading_disk_size": 8e6 / 2**30}
+    llm = LLM(demo_model(), num_blocks=64, kv_offloading_disk_path=str(tmp_path), **sizes)
+    with running_server(llm) as below:
+        body = {"model": MODEL, "prompt": "GO sky " * 60, "max_tokens": 1}
+        for _ in range(2):
+            answer = web.post(f"{below.base_url}/v1/completions", json=body)
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        with feed_of(below) as events:
+            tiers = next(data for name, data in events if name == "frame")["tiers"]
+        stats = web.get(f"{below.base_url}/kv_offload/status").json()["tiers"]
+    host, disk = stats["host"], stats["disk"]["slots"]
+    assert tiers["slots"] == {
+        name: [slots["in_use"], slots["cached"], slots["free"]]
+        for name, slots in (("host", host), ("disk", disk))
+    }
+    assert tiers["hits"] == {"device": cached, "host": 0, "disk": 0}
+    assert tiers["down"]["host"] == stats["moves"]["store_bytes"] > 0
+    assert tiers["up"] == {"host": 0, "disk": 0}
+    assert (tiers["parked"], tiers["swaps"]) == ([0, 0], 0)

@@ -151,6 +151,7 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
         "num_running": snapshot.num_running,
         "num_waiting": snapshot.num_waiting,
         "totals": snapshot.totals,
+        "tiers": snapshot.tiers,
     }
     text = event(body)
     return text, event({"at_s": snapshot.at_s, **body}, "frame")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Snapshot:
     """The engine at one moment; compactions are those since the last snapshot.
 
     totals: counters over the engine's life
+    tiers:  below the pool; None where there is nothing
     """
 
     at_s: float
@@ -44,6 +46,7 @@ class Snapshot:
     num_running: int
     num_waiting: int
     totals: dict[str, int]
+    tiers: dict[str, Any] | None
     compactions: list[Compaction]
 
 
@@ -80,8 +83,35 @@ class Recorder:
                 "prefix_hit_tokens": stats.prefix_hit_tokens,
                 "blocks_freed": stats.blocks_freed_by_compression,
             },
+            tiers=tiers_of(engine, stats.prefix_hit_tokens),
             compactions=done,
         )
+
+
+def tiers_of(engine: Engine, num_hit: int) -> dict[str, Any] | None:
+    """Slots by state, hits in tokens by tier, and bytes moved since the start: down from the pool to the host
+    and to disk, up from there. num_hit: tokens found, wherever they lay."""
+    found = engine.tier_stats()
+    if found is None:
+        return None
+    slots = {"host": found.host} | ({"disk": found.disk.slots} if found.disk is not None else {})
+    host, disk = found.host_hit_tokens, found.disk_hit_tokens
+    moves, counters = found.moves, found.disk.counters if found.disk is not None else None
+    return {
+        "slots": {name: [each.in_use, each.cached, each.free] for name, each in slots.items()},
+        "hits": {"device": num_hit - host - disk, "host": host, "disk": disk},
+        "down": {
+            "host": moves.store_bytes + moves.out_bytes,
+            "disk": counters.stored_bytes if counters is not None else 0,
+        },
+        "up": {
+            "host": moves.load_bytes,
+            "disk": counters.loaded_bytes if counters is not None else 0,
+        },
+        "parked": [found.parked_seqs, found.parked_slots],
+        "deferred": found.deferred_seqs,
+        "swaps": found.swaps,
+    }
 
 
 def begin(host: Host) -> None:

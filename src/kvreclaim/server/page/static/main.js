@@ -7,6 +7,7 @@ import { watch } from "./feed.js";
 import { Pool, STATES } from "./pool.js";
 import { Requests } from "./requests.js";
 import { Theme } from "./theme.js";
+import { Tiers } from "./tiers.js";
 
 const SUMMARY_MS = 10_000;
 const HIT_WINDOW_S = 20;
@@ -31,6 +32,7 @@ const owners = new Colours(theme);
 const pool = new Pool(find("#pool"), find("#readout"), owners, theme);
 const requests = new Requests(document, owners, theme, (id) => pool.highlight(id));
 const compare = new Compare(document, announce);
+const tiers = new Tiers(find("#tiers"));
 const tile = (name) => find(`[data-chart="${name}"]`);
 const charts = {
   blocks: new Chart(tile("blocks"), { label: "Blocks in use", format: whole }),
@@ -111,6 +113,7 @@ watch({
     showFigures(frame);
     showPool(frame);
     requests.show(frame);
+    tiers.show(frame);
     compare.watch(frame, owners);
     document.documentElement.dataset.ready = "true";
   },
