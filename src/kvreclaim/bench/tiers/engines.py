@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any
 
 from kvreclaim.bench.common import Row
@@ -18,6 +19,8 @@ from kvreclaim.memory.blocks import blocks_for
 GIB = 2**30
 SPARE = 6
 """Prompts that a tier has room for: what makes way is not what is measured."""
+
+DRAIN_S = 60.0
 
 
 class WrongAnswerError(KVReclaimError, RuntimeError):
@@ -56,6 +59,19 @@ def answer(llm: LLM, prompt: list[int], num_tokens: int) -> RequestOutput:
     if output.error is not None:
         raise RuntimeError(f"a request failed: {output.error}")
     return output
+
+
+def drain(llm: LLM) -> None:
+    """Wait until all that is on its way to disk is there. Raises: RuntimeError if that takes long."""
+    tiers = llm.engine.tiers
+    assert tiers is not None, "there are tiers"
+    assert tiers.disk is not None, "there is a disk"
+    patience = monotonic() + DRAIN_S
+    while tiers.disk.tier.num_storing:
+        if monotonic() > patience:
+            raise RuntimeError(f"blocks are on their way to disk after {DRAIN_S:.0f} s: {tiers.disk.stats()}")
+        tiers.disk.wait()
+        tiers.disk.poll()
 
 
 def require_equal(found: list[int], computed: list[int], what: str) -> None:

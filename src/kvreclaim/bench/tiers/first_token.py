@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from statistics import median
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.systems.base import random_prompts
-from kvreclaim.bench.tiers.engines import answer, facts, host_gib, load, require_equal
+from kvreclaim.bench.tiers.engines import answer, drain, facts, host_gib, load, require_equal
 from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.engine.face.llm import LLM
 
@@ -32,13 +32,13 @@ CASES = ("computed", "computed and stored", "device", "host", "disk")
 
 
 class Places:
-    """A plain engine, one with tiers, and a directory; each round starts a new engine over the directory.
+    """A plain engine, and in each round two with tiers, one after the other over a new directory.
 
     num_tokens: of each answer
     """
 
-    def __init__(self, plan: TiersPlan, dtype: str, num_tokens: int, directory: str) -> None:
-        self.plan, self.dtype, self.num_tokens, self.directory = plan, dtype, num_tokens, directory
+    def __init__(self, plan: TiersPlan, dtype: str, num_tokens: int) -> None:
+        self.plan, self.dtype, self.num_tokens = plan, dtype, num_tokens
         self.plain = load(plan, dtype, enable_prefix_caching=False)
         self.host_gib = host_gib(self.plain, plan)
         self.vocab_size = self.plain.loaded.vocab_size
@@ -50,19 +50,19 @@ class Places:
         seed = self.rng.randrange(1 << 30)
         return random_prompts(1, self.plan.prompt, self.vocab_size, seed)[0]
 
-    def tiered(self) -> LLM:
+    def tiered(self, directory: str) -> LLM:
         return load(
             self.plan,
             self.dtype,
             kv_offloading_size=self.host_gib,
-            kv_offloading_disk_path=self.directory,
+            kv_offloading_disk_path=directory,
             kv_offloading_disk_size=max(DISK_SHARE * self.host_gib, LEAST_DISK_GIB),
             kv_load_policy="wait_complete",
         )
 
     def round(self) -> tuple[dict[str, float], dict[str, list[int]]]:
         """Seconds and answers, by case. Asserts where each prompt was found."""
-        prompt, other = self.prompt(), self.prompt()
+        prompt = self.prompt()
         spent: dict[str, float] = {}
         said: dict[str, list[int]] = {}
 
@@ -74,17 +74,23 @@ class Places:
             self._check_place(case, [output.metrics.num_cached_tokens, *below])
 
         ask("computed", self.plain)
-        with closing(self.tiered()) as llm:
+        with tempfile.TemporaryDirectory(prefix="kvreclaim-bench-") as directory:
+            self._with_tiers(directory, prompt, ask)
+        return spent, said
+
+    def _with_tiers(self, directory: str, prompt: list[int], ask: Callable[[str, LLM], None]) -> None:
+        other = self.prompt()
+        with closing(self.tiered(directory)) as llm:
             answer(llm, other[: len(other) // 2], 1)
             ask("computed and stored", llm)
             ask("device", llm)
             for filler in (other, self.prompt()):
                 answer(llm, filler, 1)
             ask("host", llm)
-        with closing(self.tiered()) as llm:
+            drain(llm)
+        with closing(self.tiered(directory)) as llm:
             answer(llm, self.prompt()[: len(other) // 2], 1)
             ask("disk", llm)
-        return spent, said
 
     def _check_place(self, case: str, found: Sequence[int]) -> None:
         """found: hit anywhere, in host memory or below, on disk: all full blocks, or none."""
@@ -97,14 +103,11 @@ class Places:
 def run(plan: TiersPlan) -> list[Row]:
     """Compares answers, in fp32, then measures. Returns: a row for each of CASES: ms (median), times_ms,
     ratio to computing. Raises: WrongAnswerError."""
-    with ExitStack() as stack:
-        _, said = Places(plan, "float32", plan.answer, _directory(stack)).round()
-        for case in CASES[1:]:
-            require_equal(said[case], said["computed"], case)
-    with ExitStack() as stack:
-        places = Places(plan, plan.dtype, 1, _directory(stack))
-        rounds = [places.round()[0] for _ in range(plan.rounds)]
-        kernels = places.plain.engine.kernels
+    _, said = Places(plan, "float32", plan.answer).round()
+    for case in CASES[1:]:
+        require_equal(said[case], said["computed"], case)
+    places = Places(plan, plan.dtype, 1)
+    rounds = [places.round()[0] for _ in range(plan.rounds)]
     computed = median(times["computed"] for times in rounds)
     return [
         {
@@ -113,7 +116,7 @@ def run(plan: TiersPlan) -> list[Row]:
             "ms": 1e3 * median(times[case] for times in rounds),
             "times_ms": [1e3 * times[case] for times in rounds],
             "ratio": computed / median(times[case] for times in rounds),
-            "kernels": kernels,
+            "kernels": places.plain.engine.kernels,
         }
         for case in CASES
     ]
@@ -125,10 +128,6 @@ def _from_below(llm: LLM) -> tuple[int, int]:
     if stats is None:
         return 0, 0
     return stats.host_hit_tokens + stats.disk_hit_tokens, stats.disk_hit_tokens
-
-
-def _directory(stack: ExitStack) -> str:
-    return stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreclaim-bench-"))
 
 
 def first_token_table(rows: Sequence[Row]) -> Table:
