@@ -19,7 +19,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from soak_tiers_cases import Oracle, make_cases
+from soak_tiers_cases import LIMITS, Oracle, make_cases
 
 from kvreclaim import LLM, demo_model
 
@@ -47,7 +47,7 @@ class Soak:
         self.seed, self.num_requests, self.directory = seed, num_requests, directory
         self.rng, self.report = random.Random(seed), Report()
         self.cases = make_cases(seed, num_requests)
-        alone = LLM(demo_model(), dtype="float32", device="cpu", num_blocks=512, spread_compression=False)
+        alone = LLM(demo_model(), **LIMITS, num_blocks=512)
         self.oracle = Oracle(alone, self.cases)
         numbers = [self.rng.randrange(len(self.cases)) for _ in range(num_requests)]
         self.left = deque(enumerate(numbers))

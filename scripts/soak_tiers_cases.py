@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 
 NUM_DOCUMENTS = 240
 POLICIES = ("query_mixture", "knorm", "streaming_llm", "shares(streaming_llm, by=static)")
 SALTS = (None, None, "red", "green")
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "spread_compression": False,
+}
+"""Of all engines: where a prompt is compressed depends on the chunks that a step may compute at most."""
 TIE = 1e-4
 """Log-probabilities of two tokens that differ by less may change places with the order of sums, in fp32."""
 REPEATS = 4

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from soak_tiers_cases import Case, make_cases
+from soak_tiers_cases import LIMITS, Case, make_cases
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.core.request import Request
@@ -63,13 +63,8 @@ def make_engine(directory: str, rng: random.Random) -> LLM:
     """Everything small, and how it works by chance."""
     return LLM(
         demo_model(),
-        dtype="float32",
-        device="cpu",
+        **LIMITS,
         num_blocks=NUM_BLOCKS,
-        max_num_seqs=8,
-        max_num_batched_tokens=rng.choice((64, 256)),
-        max_model_len=512,
-        spread_compression=False,
         kv_offloading_size=HOST_SLOTS * BLOCK_BYTES / 2**30,
         kv_offloading_disk_path=directory,
         kv_offloading_disk_size=DISK_BYTES / 2**30,
