@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak attack vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -31,6 +31,10 @@ test: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 10000 --clients 64
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py --requests 1000 --clients 64 --blocks 80 --no-compression
+
+# A small pool over a small host over a file that fails, killed and damaged: every answer as without tiers.
+soak-tiers: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak_tiers.py --requests 10000
 
 # What strangers and tenants can do to a server, in full size, and what others notice of it.
 attack: setup
@@ -78,6 +82,7 @@ bench: setup bench_models/qwen3-26m
 	$(KVB) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
+	$(KVB) tiers --threads $(THREADS) $(if $(TRACE),--trace $(TRACE)) --json $(RESULTS)/tiers-26m.json
 	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
 
 # The whole grids and both models: long.

@@ -79,6 +79,7 @@ class Soak:
                 self._require_clean(number, requests, errors.read())
         self.report.outcomes["phases killed" if killed else "phases closed"] += 1
         self.left.extendleft(reversed(requests.items()))
+        print(f"phase {number}: {len(self.left)} requests left", file=sys.stderr)
 
     def _run(
         self, told: dict[str, object], requests: dict[int, int], kill_after: int | None, errors: int
