@@ -1,0 +1,51 @@
+"""docs/tiers.md has every option of the tiers, with the default that it has, and its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvreclaim.config import TIERS, EngineConfig
+from kvreclaim.options import settings_of
+
+DOCS = (Path(__file__).parents[1] / "docs" / "tiers.md").read_text(encoding="utf-8")
+OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if each.said.panel == TIERS}
+
+
+def rows() -> dict[str, str]:
+    """The table's defaults by option."""
+    section = DOCS.split("## What it is for")[1].split("\n## ")[0].split("**Which tier.**")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
+    return {re.findall(r"`(--[^`]+)`", cells[0])[0]: cells[1].strip() for cells in lines}
+
+
+def flag(name: str) -> str:
+    said = OPTIONS[name].said
+    plain = said.flags[0] if said.flags else f"--{name.replace('_', '-')}"
+    return f"--no-{plain[2:]}" if OPTIONS[name].default is True else plain
+
+
+def test_every_option_is_in_the_table() -> None:
+    assert rows().keys() == set(map(flag, OPTIONS))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_its_default(name: str) -> None:
+    said, default = rows()[flag(name)], OPTIONS[name].default
+    if name == "swap_space":
+        assert said == "half of the size"
+    elif default is True:
+        assert said == "on"
+    elif isinstance(default, float):
+        assert float(said) == default
+    else:
+        assert said == ("none" if default is None else default)
+
+
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    assert "/tmp/kvreclaim-blocks" in code
+    exec(compile(code.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
+    assert "TierStats(host=SlotStats(" in capsys.readouterr().out
