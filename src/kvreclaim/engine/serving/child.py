@@ -1,6 +1,6 @@
 """The engine's process: one thread that steps, and between two steps does what it is told.
 
-python -m kvreclaim.engine.serving.child FD
+python -m kvreclaim.engine.serving.child FD [BELL]
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def main() -> None:
     """The process: the first message is the engine's EngineSpec; Ready is the first answer."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to both of us; the server lets requests end first
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    fd, *bells = map(int, sys.argv[1:])
+    channel = Channel(socket.socket(fileno=fd), *bells)
     try:
         spec = _first(channel)
         if spec.prepare is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import select
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
+from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, new_bell, ring
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
 from kvreclaim.engine.serving.readers import Readers
@@ -30,16 +31,42 @@ STOP_S = 10.0
 """A process that has not ended by then, told to stop, is killed: a step may take as long as it likes."""
 
 
+class Wakers:
+    """What else wakes the event loop: the bell, and the end of a pipe (life) that the process holds."""
+
+    def __init__(self) -> None:
+        self.bell = new_bell()
+        self.life, self.held_there = os.pipe()
+
+    @property
+    def open_here(self) -> list[int]:
+        return [self.life, *([] if self.bell is None else [self.bell])]
+
+    def close(self) -> None:
+        for fd in self.open_here:
+            os.close(fd)
+
+
 class ProcessEngine(Readers):
-    """As AsyncEngine, over a pair of sockets. If either process goes, the other one notices at once."""
+    """As AsyncEngine, over a pair of sockets. If either process goes, the other one notices at once.
+
+    The event loop waits for the bell, where there is one, and reads until the socket is empty; the end of the
+    process is the end of a pipe that it alone holds.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], channel: Channel, served: Served, tokenizer: Tokenizer | None
+        self,
+        process: subprocess.Popen[bytes],
+        channel: Channel,
+        served: Served,
+        tokenizer: Tokenizer | None,
+        wakers: Wakers,
     ) -> None:
         super().__init__(tokenizer, process.pid)
         self._served = served
         self._process = process
         self._channel = channel
+        self._wakers = wakers
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._queued = 0
@@ -53,9 +80,14 @@ class ProcessEngine(Readers):
         Raises: what LLM raises there; EngineDeadError if the process ends before.
         """
         ours, theirs = socket.socketpair()
+        wakers = Wakers()
         with theirs:
-            command = [sys.executable, *PROGRAM, str(theirs.fileno())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            passed = [theirs.fileno(), *([] if wakers.bell is None else [wakers.bell])]
+            command = [sys.executable, *PROGRAM, *map(str, passed)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[*passed, wakers.held_there]
+            )
+            os.close(wakers.held_there)
         channel = Channel(ours)
         try:
             channel.send(spec)
@@ -65,9 +97,10 @@ class ProcessEngine(Readers):
             if ready.error is not None:
                 raise ready.error
             assert ready.served is not None, "an engine that serves says what"
-            return cls(process, channel, ready.served, loading.result())
+            return cls(process, channel, ready.served, loading.result(), wakers)
         except BaseException as error:
             channel.close()
+            wakers.close()
             code = process.wait()
             if isinstance(error, ChannelClosedError):
                 raise EngineDeadError(
@@ -81,7 +114,12 @@ class ProcessEngine(Readers):
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel.fileno(), self._on_readable)
+        if self._wakers.bell is None:
+            self._loop.add_reader(self._channel.fileno(), self._on_readable)
+        else:
+            self._loop.add_reader(self._wakers.bell, self._on_bell, self._wakers.bell)
+            self._loop.add_reader(self._wakers.life, self._on_end)
+            ring(self._wakers.bell)  # for what came before
 
     async def stop(self) -> None:
         self.death = self.death or "it was shut down"
@@ -147,6 +185,18 @@ class ProcessEngine(Readers):
         if not self._channel.pending:
             self._loop.remove_writer(self._channel.fileno())
 
+    def _on_bell(self, bell: int) -> None:
+        os.read(bell, 8)
+        if self._channel.readable:
+            ring(bell)  # there may be more: others have their turn first
+            self._on_readable()
+
+    def _on_end(self) -> None:
+        """It has gone; what it said last is still to be read, then the socket's end."""
+        assert self._loop is not None, "start() comes first"
+        self._loop.remove_reader(self._wakers.life)
+        self._loop.add_reader(self._channel.fileno(), self._on_readable)
+
     def _on_readable(self) -> None:
         try:
             messages = self._channel.receive()
@@ -177,6 +227,9 @@ class ProcessEngine(Readers):
         assert self._loop is not None, "start() comes first"
         for remove in (self._loop.remove_reader, self._loop.remove_writer):
             remove(self._channel.fileno())
+        for fd in self._wakers.open_here:
+            self._loop.remove_reader(fd)
+        self._wakers.close()
         self._channel.close()
         try:
             code: int | None = self._process.wait(1.0)  # a closed socket comes a moment before the end
