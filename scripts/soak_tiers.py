@@ -26,6 +26,8 @@ from kvreclaim import LLM, demo_model
 HERE = Path(__file__).parent
 PER_PHASE = 300
 """Most requests of a phase."""
+FAULT_RATES = (0.0, 0.0, 0.002, 0.002, 0.01, 0.1)
+"""Of calls to the disk, one for each phase; with the last one the disk is soon left alone for a minute."""
 
 
 class WrongError(Exception):
@@ -70,7 +72,7 @@ class Soak:
             "num_requests": self.num_requests,
             "directory": str(self.directory),
             "requests": list(requests.items()),
-            "fault_rate": self.rng.choice((0.0, 0.002, 0.02, 0.2)),
+            "fault_rate": self.rng.choice(FAULT_RATES),
         }
         with tempfile.TemporaryFile("w+") as errors:
             killed = self._run(told, requests, kill_after, errors.fileno())
@@ -170,8 +172,9 @@ def main() -> int:
             soak.run()
         except WrongError as error:
             wrong = error
-    elapsed_s = round(time.monotonic() - started, 1)
-    print(json.dumps({**soak.report.outcomes, **soak.report.tiers, "elapsed_s": elapsed_s}, indent=1))
+        finally:  # stopped by hand, too
+            facts = {"requests left": len(soak.left), "elapsed_s": round(time.monotonic() - started, 1)}
+            print(json.dumps({**soak.report.outcomes, **soak.report.tiers, **facts}, indent=1))
     if wrong is not None:
         print(f"VIOLATION: {wrong}", file=sys.stderr)
     return 0 if wrong is None else 1

@@ -153,8 +153,8 @@ class Phase:
         disk = found.disk
         return {
             "steps": totals.steps,
-            "tokens hit on the device": self.engine.memory.stats().prefix_hit_tokens - found.hit_tokens,
-            "tokens hit on the host": found.hit_tokens - found.disk_hit_tokens,
+            "tokens hit": self.engine.memory.stats().prefix_hit_tokens,
+            "tokens hit on the host": found.host_hit_tokens,
             "tokens read from disk": found.disk_hit_tokens,
             "blocks recovered": disk.recovered,
             "blocks loaded": disk.blocks_loaded,
