@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvreclaim import __version__
-from kvreclaim.server import offload, system
+from kvreclaim.server import offload, slots, system
 from kvreclaim.server.anthropic import routes as anthropic
 from kvreclaim.server.bodies import body_limit
 from kvreclaim.server.errors import install_handlers
@@ -64,6 +64,7 @@ def create_app(service: Service) -> FastAPI:
     for room in (completions, chat, models, tokenizing):
         app.include_router(room.router)
     app.include_router(anthropic.router)
+    app.include_router(slots.router)
     install_page(app, service)
     limit = body_limit(service.config.max_body_bytes, service.max_model_len)
     app.add_middleware(Gate, config=service.config, max_body_bytes=limit)

@@ -84,6 +84,11 @@ class ServerConfig:
     max_kv_budget: int | None = option(None, "Tokens that a request may ask for.", low=1)
     max_kv_query_window: int = option(64, "Queries that a request's policy may look back on.", low=0)
     default_max_tokens: int = option(16, "Of a completion that names no limit.", low=1)
+    slot_save_path: str | None = option(
+        None,
+        "Directory in which clients may save sessions (POST /slots/NAME?action=save), a folder for each key.",
+    )
+    max_saved_slots: int = option(64, "Sessions that one key may have saved.", low=1)
     shutdown_timeout_s: float = option(
         30.0,
         "Seconds for running requests after SIGTERM.",

@@ -49,7 +49,8 @@ PROMPT_FIELDS = {
     "/detokenize": "tokens",
 }
 ENGINE_FIELDS = {"compression": "kv_compression"} | {
-    name: name for name in ("n", "priority", "stop", "stop_token_ids", "logit_bias", "prompt_logprobs")
+    name: name
+    for name in ("n", "priority", "stop", "stop_token_ids", "logit_bias", "prompt_logprobs", "compress_at")
 }
 """The engine's arguments, the prompt apart, and what requests call them."""
 

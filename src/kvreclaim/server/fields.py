@@ -152,6 +152,7 @@ class GeneratingFields(Fields):
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: KVCompression | None = None
+    compress_at: int | None = Field(None, ge=1, le=MAX_INT32)
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

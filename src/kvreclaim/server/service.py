@@ -45,6 +45,7 @@ class Prompt:
     priority: int = 0
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
+    compress_at: int | None = None
 
 
 class Service:
@@ -170,6 +171,7 @@ class Service:
                 priority=prompt.priority,
                 retention=prompt.retention,
                 tenant=prompt.tenant,
+                compress_at=prompt.compress_at,
             )
             for index, prompt in enumerate(prompts)
         ]

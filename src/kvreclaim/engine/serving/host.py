@@ -68,6 +68,7 @@ class Host:
                     priority=new.priority,
                     retention=new.retention,
                     tenant=new.tenant,
+                    compress_at=new.compress_at,
                 )
                 requests.append(request)
         except BaseException:

@@ -24,6 +24,7 @@ class NewRequest:
     priority:    under the policy "priority" a lower number runs first
     retention:   how long the prompt's blocks are worth keeping
     tenant:      for whom: tenants get fair shares of the engine
+    compress_at: tokens of the prompt behind which it is compressed at once; what is left is kept for others
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class NewRequest:
     priority: int = 0
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
+    compress_at: int | None = None
 
 
 @dataclass(slots=True)

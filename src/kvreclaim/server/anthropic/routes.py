@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
@@ -43,6 +44,7 @@ async def create_message(
         priority=body.priority,
         retention=rendered.breakpoints,
         tenant=tenant.name,
+        compress_at=_compress_at(body, rendered, compression or service.engine.served.compression),
     )
     answer = Answer(body, service, request_id_of(request.scope), prompt)
     if body.stream:
@@ -58,6 +60,17 @@ async def count_tokens(
     _note(body, request, service)
     rendered = await _render(body, service, tenant)
     return TokensCount(input_tokens=len(rendered.token_ids))
+
+
+def _compress_at(
+    body: MessageRequest, rendered: Rendered, compression: CompressionConfig | None
+) -> int | None:
+    """What the request says, else its last cache breakpoint where its cache is compressed: what lies before
+    is asked about again, so it is compressed once for all who do."""
+    if body.compress_at is not None or compression is None or not compression.make_policy().way.evicts:
+        return body.compress_at
+    ends = [point.num_tokens for point in rendered.breakpoints if point.num_tokens < len(rendered.token_ids)]
+    return max(ends, default=0) or None
 
 
 def _note(body: ConversationFields, request: Request, service: Service) -> None:

@@ -50,6 +50,7 @@ def engine_prompt(
         priority=fields.priority,
         retention=_retention(fields, len(token_ids)),
         tenant=tenant.name,
+        compress_at=fields.compress_at,
     )
 
 

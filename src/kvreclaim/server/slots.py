@@ -1,0 +1,139 @@
+"""POST /slots/{name}: what is cached of a prompt goes to a file and comes back, as in llama.cpp's server.
+
+Blocks belong to prompts here, not to slots: what is saved is named by the prompt, the name just comes back.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.tiers.session import SessionInfo
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.server.bodies import BodyRoute
+from kvreclaim.server.errors import ApiError, OpenAIError
+from kvreclaim.server.fields import Listed
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
+from kvreclaim.server.openai.schemas import ERRORS
+from kvreclaim.server.schemas import Responses
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
+from kvreclaim.server.tenants import Tenant
+
+router = APIRouter(tags=["slots"], route_class=BodyRoute)
+SLOT_ERRORS: Responses = {
+    **{status: ERRORS[status] for status in (400, 401, 404, 408, 413, 429, 503)},
+    409: {"model": OpenAIError, "description": "saved with another model, format or block size"},
+}
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+KEYLESS = "all"
+"""The folder where there are no keys."""
+
+
+class SlotRequest(ConversationOptions):
+    """filename: without a path; prompt or messages: what is to be saved of."""
+
+    filename: str = Field(min_length=1, max_length=128)
+    prompt: str | Listed[int] | None = None
+    messages: Messages | None = None
+    cache_salt: str | None = Field(None, min_length=1)
+
+
+class SlotAnswer(BaseModel):
+    """llama.cpp's fields; those of the other actions are left out."""
+
+    id_slot: str
+    filename: str
+    n_saved: int | None = None
+    n_written: int | None = None
+    n_restored: int | None = None
+    n_read: int | None = None
+    n_erased: int | None = None
+    timings: dict[str, float] | None = None
+
+
+@router.post("/slots/{name}", responses=SLOT_ERRORS, response_model_exclude_none=True)
+async def slots(
+    name: Annotated[str, Field(max_length=128)],
+    action: Annotated[Literal["save", "restore", "erase"], Query()],
+    body: SlotRequest,
+    service: ServiceDep,
+    tenant: TenantDep,
+) -> SlotAnswer:
+    """Save what is cached of a prompt, have it again, or remove the file."""
+    path = _path(body.filename, service, tenant)
+    started, salt = time.perf_counter(), tenant.salt(body.cache_salt)
+    if action == "erase":
+        if not path.is_file():
+            raise ApiError(404, f"there is no saved session {body.filename!r}.", "filename")
+        path.unlink()
+        return SlotAnswer(id_slot=name, filename=body.filename, n_erased=1)
+    if action == "restore":
+        info = await _asked(service, partial(_restore, path=path, salt=salt), body.filename)
+        timings = {"restore_ms": 1000 * (time.perf_counter() - started)}
+        moved = {"n_restored": info.num_tokens, "n_read": info.num_bytes}
+        return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
+    _check_room(path, service)
+    tokens = await service.workers.run(tenant.name, partial(_tokens, body, service))
+    info = await _asked(service, partial(_save, tokens=tokens, path=path, salt=salt), body.filename)
+    timings = {"save_ms": 1000 * (time.perf_counter() - started)}
+    moved = {"n_saved": info.num_tokens, "n_written": info.num_bytes}
+    return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
+
+
+def _path(filename: str, service: Service, tenant: Tenant) -> Path:
+    """Where a tenant's file of this name lies. Raises: ApiError."""
+    root = service.config.slot_save_path
+    if root is None:
+        raise ApiError(404, "this server saves no sessions; start it with --slot-save-path DIRECTORY.")
+    if NAME.fullmatch(filename) is None:
+        raise ApiError(
+            400,
+            f"filename is {filename!r}; it may have 128 letters, digits, '.', '_' and '-', the first no '.'.",
+            "filename",
+        )
+    return Path(root) / (tenant.name or KEYLESS) / filename
+
+
+def _check_room(path: Path, service: Service) -> None:
+    """Raises: ApiError 400 for one file too many."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    saved, most = [each for each in path.parent.iterdir() if each != path], service.config.max_saved_slots
+    if len(saved) >= most:
+        raise ApiError(400, f"{len(saved)} sessions are saved, at most {most} may be; erase one.", "filename")
+
+
+def _tokens(body: SlotRequest, service: Service) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "pass either prompt or messages: what is cached of it is saved.", "prompt")
+    if body.messages is not None:
+        return render(body.messages, body, service)
+    return service.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt or ())
+
+
+def _save(host: Host, *, tokens: list[int], path: Path, salt: str | None) -> SessionInfo:
+    return host.llm.save_session(tokens, path, cache_salt=salt)
+
+
+def _restore(host: Host, *, path: Path, salt: str | None) -> SessionInfo:
+    return host.llm.load_session(path, cache_salt=salt)
+
+
+async def _asked(service: Service, work: Any, filename: str) -> SessionInfo:
+    """What the engine answers, between two steps. Raises: ApiError."""
+    try:
+        info: SessionInfo = await service.engine.call(work)
+    except FileNotFoundError as error:
+        raise ApiError(404, f"there is no saved session {filename!r}.", "filename") from error
+    except InvalidArgumentError as error:
+        text = str(error).replace(str(service.config.slot_save_path), "")
+        raise ApiError(409 if error.field not in (None, "filename") else 400, text, "filename") from error
+    except OSError as error:
+        raise ApiError(503, f"the session could not be moved: {error.strerror}.", "filename") from error
+    return info
