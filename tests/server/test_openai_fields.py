@@ -242,6 +242,18 @@ def check_kv_compression(server: Talker) -> None:
     assert server.completion(prompt=prompt, **GREEDY)["usage"]["kv_cache"]["blocks_freed"] == 0
 
 
+def check_compress_at(server: Talker) -> None:
+    prompt = [41 + i % 90 for i in range(120)]
+    extra = {"kv_compression": COMPRESSION, "compress_at": 110}
+    expected = server.oracle.generate(
+        [prompt], SamplingParams(**GREEDY), CompressionConfig(**COMPRESSION), compress_at=110
+    )[0]
+    for cached in (0, 110):
+        given = server.completion(prompt=prompt, **GREEDY, **extra)
+        assert given["choices"][0]["text"] == expected.outputs[0].text
+        assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
 CHECKS: dict[str, Callable[[Talker], None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }
