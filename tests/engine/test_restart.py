@@ -297,3 +297,34 @@ def test_a_disk_needs_a_host(tmp_path, make_llm):
         make_llm(kv_offloading_disk_path=str(tmp_path))
     with pytest.raises(InvalidArgumentError, match="enable_prefix_caching is off"):
         make_llm(**tiers(tmp_path, enable_prefix_caching=False))
+
+
+def test_a_race_takes_over_what_has_come(tmp_path, make_llm):
+    """It begins at once, and goes on behind the blocks that were read while it computed its first chunk."""
+    options = tiers(tmp_path, kv_load_policy="race", max_num_batched_tokens=32)
+    first = make_llm(**options)
+    plain, _ = asked(first)
+    closed(first)
+    llm = make_llm(**options)
+    engine = llm.engine
+    request = engine.add_request("racer", PROMPTS[2], PARAMS)
+    rows = []
+    schedule = engine.scheduler.schedule
+
+    def seen():
+        plan = schedule()
+        rows.extend((row.first, row.num_tokens) for row in plan.rows)
+        return plan
+
+    engine.scheduler.schedule = seen
+    while engine.has_unfinished:
+        engine.step()
+        if not engine.totals.prompts_done:  # the disk, not chance, decides
+            while engine.tiers.disk.tier.num_loading:
+                engine.tiers.wait()
+                engine.tiers.begin_step()
+        engine.memory.check()
+    assert rows[0] == (0, 32)
+    assert rows[1] == (256, 4), rows[:4]
+    assert request.sequences[0].token_ids[len(PROMPTS[2]) :] == list(plain[2][0])
+    closed(llm)

@@ -52,6 +52,7 @@ class ListWorker:
         self.slots: list[State] = [GARBAGE] * (memory.pool.num_blocks * self.size)
         self.rows: dict[int, Row] = {}
         self.aside: dict[int, Row] = {}
+        self.taken_over = 0
         self.transfers: list[Transfer] = []
         self.file: dict[int, tuple[BlockName, list[State]]] = {}
         num_slots = memory.host.pool.num_blocks if isinstance(memory, TieredMemory) else 0
@@ -82,6 +83,13 @@ class ListWorker:
                 self.rows[one.seq_id] = Row(list(states), list(range(one.num_hit)))
             if one.seq_id in sequences:
                 self.check(one.seq_id)
+        for row in plan.rows:
+            found, seq = self.rows[row.seq_id], sequences[row.seq_id]
+            if len(found.states) == len(found.live) < row.first and not seq.account.num_evicted:
+                states = [full(seq, place) for place in range(len(found.states), row.first)]
+                self.taken_over += len(states)
+                self.committed(row.seq_id, states)
+                self.check(row.seq_id)
 
     def transfer(self) -> None:
         """Some of what is on its way between host and disk arrives, in any order, or does not."""
@@ -271,6 +279,7 @@ class World:
             num_disk_slots=self.random.choice((0, 0, 3, 30, 200)),
             disk_store_after=self.random.choice((1, 1, 2)),
             load_wait_s=lambda _: wait,
+            races=wait == 0 and self.random.random() < 0.5,
             clock=lambda: self.counts["steps"],
             **options,
         )
@@ -461,4 +470,5 @@ class World:
             if self.memory.disk is not None:
                 assert self.memory.disk.tier.pool.num_in_use == 0, "slots of the file are still referenced"
                 self.counts["from disk"] += self.memory.disk.num_loaded
+                self.counts["taken over"] += self.worker.taken_over
                 self.counts["gone"] += self.memory.disk.num_gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,6 +43,14 @@ def generate(
         bool,
         typer.Option("--chat", help="Answer the prompt as a user's message, by the model's chat template."),
     ] = False,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of what the cache holds of prompt and answer: read first, if it is there, and written at "
+            "the end, so that a prompt that goes on is not computed again.",
+            dir_okay=False,
+        ),
+    ] = None,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
@@ -55,12 +64,17 @@ def generate(
     options = asdict(engine) | {"max_num_seqs": 1}
     with closing(LLM(opt.model_of(model), dtype=dtype, device=device, **options)) as llm:
         asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
-        _stream(llm, asked, params, compression)
+        if session is not None and session.exists():
+            typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
+        answered = _stream(llm, asked, params, compression)
+        if session is not None:
+            typer.echo(f"{llm.save_session(answered, session).num_tokens} tokens are saved", err=True)
 
 
 def _stream(
     llm: LLM, prompt: str | list[int], params: SamplingParams, compression: CompressionConfig | None
-) -> None:
+) -> list[int]:
+    """Returns: the tokens of prompt and answer."""
     from rich.console import Console
 
     printed = 0
@@ -77,6 +91,7 @@ def _stream(
         typer.echo(f"error: {last.error}", err=True)
         raise typer.Exit(1)
     Console(stderr=True).print(_metrics_table(last.metrics, last.outputs[0].finish_reason))
+    return [*last.prompt_token_ids, *last.outputs[0].token_ids]
 
 
 def _metrics_table(metrics: RequestMetrics, finish_reason: str | None) -> Table:

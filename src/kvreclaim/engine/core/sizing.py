@@ -96,6 +96,7 @@ def make_memory(
         num_disk_slots=num_disk_slots,
         disk_store_after=2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1,
         load_wait_s=load_wait(config),
+        races=config.kv_load_policy == "race",
         load_is_worth=load_worth(config, bytes_per_block, rates),
         **others,
     )

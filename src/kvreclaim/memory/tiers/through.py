@@ -43,6 +43,7 @@ class WriteThrough(MemoryManager):
         disk_eviction_policy: of the file's slots
         disk_store_after:     times that a block must have been met before it is written to disk
         load_wait_s:          seconds that a sequence waits for what is being loaded, by tokens to load
+        races:                whether sequences compute while blocks are loaded, and take over what has come
         load_is_worth:        whether loading so many tokens takes less time than computing them
         others:               of MemoryManager
     """
@@ -60,6 +61,7 @@ class WriteThrough(MemoryManager):
         disk_eviction_policy: str = "lru",
         disk_store_after: int = 1,
         load_wait_s: Callable[[int], float] = lambda _: 10.0,
+        races: bool = False,
         load_is_worth: Callable[[int], bool] = lambda _: True,
         **others: Any,
     ) -> None:
@@ -73,7 +75,7 @@ class WriteThrough(MemoryManager):
             DiskTier(self.host, num_disk_slots, block_size, disk_eviction_policy) if num_disk_slots else None
         )
         self.disk_store_after = disk_store_after
-        self.load_wait_s, self.load_is_worth = load_wait_s, load_is_worth
+        self.load_wait_s, self.load_is_worth, self.races = load_wait_s, load_is_worth, races
         self.store_after = store_after
         self.store_decoded = store_decoded
         self.num_unstored = 0
@@ -148,6 +150,22 @@ class WriteThrough(MemoryManager):
         table.advance(len(blocks) * self.block_size)
         self.prefix.enter_full_blocks(table, len(match.entries))
         self._note_twins([*(None for _ in match.entries), *slots], table)
+
+    def extend(self, seq_id: int, max_tokens: int) -> int:
+        """Let a sequence that computes its prompt go on behind what has come to the host meanwhile.
+
+        Returns: tokens that it need not compute; they count as computed at return.
+        """
+        table, size = self.table(seq_id), self.block_size
+        known = len(table.entries)
+        if not self.races or table.chain is None or table.physical_len != len(table.block_ids) * size:
+            return 0
+        limit = min(table.keys.num_tokens - 1, max_tokens) // size
+        found = self.host.run(table.keys, limit)[known : known + self.pool.num_free]
+        if not found:
+            return 0
+        self._load_prefix(table, PrefixMatch(table.keys, tuple(table.entries), "", tuple(found)))
+        return len(found) * size
 
     def _follow(self, seq_id: int, table: BlockTable) -> None:
         """Reference the slots that hold a sequence's first blocks from now on. What they lack is stored when
