@@ -44,8 +44,10 @@ def test_with_its_default(name: str) -> None:
         assert said == ("none" if default is None else default)
 
 
-def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    assert "/tmp/kvreclaim-blocks" in code
-    exec(compile(code.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
+def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    assert "/tmp/kvreclaim-blocks" in first
+    exec(compile(first.replace("/tmp/kvreclaim-blocks", str(tmp_path)), "docs/tiers.md", "exec"), {})
     assert "TierStats(host=SlotStats(" in capsys.readouterr().out
+    exec(compile(second, "docs/tiers.md", "exec"), {})
+    assert capsys.readouterr().out.split() == ["0", "200"]

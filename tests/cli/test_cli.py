@@ -52,6 +52,21 @@ def test_generate_with_compression_reports_blocks_freed(example):
     assert metrics["reclaim_efficiency"] == "1.00"
 
 
+def test_generate_goes_on_from_a_session(example, tmp_path):
+    prompt = example[0]
+    arguments = ("--max-tokens", 20, "--session", tmp_path / "a.session")
+    first = run("generate", *DEMO, "--prompt", prompt, *arguments)
+    assert "tokens are saved" in first.stderr
+    assert "restored" not in first.stderr
+    again = run("generate", *DEMO, "--prompt", prompt, *arguments)
+    assert "tokens are restored" in again.stderr
+    assert again.stdout == first.stdout
+    (tmp_path / "a.session").write_bytes(b"something else")
+    refused = run("generate", *DEMO, "--prompt", prompt, *arguments)
+    assert refused.exit_code != 0
+    assert "is no session, or is damaged" in refused.stderr
+
+
 @pytest.mark.parametrize("form", ["int8", "bfloat16"])
 def test_generate_from_another_format(example, form):
     prompt, trace = example

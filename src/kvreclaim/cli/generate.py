@@ -46,8 +46,8 @@ def generate(
     session: Annotated[
         Path | None,
         typer.Option(
-            help="File of what the cache holds of prompt and answer: read first, if it is there, and written at "
-            "the end, so that a prompt that goes on is not computed again.",
+            help="File of what the cache holds of prompt and answer: read first, if it is there, and written "
+            "at the end, so that a prompt that goes on is not computed again.",
             dir_okay=False,
         ),
     ] = None,
