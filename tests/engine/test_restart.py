@@ -341,3 +341,22 @@ def test_a_race_takes_over_what_has_come(tmp_path, make_llm):
     assert rows[:2] == [(0, 32), (256, 4)]
     assert request.sequences[0].token_ids[len(PROMPTS[2]) :] == list(plain[2][0])
     closed(llm)
+
+
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
+    """A request waits as long as it was told, then computes; what comes after all is of use to later ones."""
+    first = make_llm(**tiers(tmp_path))
+    plain, _ = asked(first)
+    closed(first)
+    llm = make_llm(**tiers(tmp_path, kv_load_policy="timeout", kv_load_timeout=0.02))
+    disk = llm.engine.tiers.disk
+    disk.file.io = held = Held()
+    found, hits = asked(llm)
+    assert hits == 0
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+    held.free.set()
+    while disk.tier.num_loading:
+        llm.engine.tiers.wait()
+        llm.engine.tiers.begin_step()
+    closed(llm)
+    assert llm.engine.memory.host.pool.num_in_use == 0

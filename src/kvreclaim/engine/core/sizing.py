@@ -94,6 +94,7 @@ def make_memory(
         store_after=2 if config.kv_offloading_write_policy == "write_through_selective" else 1,
         store_decoded=config.kv_offload_decode,
         num_disk_slots=num_disk_slots,
+        disk_eviction_policy=config.kv_offloading_eviction_policy,
         disk_store_after=2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1,
         load_wait_s=load_wait(config),
         races=config.kv_load_policy == "race",
