@@ -100,6 +100,11 @@ class DiskWorkers:
             return replace(self._counters)
 
     @property
+    def takes_stores(self) -> bool:
+        """Whether a store would be tried now."""
+        return self._gate.is_open and not self._was_off and not self._is_closing
+
+    @property
     def num_unfinished(self) -> int:
         """Jobs without a result yet, waiting or under way."""
         with self._changed:

@@ -98,7 +98,8 @@ class Tiers:
         except Exception:
             logger.exception("storing blocks on the host failed; who wants them computes them again")
         if self.disk is not None:
-            self.memory.stored()
+            if self.disk.workers.takes_stores:
+                self.memory.stored()
             self.disk.submit()
 
     def note(self, stats: StepStats, totals: EngineTotals) -> None:
