@@ -152,6 +152,15 @@ def test_a_mistake_is_one_sentence(started: list, arguments: list[str], words: s
     assert words in sentence
 
 
+def test_what_outlives_the_process_needs_names_that_do(started: list, tmp_path) -> None:
+    lasting = ("--api-key", "k", "--slot-save-path", tmp_path)
+    refused = run(*lasting)
+    assert refused.exit_code == 2
+    assert "tenant_secret is not" in refused.output
+    assert not started
+    assert run(*lasting, "--tenant-secret", "s" * 32).exit_code == 0
+
+
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
 def test_a_template_that_is_no_text(started: list, tmp_path, content: bytes | None) -> None:
     template = tmp_path / "chat.jinja"

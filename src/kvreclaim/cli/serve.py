@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvreclaim import demo_model
+from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.config import EngineConfig
@@ -50,6 +51,7 @@ def serve(
     said: list[str] = []
     path = opt.model_of(model, said.append)
     settings = _server_config(config, _name_of(path))
+    _check_lasting(settings, engine)
     configure_logging(log_format, log_level, log_prompts=settings.log_prompts)
     with bind(settings.host, settings.port) as listener:  # before the model is loaded
         for line in said:
@@ -74,6 +76,19 @@ def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:
 
     hide_progress_bars()
     configure_logging(log_format, log_level, log_prompts=log_prompts)
+
+
+def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
+    """Raises: InvalidArgumentError if what is meant to outlive the process could not be found again."""
+    keeps = [name for name in ("kv_offloading_disk_path",) if getattr(engine, name) is not None]
+    keeps += ["slot_save_path"] if server.slot_save_path is not None else []
+    require(
+        not (keeps and server.api_keys and server.tenant_secret is None),
+        f"{' and '.join(keeps)} is set, and so are API keys, but tenant_secret is not: tenants' prefixes are "
+        "found under names made with it, which would be others at the next start; give it, or leave the path "
+        "out.",
+        "tenant_secret",
+    )
 
 
 def _name_of(path: str | Path) -> str:
