@@ -22,6 +22,10 @@ from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.schedule.way import Way
 
+AS_NEAR = 1.001
+"""Of a token's distance from what is stored of it: one code farther than need be adds more, but where a number
+lies within some thousandths of a step of the boundary."""
+
 
 @dataclass
 class History:
@@ -252,12 +256,30 @@ class Shadow:
         history = self.histories[seq.seq_id]
         if not (call.k[rows].isfinite().all() and call.v[rows].isfinite().all()):
             history.num_exact = min(history.num_exact, start)
-        for store, new in zip((history.k, history.v), self._stored(call.k[rows], call.v[rows]), strict=True):
+        for store, new in zip((history.k, history.v), self._written(item, call, rows), strict=True):
             new = new.transpose(0, 1).double()
             old = store.get(call.layer, new[:, :0])[:, :start]
             assert old.shape[1] == start, f"sequence {seq.seq_id} starts at {start}, seen {old.shape[1]}"
             store[call.layer] = torch.cat([old, new], 1)
         return history
+
+    def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
+        """What the cache should hold of this step's tokens. A number between two codes may be stored as either
+        one, as an instruction set happens to round: what is there and lies as near to the token counts."""
+        given = call.k[rows], call.v[rows]
+        stored, form = self._stored(*given), self.cache.format
+        if form.is_plain or form.has_open_blocks:
+            return stored
+        table, size = self.llm.engine.memory.table(item.seq.seq_id), self.size
+        first, end = table.physical_len, table.physical_len + item.num_tokens
+        blocks = torch.tensor([block or 0 for block in table.block_ids[: -(-end // size)]])
+        there = self.llm.engine.backend.gather_tokens(PagedTokens(self.cache.layers[call.layer], blocks, end))
+        found = []
+        for token, want, held in zip(given, stored, there, strict=True):
+            got = held[:, first:].transpose(0, 1).to(want.dtype)
+            far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
+            found.append(torch.where((other <= far * AS_NEAR)[..., None], got, want))
+        return found[0], found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""
