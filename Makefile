@@ -123,7 +123,7 @@ $(VLLM_STAMP):
 	@touch $@
 
 .vllm-env/.kvreclaim: $(VLLM_STAMP) pyproject.toml $(CSRC) scripts/name_vllm.py
-	$(VLLM_PIP) "pytest>=8" "hypothesis>=6.100" "matplotlib>=3.8"
+	$(VLLM_PIP) "pytest>=8" "hypothesis>=6.100" "matplotlib>=3.8" "xxhash>=3.4,<5"
 	$(VLLM_PIP) --no-deps --editable .
 	$(VLLM_BIN)/python scripts/name_vllm.py
 	@touch $@

@@ -23,7 +23,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.schedule.way import Way
 
 AS_NEAR = 1.001
-"""Of a token's distance from what is stored of it: one code farther than need be adds more, but where a number
+"""Of a token's distance from what is stored of it: one code farther than need be adds more, but where it
 lies within some thousandths of a step of the boundary."""
 
 
@@ -264,8 +264,8 @@ class Shadow:
         return history
 
     def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
-        """What the cache should hold of this step's tokens. A number between two codes may be stored as either
-        one, as an instruction set happens to round: what is there and lies as near to the token counts."""
+        """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
+        or the other, as an instruction set happens to round: what is there and is as near to the token counts."""
         given = call.k[rows], call.v[rows]
         stored, form = self._stored(*given), self.cache.format
         if form.is_plain or form.has_open_blocks:
