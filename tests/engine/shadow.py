@@ -265,7 +265,7 @@ class Shadow:
 
     def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
         """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
-        or the other, as an instruction set happens to round: what is there and is as near to the token counts."""
+        or the other, as an instruction set rounds: what is there and is as near to the token counts."""
         given = call.k[rows], call.v[rows]
         stored, form = self._stored(*given), self.cache.format
         if form.is_plain or form.has_open_blocks:
