@@ -151,3 +151,41 @@ def test_what_is_cheaper_by_the_formulas():
     assert rates.swap_s(compressed, compressed) == pytest.approx(22.8e-3, rel=0.01)
     assert rates.recompute_s(32_768, 0, 240) / rates.swap_s(compressed, compressed) > 50
     assert rates.swap_s(0, 0) == 0
+
+
+@pytest.mark.parametrize("fails", ["out", "load"])
+def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
+    """Who was to compute ends; whoever was parked, or comes back, is computed anew, and answers as alone."""
+    prompts = tiny.prompts((40, 41, 42), seed=2)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in make_llm().generate(prompts, params)]
+    options = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": "swap", "kv_offload_decode": False}
+    llm = make_llm(**options, num_blocks=12, max_num_seqs=4)
+    engine, moves = llm.engine, llm.engine.tiers.moves
+    moves.slots.bytes.fill_(0x55)  # so that a slot that nobody has filled is seen
+    work, calls, parked = getattr(moves, fails), [], []
+
+    def broken(pairs):
+        calls.append(pairs)
+        if len(calls) == 1:
+            parked.append(engine.memory.num_parked)
+            raise MemoryError("no room for a copy")
+        work(pairs)
+
+    setattr(moves, fails, broken)
+    requests = [engine.add_request(f"r{i}", each, params) for i, each in enumerate(prompts)]
+    while engine.has_unfinished:
+        engine.step()
+        engine.memory.check()
+        if len(calls) == 1 and fails == "out":
+            assert parked == [1]
+            assert not engine.memory.num_parked, "what was not moved is kept for somebody"
+    assert calls
+    assert any(request.error for request in requests)
+    for request, prompt, tokens in zip(requests, prompts, expected, strict=True):
+        if request.error is None:
+            assert request.sequences[0].token_ids[len(prompt) :] == tokens
+    again = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in again] == expected
+    assert_idle(llm)
+    assert engine.memory.host.pool.num_in_use == 0

@@ -257,6 +257,7 @@ class Engine:
         try:
             self.runner.prepare(plan)
         except Exception as error:
+            self.lifecycle.unmoved(plan)
             for request in {item.seq.request_id: item.seq.request for item in step}.values():
                 self.lifecycle.distrust(request)
                 self.lifecycle.fail(request, error, "preparing blocks for")

@@ -125,6 +125,22 @@ class Lifecycle:
         rows = (row for row in plan.rows if row.seq_id in self.sequences)
         return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
 
+    def unmoved(self, plan: StepPlan) -> None:
+        """What a plan was to move between blocks and host may not have arrived: nobody finds or takes back any
+        of it. Whoever was to come back computes anew; those that the plan computes are the caller's."""
+        for _, block in plan.loads:
+            self.memory.pool.strip(block)
+        for lost in plan.preempted:
+            seq = self.sequences.get(lost.seq_id)
+            if lost.parked and seq is not None and seq.status is Status.WAITING and self.tiers is not None:
+                self.tiers.memory.drop_parked(seq.seq_id)
+                self.tiers.parking.drop(seq.seq_id)
+                seq.reset()
+        unparked = [begun.snapshot for begun in plan.admitted if begun.unparked]
+        for seq_id in (*plan.parked, *unparked):
+            if seq_id in self.snapshots:
+                self.scheduler.snapshots.drop(self.snapshots[seq_id].snapshot_key)
+
     def keep_snapshot(self, parent: Sequence) -> None:
         """Of a sequence that has just been compressed at its compress_at, for others that begin like it."""
         hidden = replace(

@@ -110,6 +110,9 @@ class Sessions:
             memory.commit(seq_id, (len(blocks) - held) * size)
             if self.tiers is not None:
                 self.tiers.store()
+        except BaseException:
+            memory.distrust(seq_id)
+            raise
         finally:
             memory.free(seq_id)
 
