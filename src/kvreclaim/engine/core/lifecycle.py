@@ -126,8 +126,8 @@ class Lifecycle:
         return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
 
     def unmoved(self, plan: StepPlan) -> None:
-        """What a plan was to move between blocks and host may not have arrived: nobody finds or takes back any
-        of it. Whoever was to come back computes anew; those that the plan computes are the caller's."""
+        """What a plan was to move between blocks and host may not have arrived: nobody finds it, or takes it
+        back. Whoever was to come back computes anew; those that the plan computes are the caller's."""
         for _, block in plan.loads:
             self.memory.pool.strip(block)
         for lost in plan.preempted:
