@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from struct import pack
 
+from kvreclaim.memory.prefix.keys import BlockName, root_uid, uid_of
 from kvreclaim.tiers.file_io import Buffer, FileIO
 from kvreclaim.tiers.namespace import FIELDS, Namespace
-from kvreclaim.tiers.record import RecordKey, root_uid, uid_of
 from kvreclaim.tiers.slot_file import Layout, SlotFile
 
 BLOCK_SIZE = 4
@@ -32,24 +32,24 @@ def open_slots(directory: Path, num_slots: int = 8, io: FileIO | None = None, **
     return SlotFile.open(directory, namespace(**changed), PAYLOAD, BLOCK_SIZE, size_for(num_slots), io)
 
 
-def child(parent: RecordKey | None, *token_ids: int, salt: str | None = None, key: bytes = b"") -> RecordKey:
+def child(parent: BlockName | None, *token_ids: int, salt: str | None = None, key: bytes = b"") -> BlockName:
     """The key of a block behind another one, or of a first one; `key` in place of its digest."""
     tokens = pack(f"<{BLOCK_SIZE}q", *token_ids)
     digest, uid, depth = (b"\0" * 32, root_uid(salt), 0)
     if parent is not None:
         digest, uid, depth = parent.key, parent.uid, parent.depth + 1
     key = key or hashlib.sha256(digest + uid + tokens).digest()
-    return RecordKey(key, digest, uid_of(uid, tokens), uid, depth, tokens)
+    return BlockName(key, digest, uid_of(uid, tokens), uid, depth, tokens)
 
 
-def chain(length: int, first: int = 0) -> list[RecordKey]:
-    keys: list[RecordKey] = []
+def chain(length: int, first: int = 0) -> list[BlockName]:
+    keys: list[BlockName] = []
     for i in range(length):
         keys.append(child(keys[-1] if keys else None, first, i, -i, 2**62))
     return keys
 
 
-def payload(key: RecordKey, version: int = 0) -> memoryview:
+def payload(key: BlockName, version: int = 0) -> memoryview:
     """Bytes that belong to this record alone."""
     return memoryview(hashlib.shake_128(key.uid + bytes([version])).digest(PAYLOAD))
 

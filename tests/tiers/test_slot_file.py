@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.prefix.keys import root_uid
 from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import StoreDirectory
 from kvreclaim.tiers.outcome import Outcome
@@ -216,7 +217,7 @@ def test_colliding_keys_are_told_apart_by_uid(tmp_path: Path) -> None:
 
 
 def test_two_salts_have_nothing_in_common() -> None:
-    uids = [record.root_uid(salt) for salt in (None, "", "a", "b", "\ud800")]
+    uids = [root_uid(salt) for salt in (None, "", "a", "b", "\ud800")]
     assert len(set(uids)) == 5
     assert child(None, 1, 2, 3, 4, salt="a") != child(None, 1, 2, 3, 4, salt="b")
 

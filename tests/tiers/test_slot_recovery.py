@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers.outcome import Outcome
-from kvreclaim.tiers.record import RecordKey
 
 from .slot_files import chain, empty, open_slots, payload, size_for
 
@@ -43,13 +43,13 @@ for seed in sys.stdin:
 """
 
 
-def expected(written: dict[int, tuple[int, RecordKey]]) -> dict[int, RecordKey]:
+def expected(written: dict[int, tuple[int, BlockName]]) -> dict[int, BlockName]:
     """Which slots can be hit after a start: (seq, key) by slot -> key by slot."""
     last = {key.key: (seq, slot) for slot, (seq, key) in sorted(written.items(), key=lambda item: item[1][0])}
     slots = {slot: written[slot][1] for _, slot in last.values()}
     uids = {key.uid for key in slots.values()}
 
-    def is_reached(key: RecordKey) -> bool:
+    def is_reached(key: BlockName) -> bool:
         if key.depth == 0:
             return True
         parents = [other for other in slots.values() if other.uid == key.parent_uid]
@@ -74,7 +74,7 @@ STEPS = st.lists(
 def test_a_file_is_like_a_dict(steps: list[tuple[str, int, int]]) -> None:
     with TemporaryDirectory() as directory:
         place = Path(directory) / "tier"
-        file, model, seq = open_slots(place, NUM_SLOTS), dict[int, tuple[int, RecordKey]](), 0
+        file, model, seq = open_slots(place, NUM_SLOTS), dict[int, tuple[int, BlockName]](), 0
         file.recover()
         for what, slot, which in [*steps, ("restart", False, 0)]:
             if what == "write":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers.outcome import Outcome
-from kvreclaim.tiers.record import RecordKey
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +15,7 @@ class Job:
     job_id: int
     is_store: bool
     slot: int
-    key: RecordKey
+    key: BlockName
     buffer: memoryview
     submitted_at: float
     started_at: float | None = None

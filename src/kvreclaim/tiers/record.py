@@ -13,7 +13,6 @@ one); in the index the same header lies without most of the zeros.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from dataclasses import dataclass
 from struct import Struct
@@ -21,6 +20,7 @@ from typing import Final
 
 from xxhash import xxh3_128_digest
 
+from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers.outcome import Outcome
 
 PAGE: Final = 4096
@@ -34,46 +34,17 @@ CRC = Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class RecordKey:
-    """What a record is found by and compared with.
-
-    key, parent: digests of the block and of what it follows, 32 bytes each
-    uid, parent_uid: a second chain of digests by another function, 16 bytes each
-    depth:  blocks before it
-    tokens: its token ids, i64 little endian
-    """
-
-    key: bytes
-    parent: bytes
-    uid: bytes
-    parent_uid: bytes
-    depth: int
-    tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Header:
     """namespace: 32 bytes; checksum: 16 bytes of the given kind over the payload's payload_len bytes;
     seq: greater in what was written later; written_at: Unix seconds."""
 
     namespace: bytes
-    record: RecordKey
+    record: BlockName
     payload_len: int
     checksum_kind: int
     checksum: bytes
     seq: int
     written_at: int
-
-
-def root_uid(salt: str | None) -> bytes:
-    """What the first block of this salt follows; None and "" are different salts."""
-    message = b"" if salt is None else b"s" + salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(message, digest_size=16, person=b"kvreclaim root").digest()
-
-
-def uid_of(parent_uid: bytes, tokens: bytes) -> bytes:
-    """Of a block with these packed tokens; parent_uid has 16 bytes, so the message is unambiguous."""
-    return hashlib.blake2b(parent_uid + tokens, digest_size=16, person=b"kvreclaim block").digest()
 
 
 def checksum(payload: memoryview) -> bytes:
@@ -136,5 +107,5 @@ def unpack(raw: bytes | bytearray | memoryview) -> Header | Outcome:
     stop = HEAD.size + num_tokens * TOKEN_BYTES
     if stop > end:
         return Outcome.LENGTH
-    record = RecordKey(key, parent, uid, parent_uid, depth, bytes(raw[HEAD.size : stop]))
+    record = BlockName(key, parent, uid, parent_uid, depth, bytes(raw[HEAD.size : stop]))
     return Header(namespace, record, payload_len, kind, digest, seq, written_at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvreclaim.tiers.record import RecordKey
+from kvreclaim.memory.prefix.keys import BlockName
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class Recovered:
     """A record that a slot holds. written_at: Unix seconds."""
 
     slot: int
-    record: RecordKey
+    record: BlockName
     seq: int
     written_at: int
 

@@ -12,12 +12,13 @@ from typing import Final
 
 from kvreclaim.checks import check_int
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers import record
 from kvreclaim.tiers.directory import SIZE_FIELD, StoreDirectory
 from kvreclaim.tiers.file_io import FileIO
 from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.outcome import Outcome, outcome_of
-from kvreclaim.tiers.record import Header, RecordKey
+from kvreclaim.tiers.record import Header
 from kvreclaim.tiers.recovery import Recovered, usable
 
 UNKNOWN: Final = bytes(8)
@@ -121,7 +122,7 @@ class SlotFile:
                 raise
         return cls(fds, namespace, layout, num_slots, num_old, io)
 
-    def write(self, slot: int, key: RecordKey, payload: memoryview) -> Outcome:
+    def write(self, slot: int, key: BlockName, payload: memoryview) -> Outcome:
         """Put a record into a slot, whatever was there. If it fails, the slot holds no record, the one before
         or this one, whole in any case."""
         layout = self.layout
@@ -144,7 +145,7 @@ class SlotFile:
             return outcome_of(error)
         return Outcome.OK
 
-    def read(self, slot: int, key: RecordKey, out: memoryview) -> Outcome:
+    def read(self, slot: int, key: BlockName, out: memoryview) -> Outcome:
         """Fill out from a slot if it holds exactly this record; else out's content means nothing."""
         layout = self.layout
         assert out.nbytes == layout.payload, f"{out.nbytes} bytes for a block of {layout.payload}"

@@ -11,9 +11,9 @@ from itertools import takewhile
 from threading import Condition, Thread
 from typing import Final
 
+from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.tiers.jobs import DiskCounters, Done, Job
 from kvreclaim.tiers.outcome import Outcome
-from kvreclaim.tiers.record import RecordKey
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.write_gate import WriteGate
 
@@ -116,7 +116,7 @@ class DiskWorkers:
         with self._changed:
             return self._check_off()
 
-    def submit_store(self, job_id: int, slot: int, key: RecordKey, payload: memoryview) -> None:
+    def submit_store(self, job_id: int, slot: int, key: BlockName, payload: memoryview) -> None:
         """Write a record. Its result may be READ_ONLY, DROPPED or OFF without a try."""
         with self._changed:
             job = self._submitted(job_id, True, slot, key, payload)
@@ -131,7 +131,7 @@ class DiskWorkers:
                     self._finish(self._next_store(), Outcome.DROPPED)
             self._changed.notify_all()
 
-    def submit_load(self, job_id: int, slot: int, key: RecordKey, out: memoryview) -> None:
+    def submit_load(self, job_id: int, slot: int, key: BlockName, out: memoryview) -> None:
         """Fill out with a record's payload; out means nothing unless the outcome is OK."""
         with self._changed:
             job = self._submitted(job_id, False, slot, key, out)
@@ -156,7 +156,7 @@ class DiskWorkers:
         with self._changed:
             return self._is_clear_due or self._is_clearing
 
-    def _submitted(self, job_id: int, is_store: bool, slot: int, key: RecordKey, buffer: memoryview) -> Job:
+    def _submitted(self, job_id: int, is_store: bool, slot: int, key: BlockName, buffer: memoryview) -> Job:
         assert job_id not in self._unfinished, f"job {job_id} is under way"
         assert 0 <= slot < self.slot_file.num_slots, f"slot {slot} of {self.slot_file.num_slots}"
         job = self._unfinished[job_id] = Job(job_id, is_store, slot, key, buffer, self._clock())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.tiers.stats import DiskStats, SlotStats
-from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.memory.tiers.disk import Outcome
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
@@ -20,7 +18,7 @@ from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.jobs import DiskCounters
 from kvreclaim.tiers.namespace import Namespace, weights_digest
 from kvreclaim.tiers.outcome import Outcome as Ended
-from kvreclaim.tiers.record import VERSION, RecordKey
+from kvreclaim.tiers.record import VERSION
 from kvreclaim.tiers.slot_file import SlotFile
 from kvreclaim.tiers.workers import DiskWorkers
 
@@ -81,7 +79,7 @@ class Disk:
         assert memory.disk is not None, "there is a file, so there is a tier"
         self.memory, self.tier, self.slots, self.rates = memory, memory.disk, slots, rates
         self.file = file
-        found = ((each.slot, BlockName(*astuple(each.record))) for each in file.recover())
+        found = ((each.slot, each.record) for each in file.recover())
         self.num_recovered = self.tier.recover(found)
         self.workers = DiskWorkers(file)
         self._loads: set[int] = set()
@@ -111,13 +109,12 @@ class Disk:
         if self.tier.take_reset():
             self.workers.clear()
         for each in self.tier.take_transfers():
-            key = RecordKey(*each.name)
             data = self.slots.view(each.host_slot)
             if each.to_disk:
-                self.workers.submit_store(each.job_id, each.disk_slot, key, data)
+                self.workers.submit_store(each.job_id, each.disk_slot, each.name, data)
             else:
                 self._loads.add(each.job_id)
-                self.workers.submit_load(each.job_id, each.disk_slot, key, data)
+                self.workers.submit_load(each.job_id, each.disk_slot, each.name, data)
 
     def poll(self) -> None:
         """Tell the memory what has ended. Waits for nothing."""

@@ -112,6 +112,7 @@ class Tiers:
 
     def stats(self, totals: EngineTotals) -> TierStats:
         """What is where now, and counts since the start."""
+        self.begin_step()  # an engine without work would go on telling of transfers that are done
         memory, disk, counts = self.memory, self.disk, self.memory.counts
         return TierStats(
             host=SlotStats.of(memory.host.pool),
