@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvreclaim.kv_bytes import Geometry
 from kvreclaim.ops.formats import FORMATS, kivi_codec
 from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Groups
-from kvreclaim.ops.formats.format import Geometry
 from kvreclaim.ops.formats.kivi_codec import BY_TOKEN, OPEN, Units
 
 SHAPES = [(8, 8, 4), (32, 32, 16), (80, 40, 16), (32, 32, 32), (64, 512, 16), (6, 10, 3), (66, 34, 5)]

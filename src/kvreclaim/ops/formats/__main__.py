@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import GROUP
 from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Grid, Groups
 from kvreclaim.ops.formats.codecs import FP8_MAX, round_trip
-from kvreclaim.ops.formats.format import FORMATS, GROUP
+from kvreclaim.ops.formats.format import FORMATS
 from kvreclaim.ops.formats.hadamard import rotate
 
 BLOCK = 16

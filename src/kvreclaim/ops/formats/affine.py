@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import GROUP
 from kvreclaim.ops.formats import scales
-from kvreclaim.ops.formats.format import GROUP
 from kvreclaim.ops.formats.scales import ScaleCode
 
 LIMIT = 1e30

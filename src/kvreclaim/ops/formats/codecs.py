@@ -11,9 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import groups
 from kvreclaim.ops.formats import scales
 from kvreclaim.ops.formats.affine import KEY_GRID, Groups, bounded
-from kvreclaim.ops.formats.format import KVFormat, groups
+from kvreclaim.ops.formats.format import KVFormat
 from kvreclaim.ops.formats.hadamard import rotate, unrotate
 
 FP8_MAX = 448.0

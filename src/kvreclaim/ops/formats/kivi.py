@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import Geometry
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.formats import kivi_codec
 from kvreclaim.ops.formats.affine import KEY_GRID, VALUE_GRID, Groups
-from kvreclaim.ops.formats.format import Geometry
 from kvreclaim.ops.formats.kivi_codec import OPEN, Units
 from kvreclaim.ops.formats.open_blocks import OpenBlocks
 from kvreclaim.ops.kv_cache import KVCache, LayerCache

@@ -22,9 +22,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import Geometry, groups
 from kvreclaim.ops.formats.affine import CHANNEL_GRID, KEY_GRID, VALUE_GRID, Groups
 from kvreclaim.ops.formats.codecs import pack, unpack
-from kvreclaim.ops.formats.format import Geometry, groups
 
 BY_TOKEN = 255
 OPEN = 254

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvreclaim.kv_bytes import Geometry
 from kvreclaim.ops.formats import KVFormat, scales
 from kvreclaim.ops.formats.codecs import level_table
-from kvreclaim.ops.formats.format import Geometry
 from kvreclaim.ops.formats.hadamard import block_of, sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.support import padded
