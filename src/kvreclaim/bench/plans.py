@@ -225,7 +225,7 @@ class ServePlan(PolicyPlan):
     streams: tuple[int, ...] = option((1, 8, 32, 64), "Concurrent streams.")
     num_prompt: int = option(64, "Prompt tokens of each.", low=1, flags=("--prompt",))
     num_output: int = option(256, "Generated tokens of each.", low=1, flags=("--output",))
-    rounds: int = option(3, "Of both sides, in turns.", low=1)
+    rounds: int = option(7, "Of both sides, in turns.", low=1)
     threads: int = option(1, THREADS, low=1)
     num_blocks: int = option(4096, "Of the pool, on both sides.", low=1)
     dtype: str = option("auto", "auto, bfloat16 or float32.")

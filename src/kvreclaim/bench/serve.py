@@ -40,9 +40,10 @@ def run(plan: ServePlan) -> list[Row]:
     """Both at every number of streams, in turns; prefix caching is off on both sides. Before, every answer
     is found equal in float32.
 
-    Returns: rows with `offline` and `http` tokens/s (medians), their `ratio`, `spread` over the rounds,
-    `ttft_p50_ms` and `ttft_p99_ms` over all streams of all rounds, and `itl_p50_ms`, `itl_p99_ms` between two
-    pieces of a stream, over all of them; `other_answers` of those in plan.dtype before measuring. Raises:
+    Returns: rows with `offline` and `http` tokens/s (medians), `ratio`, the median of the rounds' own
+    (`ratios`, sorted: where a machine is faster for a while it is so for both), `ttft_p50_ms` and
+    `ttft_p99_ms` over all streams of all rounds, and `itl_p50_ms`, `itl_p99_ms` between two pieces of a
+    stream, over all of them; `other_answers` of those in plan.dtype before measuring. Raises:
     DifferentAnswersError.
     """
     exact = replace(plan, dtype="float32")
@@ -169,7 +170,10 @@ def _measure(plan: ServePlan, llm: LLM, base_url: str, num_streams: int) -> Row:
     row: Row = {"streams": num_streams, "num_prompt": plan.num_prompt, "num_output": plan.num_output}
     for name, values in elapsed.items():
         row |= {name: num_tokens / median(values), f"{name}_spread": spread(values)}
-    return row | {"ratio": row["http"] / row["offline"], "threads": plan.threads} | _latency(answers)
+    pairs = [alone / served for alone, served in zip(elapsed["offline"], elapsed["http"], strict=True)]
+    return (
+        row | {"ratio": median(pairs), "ratios": sorted(pairs), "threads": plan.threads} | _latency(answers)
+    )
 
 
 def _latency(answers: list[Told]) -> Row:
