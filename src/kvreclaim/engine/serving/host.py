@@ -183,17 +183,17 @@ class Cursor:
 
     def advance(self) -> Update:
         """Everything that is new since the last call."""
-        request = self.request
-        num_prompt = len(request.prompt_token_ids)
-        self.places += [Place(seq, num_prompt) for seq in request.sequences[len(self.places) :]]
+        request, finished = self.request, self.request.finished
+        if len(self.places) < len(request.sequences):
+            num_prompt = len(request.prompt_token_ids)
+            self.places += [Place(seq, num_prompt) for seq in request.sequences[len(self.places) :]]
         deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
-        first, finished = not self.begun, request.finished
-        metrics = request.collect_metrics() if finished or first else None
+        if self.begun and not finished:
+            return Update(deltas, error=request.error)
+        of_prompt = request.prompt_logprobs if not self.begun else None
         self.begun = True
-        of_prompt = request.prompt_logprobs if first else None
-        return Update(
-            deltas, metrics, finished, request.error, None if of_prompt is None else Reports(of_prompt)
-        )
+        reports = None if of_prompt is None else Reports(of_prompt)
+        return Update(deltas, request.collect_metrics(), finished, request.error, reports)
 
 
 @dataclass(slots=True)
@@ -210,17 +210,12 @@ class Place:
         """What is new; the delta that says why the output ended is its last."""
         seq = self.seq
         text = seq.detokenizer.text if seq.detokenizer is not None else ""
-        reports = seq.logprobs[self.num_reports :]
-        delta = OutputDelta(
-            seq.index,
-            text[self.num_chars :],
-            seq.token_ids[self.num_tokens :],
-            Reports(reports) if reports else None,
-            seq.finish_reason,
-            seq.stop_reason,
-        )
-        self.num_chars = len(text)
-        self.num_tokens += len(delta.token_ids)
-        self.num_reports += len(reports)
-        self.ended = seq.finish_reason is not None
+        delta = OutputDelta(seq.index, text[self.num_chars :], seq.token_ids[self.num_tokens :])
+        self.num_chars, self.num_tokens = len(text), len(seq.token_ids)
+        if len(seq.logprobs) > self.num_reports:
+            delta.logprobs = Reports(seq.logprobs[self.num_reports :])
+            self.num_reports = len(seq.logprobs)
+        if seq.finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = seq.finish_reason, seq.stop_reason
+            self.ended = True
         return delta

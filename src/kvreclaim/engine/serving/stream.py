@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
@@ -53,11 +52,6 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def __reduce__(self) -> tuple[type[OutputDelta], tuple[Any, ...]]:
-        """Half the time of a dataclass's own: this crosses processes at every step."""
-        ended = self.finish_reason, self.stop_reason
-        return OutputDelta, (self.index, self.text, self.token_ids, self.logprobs, *ended)
-
     def extend(self, later: OutputDelta) -> None:
         """Take in what came after."""
         self.text += later.text
@@ -83,9 +77,6 @@ class Update:
     finished: bool = False
     error: str | None = None
     prompt_logprobs: PromptReports | None = None
-
-    def __reduce__(self) -> tuple[type[Update], tuple[Any, ...]]:
-        return Update, (self.deltas, self.metrics, self.finished, self.error, self.prompt_logprobs)
 
     def extend(self, later: Update) -> None:
         """Take in what came after."""
