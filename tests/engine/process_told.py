@@ -9,6 +9,7 @@ from typing import Any
 
 from settings import assert_idle
 
+from kvreclaim.engine.core.engine import StepResult
 from kvreclaim.engine.serving.host import Host
 
 
@@ -57,3 +58,19 @@ def loads_slowly(host: Host) -> None:
 
 def num_steps(host: Host) -> int:
     return host.engine.totals.steps
+
+
+def speaks(size: int, host: Host) -> bytes:
+    """At length."""
+    return bytes(size)
+
+
+def slow_down(host: Host) -> None:
+    """Ten steps take a second."""
+    step = host.engine.step
+
+    def slowly() -> StepResult:
+        time.sleep(0.1)
+        return step()
+
+    host.engine.step = slowly  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import process_told as told
@@ -20,6 +21,7 @@ from settings import small
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.serving import process
+from kvreclaim.engine.serving.channel import PIECE, new_bell
 from kvreclaim.engine.serving.messages import EngineSpec
 from kvreclaim.engine.serving.process import ProcessEngine
 from kvreclaim.engine.serving.served import Served
@@ -45,6 +47,24 @@ def launch(calibrated_dir, monkeypatch) -> Launch:
         return ProcessEngine.launch(spec)
 
     return start
+
+
+@pytest.fixture(params=["bell", "socket"])
+def waker(request, monkeypatch) -> str:
+    """What wakes the event loop: the eventfd that Linux has, or the socket, as elsewhere."""
+    if request.param == "socket":
+        monkeypatch.setattr(process, "new_bell", lambda: None)
+    elif new_bell() is None:
+        pytest.skip("no eventfd here")
+    return request.param
+
+
+def ear(engine: ProcessEngine) -> tuple[int, Callable[[], None]]:
+    """What the event loop waits for, and what it does then."""
+    bell = engine._wakers.bell
+    if bell is None:
+        return engine._channel.fileno(), engine._on_readable
+    return bell, partial(engine._on_bell, bell)
 
 
 @asynccontextmanager
@@ -176,7 +196,7 @@ def test_a_new_setting_is_made_while_others_go_on(launch: Launch, calibrated_dir
     run(main())
 
 
-def test_who_does_not_read_holds_up_nobody(launch: Launch) -> None:
+def test_who_does_not_read_holds_up_nobody(launch: Launch, waker: str) -> None:
     """The engine goes on, and what it made comes in few pieces."""
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, logprobs=20)
 
@@ -184,7 +204,8 @@ def test_who_does_not_read_holds_up_nobody(launch: Launch) -> None:
         async with serving(launch(num_blocks=2000, max_model_len=512)) as engine:
             loop = asyncio.get_running_loop()
             streams = await engine.add_all([new(f"r{i}", 20, params) for i in range(8)])
-            loop.remove_reader(engine._channel.fileno())
+            heard, listen = ear(engine)
+            loop.remove_reader(heard)
             child = psutil.Process(engine.pid)
             while child.status() != psutil.STATUS_SLEEPING or child.num_ctx_switches().voluntary < 3:
                 await asyncio.sleep(0.05)
@@ -196,11 +217,51 @@ def test_who_does_not_read_holds_up_nobody(launch: Launch) -> None:
                 return messages
 
             engine._channel.receive = counted
-            loop.add_reader(engine._channel.fileno(), engine._on_readable)
+            loop.add_reader(heard, listen)
             answers = await asyncio.gather(*(read(stream) for stream in streams))
             assert all(len(answer[0].token_ids) == 400 for answer in answers)
             assert len({tuple(answer[0].token_ids) for answer in answers}) == 1
             assert len(pieces) < await engine.call(told.num_steps)
+
+    run(main())
+
+
+def test_what_is_larger_than_a_piece_comes_whole(launch: Launch, waker: str) -> None:
+    """There is one ring for many pieces, while news of others come between."""
+    size = 5 * PIECE + 3
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=400)) as engine:
+            stream = await engine.add(new("a", params=SamplingParams(max_tokens=200, ignore_eos=True)))
+            found = await asyncio.gather(*(engine.call(partial(told.speaks, size)) for _ in range(3)))
+            assert [len(each) for each in found] == [size] * 3
+            answer = await read(stream)
+            assert len(answer[0].token_ids) == 200
+
+    run(main())
+
+
+def test_what_it_said_last_is_heard(launch: Launch, waker: str) -> None:
+    """Killed while nobody listened: what it had told comes before its end."""
+    endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def main() -> None:
+        async with serving(launch(num_blocks=400)) as engine:
+            await engine.call(told.slow_down)
+            stream = await engine.add(new("a", params=endless))
+            await stream.next()
+            heard, listen = ear(engine)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(heard)
+            while not engine._channel.readable:
+                await asyncio.sleep(0.01)
+            os.kill(engine.pid, signal.SIGKILL)
+            await asyncio.to_thread(engine._process.wait)
+            if not engine.lost.is_set():
+                loop.add_reader(heard, listen)
+            news = [update async for update in stream]
+            assert sum(len(d.token_ids) for update in news for d in update.deltas.values()) > 0
+            assert "ended by signal 9" in news[-1].error
 
     run(main())
 
@@ -230,7 +291,7 @@ def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal.Signals) -> None:
+def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal.Signals, waker: str) -> None:
     endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
     async def main() -> None:
@@ -263,7 +324,7 @@ def test_it_ends_when_the_server_goes(launch: Launch) -> None:
         engine = launch(num_blocks=400)
         engine.start()
         await engine.add(new("a", params=endless))
-        asyncio.get_running_loop().remove_reader(engine._channel.fileno())
+        asyncio.get_running_loop().remove_reader(ear(engine)[0])
         engine._channel.close()
         return await asyncio.to_thread(engine._process.wait, LIMIT_S)
 

@@ -231,6 +231,7 @@ class ServePlan(PolicyPlan):
     dtype: str = option("auto", "auto, bfloat16 or float32.")
     compress: str = option("full", "The policy of every request.", flags=("--policy",))
     spread_compression: bool = option(True, "Requests are compressed at different steps.")
+    engine_process: bool = option(True, "The server's engine in a process of its own; else in a thread.")
     arrivals: int = option(0, "Requests of a run under load; 0: none.", low=0)
     load: float = option(0.7, "Of that run: share of what the engine can do offline.", low=0.01, high=100.0)
     trace: Path | None = option(None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens: their lengths.")

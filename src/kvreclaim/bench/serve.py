@@ -97,6 +97,7 @@ def serving(plan: ServePlan) -> Iterator[str]:
     command = [sys.executable, "-c", program, "serve", "--no-enable-prefix-caching"]
     command += [] if plan.spread_compression else ["--no-spread-compression"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command += [] if plan.engine_process else ["--no-engine-process"]
     with tempfile.NamedTemporaryFile() as log:
         environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
