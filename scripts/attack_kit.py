@@ -94,14 +94,16 @@ def filled(before: str, element: str, after: str, size: int) -> Callable[[], byt
     return make
 
 
-def endless(begin: bytes, piece: bytes, most: int) -> Callable[[Target], list[Outcome]]:
-    """Send for ever, without a key, until the server has enough."""
+def endless(
+    begin: bytes | Callable[[Target], bytes], piece: bytes, most: int
+) -> Callable[[Target], list[Outcome]]:
+    """Send for ever until the server has enough; begin: bytes are without a key."""
 
     def strike(target: Target) -> list[Outcome]:
         begun, sent = time.perf_counter(), 0
         with connect(target.port) as client:
             try:
-                client.sendall(begin)
+                client.sendall(begin(target) if callable(begin) else begin)
                 while sent < most:
                     client.sendall(piece)
                     sent += len(piece)
