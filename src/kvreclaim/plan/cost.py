@@ -1,0 +1,120 @@
+"""How long a step takes, from what it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvreclaim.checks import require
+from kvreclaim.errors import InvalidArgumentError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A step.
+
+    num_tokens:    that are computed
+    num_seqs:      that compute some
+    kv_tokens:     keys that decoding sequences read, summed up
+    prefill_pairs: (query, key) pairs of prompts, summed up
+    decodes:       sequences that compute their newest token alone
+    """
+
+    num_tokens: int = 0
+    num_seqs: int = 0
+    kv_tokens: int = 0
+    prefill_pairs: float = 0.0
+    decodes: int = 0
+
+
+class StepTime(Protocol):
+    """Seconds. With only the keys that are read differing, a step's time is affine in them."""
+
+    def step_s(self, load: Load) -> float:
+        """Of a step."""
+        ...
+
+    def pass_s(self, num_tokens: int, kept: int) -> float:
+        """Of compressing a sequence of num_tokens live tokens to `kept`."""
+        ...
+
+    def move_s(self, num_blocks: int) -> float:
+        """Of moving blocks between device and host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """base + token·T + beyond·max(0, T - knee) + kv·keys + pair·pairs + seq·sequences; the rest is per pass,
+    per block. All in seconds.
+
+    A roofline is one, too: reading the weights takes `base`, computing T tokens beyond·T, and where the two
+    meet is the knee.
+
+    facts: where it comes from, for people: device, model, versions, error
+    """
+
+    base: float
+    token: float = 0.0
+    kv: float = 0.0
+    pair: float = 0.0
+    seq: float = 0.0
+    beyond: float = 0.0
+    knee: float = 128
+    compaction: float = 0.0
+    move: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def step_s(self, load: Load) -> float:
+        more = load.num_tokens - self.knee
+        return (
+            self.base
+            + self.token * load.num_tokens
+            + (self.beyond * more if more > 0 else 0.0)
+            + self.kv * load.kv_tokens
+            + self.pair * load.prefill_pairs
+            + self.seq * load.num_seqs
+        )
+
+    def pass_s(self, num_tokens: int, kept: int) -> float:
+        return self.compaction
+
+    def move_s(self, num_blocks: int) -> float:
+        return self.move * num_blocks
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps({"version": VERSION} | asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Linear:
+        """What save wrote. Raises: InvalidArgumentError."""
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{path} cannot be read as the JSON of a calibration ({error}); make one with "
+                "`kvreclaim calibrate-speed`."
+            ) from None
+        found = given if isinstance(given, dict) else {}
+        names = {each.name for each in fields(cls)}
+        numbers: dict[str, Any] = {name: found.get(name) for name in names - {"facts"}}
+        wrong = [name for name, value in numbers.items() if not _is_number(value)]
+        require(
+            found.get("version") == VERSION and not wrong and set(found) == names | {"version"},
+            f"{path} is no calibration of version {VERSION}"
+            + (f" ({', '.join(sorted(wrong))} should be numbers)" if wrong else "")
+            + "; make one with `kvreclaim calibrate-speed`.",
+            "calibration",
+        )
+        return cls(**numbers, facts=found["facts"])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
