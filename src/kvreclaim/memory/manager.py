@@ -17,7 +17,7 @@ from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.cache import PrefixCache, PrefixMatch
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, PrefixIndex
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, Entry, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats, memory_stats
@@ -105,6 +105,14 @@ class MemoryManager:
         """Leading tokens of the sequence that were served from the prefix index or entered into it, even
         if they have been evicted, compressed or forgotten since."""
         return len(self.table(seq_id).entries) * self.block_size
+
+    def follows_itself(self, seq_id: int) -> bool:
+        """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds, so
+        that it makes no difference what becomes of other blocks before."""
+        table = self.table(seq_id)
+        if not isinstance(table.chain, Entry):
+            return True
+        return table.chain.block == table.block_ids[len(table.entries) - 1]
 
     def unfilled(self) -> list[int]:
         """The blocks that the next tokens of all sequences go to, one that holds some already included."""

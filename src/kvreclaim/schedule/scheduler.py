@@ -73,7 +73,7 @@ class Scheduler(Generic[Seq]):
         )
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
-        self._num_steps = 0
+        self.num_steps = 0
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""
@@ -119,13 +119,13 @@ class Scheduler(Generic[Seq]):
 
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
-        self._num_steps += 1
+        self.num_steps += 1
         step: Draft[Seq] = Draft(self.max_num_batched_tokens)
         self._decide(step)
         return step.plan(self.memory, self.snapshots)
 
     def _decide(self, step: Draft[Seq]) -> None:
-        order = sorted(self.running, key=self._turn)
+        order = self.in_turn()
         tenants = {seq.tenant for seq in order} | self.waiting.tenants
         if len(tenants) < 2:
             self._continue_all(order, step)
@@ -154,7 +154,7 @@ class Scheduler(Generic[Seq]):
                 try:
                     self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
                     seq.num_computed += row.num_tokens
-                    seq.last_step = self._num_steps
+                    seq.last_step = self.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:
                     failed.append((row.seq_id, error))
@@ -195,6 +195,10 @@ class Scheduler(Generic[Seq]):
         step.lose(seq.seq_id)
         step.failed.append((seq.seq_id, error))
         self.waiting.remove(seq)
+
+    def in_turn(self) -> list[Seq]:
+        """Those that run, as they take tokens of a step."""
+        return sorted(self.running, key=self._turn)
 
     def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
@@ -322,7 +326,7 @@ class Scheduler(Generic[Seq]):
         self.waiting.begin(seq)
         room = step.room(seq)
         self.running.append(seq)
-        seq.status, seq.last_step = Status.RUNNING, self._num_steps
+        seq.status, seq.last_step = Status.RUNNING, self.num_steps
         num_loaded = len(match.lower) * self.memory.block_size
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None))
         step.add(seq, *self._grow(seq, min(seq.next_chunk, room)))
@@ -351,7 +355,7 @@ class Scheduler(Generic[Seq]):
         self.waiting.begin(seq)
         room = step.room(seq)
         self.running.append(seq)
-        seq.status, seq.last_step = Status.RUNNING, self._num_steps
+        seq.status, seq.last_step = Status.RUNNING, self.num_steps
         step.admitted.append(
             Admitted(seq.seq_id, seq.num_computed, snapshot=snapshot.seq_id, unparked=unparked)
         )

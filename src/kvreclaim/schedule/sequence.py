@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -41,7 +41,7 @@ class Sequence:
 
     seq_id: int
     request_id: str
-    token_ids: list[int]
+    token_ids: MutableSequence[int]
     num_prompt: int
     max_len: int
     index: int = 0

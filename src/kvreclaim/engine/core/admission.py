@@ -13,6 +13,7 @@ from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.lengths import excess_slots, longest_output
 from kvreclaim.schedule.way import Way
 
 
@@ -149,16 +150,17 @@ def check_length(
             "output together); shorten the prompt or raise max_model_len.",
             field="prompt",
         )
-    capacity = _capacity(config)
-    held = footprint.slots_needed(num_prompt, known + 1)
-    if held > capacity:
+    assert config.num_blocks is not None, "the engine's limits are set"
+    excess = excess_slots(num_prompt, known + 1, footprint, config.num_blocks)
+    if excess > 0:
+        capacity = config.num_blocks * config.block_size
         remedy = (
             "lower the budget, the interval or max_num_batched_tokens, or raise num_blocks"
             if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
         raise RequestTooLongError(
-            f"the prompt of {known} tokens needs {held} slots, but the pool holds {capacity} "
+            f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
             f"({config.num_blocks} blocks of {config.block_size}); {remedy}.",
             field="prompt",
         )
@@ -170,13 +172,6 @@ def output_limit(
     """Tokens, prompt included, at which outputs end with reason "length": max_tokens, max_model_len, or
     what the whole pool can hold of one sequence, whichever comes first."""
     assert config.max_model_len is not None, "the engine's limits are set"
-    limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
-    excess = footprint.slots_needed(num_prompt, limit) - _capacity(config)
-    if excess <= 0:
-        return limit
-    return _capacity(config) if footprint.bounded else limit - excess
-
-
-def _capacity(config: EngineConfig) -> int:
     assert config.num_blocks is not None, "the engine's limits are set"
-    return config.num_blocks * config.block_size
+    limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
+    return longest_output(num_prompt, limit, footprint, config.num_blocks)

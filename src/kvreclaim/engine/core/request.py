@@ -37,6 +37,7 @@ class Sequence(schedule.Sequence):
     cell_cache: (version, cells of each head), where heads have their own tables
     """
 
+    token_ids: list[int]
     request: Request
     generator: torch.Generator | None = None
     detokenizer: Detokenizer | None = None

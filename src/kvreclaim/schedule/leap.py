@@ -1,0 +1,63 @@
+"""Several steps at once, where nothing happens in them but that everybody who runs computes a token.
+
+Exact: counts, lengths, blocks and what can be hit afterwards are those of the single steps.
+"""
+
+from __future__ import annotations
+
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.scheduler import Scheduler
+
+
+def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
+    """How many next steps only decode, whoever begins apart: up to the one after which somebody has ended or
+    is compressed, and before one that lacks blocks. 0: none, or not known.
+
+    blocked: the step before this one has let nobody begin, and since then no block has come back, so whoever
+             waits goes on waiting
+    """
+    memory, running = scheduler.memory, scheduler.running
+    if len(scheduler.waiting) and not blocked:
+        return 0
+    if not 0 < len(running) <= scheduler.max_num_batched_tokens or isinstance(memory, TieredMemory):
+        return 0
+    most, size, held = 1 << 62, memory.block_size, []
+    for seq in running:
+        known = len(seq.token_ids)
+        if known - seq.num_computed != 1 or seq.num_computed < seq.num_prompt or seq.is_due:
+            return 0
+        until = seq.footprint.tokens_until_pass(seq.num_computed, seq.num_prompt, seq.account)
+        table = memory.table(seq.seq_id)
+        most = min(most, seq.max_len - known, until)
+        if not memory.follows_itself(seq.seq_id):
+            most = min(most, size - 1 - table.physical_len % size)
+        held.append(len(table.block_ids) * size - table.physical_len)
+    return _affordable(held, most, size, memory.num_free) if most > 1 else max(0, most)
+
+
+def _affordable(room: list[int], most: int, size: int, num_free: int) -> int:
+    """Most steps, up to `most`, for which the free blocks do; room: slots that each sequence has left."""
+
+    def needed(steps: int) -> int:
+        return sum(-(-(steps - left) // size) for left in room if steps > left)
+
+    if len(room) * (most // size + 1) <= num_free or needed(most) <= num_free:
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= num_free else (low, middle)
+    return low
+
+
+def leap(scheduler: Scheduler[Seq], num_steps: int) -> None:
+    """Take so many steps, leap_length at most; whoever draws appends as many tokens to all who run."""
+    memory = scheduler.memory
+    scheduler.num_steps += num_steps
+    for seq in scheduler.in_turn():
+        memory.grow(seq.seq_id, num_steps)
+        memory.commit(seq.seq_id, num_steps, exact=not seq.reads_sparsely)
+        seq.num_computed += num_steps
+        seq.last_step = scheduler.num_steps
+    memory.settle()

@@ -1,0 +1,18 @@
+"""What one sequence can be at most, from its footprint and the pool alone."""
+
+from __future__ import annotations
+
+from kvreclaim.schedule.footprint import Footprint
+
+
+def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks: int) -> int:
+    """Slots that the whole pool lacks for a sequence on its way to this length; not positive: none."""
+    return footprint.slots_needed(num_prompt, length) - num_blocks * footprint.block_size
+
+
+def longest_output(num_prompt: int, limit: int, footprint: Footprint, num_blocks: int) -> int:
+    """Tokens, prompt included, that the pool can hold of one sequence, `limit` at most."""
+    excess = excess_slots(num_prompt, limit, footprint, num_blocks)
+    if excess <= 0:
+        return limit
+    return num_blocks * footprint.block_size if footprint.bounded else limit - excess

@@ -1,0 +1,104 @@
+"""What a simulated prompt holds: ids of whole pieces instead of tokens, and the keys of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from struct import Struct
+
+from kvreclaim.checks import require
+from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid, uid_of
+
+_KEY = Struct("<qq")
+
+
+class TraceTokens(bytearray):
+    """So many tokens, none of which anybody reads, and what names their content.
+
+    ids:      of the prompt's pieces of `piece` tokens, the last one maybe not full; equal ids hold equal tokens
+    tail:     names what follows the prompt's last whole block: its own, or that of a conversation which goes on
+    num_ids:  tokens that ids stand for; the rest of the prompt is the tail's
+    """
+
+    ids: Sequence[Hashable] = ()
+    piece: int = 512
+    tail: Hashable = None
+    num_ids: int = 0
+
+
+class Links:
+    """Numbers for all that can begin a prompt, so that equal beginnings of whole pieces have equal numbers.
+    One for all replicas: a walk costs one look-up a piece, once a request.
+
+    block_size: tokens per block; a piece is a multiple of it
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._known: dict[tuple[int, int, Hashable], int] = {}
+
+    def walk(self, tokens: TraceTokens) -> tuple[list[int], list[int]]:
+        """Returns: the number of each piece behind those before it, the tail's last; the blocks of each but
+        the tail, which has no end."""
+        size, piece = self.block_size, tokens.piece
+        require(
+            piece % size == 0,
+            f"block_size is {size}, but the trace names pieces of {piece} tokens; use a block_size that divides "
+            f"{piece}.",
+            "block_size",
+        )
+        known, last, blocks = self._known, -1, piece // size
+        numbers, counts, left, before = [], [], tokens.num_ids, 0
+        for content in tokens.ids:
+            last = known.setdefault((last, before, content), len(known))
+            before = blocks if left >= piece else left // size
+            numbers.append(last)
+            counts.append(before)
+            left -= piece
+        numbers.append(known.setdefault((last, -1 - before, tokens.tail), len(known)))
+        return numbers, counts
+
+
+class TraceKeys(BlockKeys):
+    """The keys of a simulated sequence's blocks: numbers of Links, no hash. The same tokens in the same place
+    have the same key, those of the tail are found by whoever has the same tail."""
+
+    __slots__ = ("_counts", "_numbers", "_size", "_tokens")
+
+    def __init__(self, links: Links, tokens: TraceTokens) -> None:
+        self.salt, self.lasting = None, True
+        self._size, self._tokens = links.block_size, tokens
+        self._numbers, self._counts = links.walk(tokens)
+        self._uids = [root_uid(None)]
+        self._known: list[BlockKey] = []
+
+    @property
+    def block_size(self) -> int:
+        return self._size
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def groups(self) -> tuple[list[int], list[int]]:
+        """As Links.walk."""
+        return self._numbers, self._counts
+
+    def __getitem__(self, index: int) -> BlockKey:
+        known = self._known
+        if index >= len(known):
+            whole = [(n, place) for n, c in zip(self._numbers, self._counts, strict=False) for place in range(c)]
+            tail = self._numbers[-1]
+            known.extend(BlockKey(key, key) for key in (_KEY.pack(*each) for each in whole[len(known) :]))
+            for place in range(len(known) - len(whole), index + 1 - len(whole)):
+                key = _KEY.pack(tail, place)
+                known.append(BlockKey(key, key))
+        return known[index]
+
+    def name(self, index: int) -> BlockName:
+        uids = self._uids
+        for i in range(len(uids) - 1, index + 1):
+            uids.append(uid_of(uids[i], self[i].tokens))
+        key = self[index]
+        parent = self[index - 1].digest if index else b""
+        return BlockName(key.digest, parent, uids[index + 1], uids[index], index, key.tokens)

@@ -1,0 +1,242 @@
+"""The memory manager as the scheduler sees it, in runs. Exact: every count is that of MemoryManager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from kvreclaim.errors import UnknownRequestError
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
+from kvreclaim.memory.stats import MemoryStats
+from kvreclaim.sim.content import Links, TraceKeys, TraceTokens
+from kvreclaim.sim.extents.pool import ExtentPool
+from kvreclaim.sim.extents.run import ROOT, Run, Table
+
+_SOME = Growth((0,), ())
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentMatch(PrefixMatch):
+    """pieces: (run, blocks of it from its start); group, place: where the next block belongs."""
+
+    pieces: tuple[tuple[Run, int], ...] = ()
+    num_blocks: int = 0
+    group: int = 0
+    place: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.keys.block_size
+
+
+class ExtentMemory(MemoryManager):
+    """One pool under the order lru, without pins, tiers and forks, for sequences of a trace. What a scheduler
+    asks of a MemoryManager, answered equally; of the rest nothing is here."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, links: Links, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.pool: Any = ExtentPool(num_blocks)
+        self._links = links
+        self._enabled = enable_prefix_caching
+        self._tables: dict[int, Any] = {}
+        self._freed = self._query_tokens = self._hit_tokens = 0
+        self._misses = dict.fromkeys(MISS_REASONS, 0)
+
+    def table(self, seq_id: int) -> Any:
+        try:
+            return self._tables[seq_id]
+        except KeyError:
+            raise UnknownRequestError(f"sequence {seq_id} holds no blocks; admit it first") from None
+
+    def keys(self, token_ids: Any, cache_salt: str | None = None, *, lasting: bool = True) -> TraceKeys:
+        assert isinstance(token_ids, TraceTokens), f"{type(token_ids).__name__} are no tokens of a trace"
+        return TraceKeys(self._links, token_ids)
+
+    def match_prefix(self, keys: Any, *, max_tokens: int | None = None) -> ExtentMatch:
+        if not self._enabled:
+            return ExtentMatch(keys, (), INELIGIBLE)
+        most = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
+        left = max(0, most) // self.block_size
+        numbers, counts = keys.groups
+        nodes, link, pieces, found, group, place = self.pool.nodes, ROOT, [], 0, 0, 0
+        while left:
+            if group < len(counts) and place >= counts[group]:
+                group, place = group + 1, 0
+                continue
+            number = numbers[group]
+            node = nodes.get(number)
+            run = node.at(place) if node is not None else None
+            if run is None or run.parent != link or run.start != place:
+                miss = self.pool.why_missing(number, place)
+                return ExtentMatch(keys, (), miss, (), tuple(pieces), found, group, place)
+            taken = min(run.count, left)
+            if group < len(counts):
+                taken = min(taken, counts[group] - place)
+            pieces.append((run, taken))
+            found += taken
+            left -= taken
+            place += taken
+            link = number, run.epoch, place - 1
+        return ExtentMatch(keys, (), INELIGIBLE, (), tuple(pieces), found, group, place)
+
+    def num_spare(self, match: PrefixMatch) -> int:
+        pieces = cast(ExtentMatch, match).pieces
+        return int(self.pool.num_free) - sum(count for run, count in pieces if not run.holders)
+
+    def num_shared(self, match: PrefixMatch) -> int:
+        return sum(count for run, count in cast(ExtentMatch, match).pieces if run.holders)
+
+    def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
+        self._refuse_known(seq_id)
+        assert isinstance(match, ExtentMatch), "another memory's match"
+        self._count(match)
+        table = Table(cast(TraceKeys, match.keys), ROOT if self._enabled else None, priority)
+        for run, num_blocks in match.pieces:
+            self.pool.hold(run, num_blocks, table)
+        if table.runs:
+            last = table.runs[-1]
+            table.chain = last.link(last.end - 1)
+        table.group, table.place = match.group, match.place
+        table.num_blocks = table.num_entries = match.num_blocks
+        table.logical_len = table.physical_len = match.num_tokens
+        self._tables[seq_id] = table
+
+    def _count(self, match: ExtentMatch) -> None:
+        num_tokens, size = match.keys.num_tokens, self.block_size
+        in_full_blocks = max(0, num_tokens - 1) // size * size
+        self._query_tokens += num_tokens
+        self._hit_tokens += match.num_tokens
+        self._misses[match.miss] += in_full_blocks - match.num_tokens
+        self._misses[SUB_BLOCK] += num_tokens - in_full_blocks
+
+    def free(self, seq_id: int) -> int:
+        table = self._tables.pop(seq_id)
+        pool = self.pool
+        freed = pool.drop_blank(table.room)
+        for run in reversed(table.runs):
+            freed += pool.drop(run, table)
+        return int(freed)
+
+    def can_grow(self, seq_id: int, num_tokens: int) -> bool:
+        table = self._tables[seq_id]
+        needed = -(-(table.physical_len + num_tokens) // self.block_size)
+        return bool(needed - table.num_blocks <= self.pool.num_free)
+
+    def grow(self, seq_id: int, num_tokens: int) -> Growth:
+        table = self._tables[seq_id]
+        missing = -(-(table.physical_len + num_tokens) // self.block_size) - table.num_blocks
+        if missing <= 0:
+            return NO_GROWTH
+        self.pool.allocate(missing)
+        table.room += missing
+        table.num_blocks += missing
+        return _SOME
+
+    def settle(self) -> None:
+        """Nothing is ever copied."""
+
+    def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
+        table, size = self._tables[seq_id], self.block_size
+        start = table.physical_len
+        assert start + num_tokens <= table.num_blocks * size, f"sequence {seq_id}: {num_tokens} have no room"
+        if not exact and table.exact:
+            table.mark_inexact()
+        table.logical_len += num_tokens
+        table.physical_len = end = start + num_tokens
+        if table.chain is not None and (full := end // size - start // size):
+            self.pool.enter(table, full)
+
+    def table_state(self, seq_id: int) -> TableState:
+        table = self.table(seq_id)
+        refs, indexed = [], []
+        for run in table.runs:
+            refs += [len(run.holders)] * run.count
+            indexed += [run.node is not None] * run.count
+        refs += [1] * table.room
+        indexed += [False] * table.room
+        return TableState(table.block_ids, refs, indexed)
+
+    def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
+        table, pool = self._tables[plan.seq_id], self.pool
+        fresh, strip = plan.targets.count(None), len(plan.strip)
+        own = len(plan.targets) - fresh - strip
+        pool.allocate(fresh)
+        runs, table.runs = table.runs, []
+        kept = []
+        for run in runs:
+            stays = min(own, run.count) if run.node is None and len(run.holders) == 1 else 0
+            own -= stays
+            kept.append(stays)
+        freed = pool.drop_blank(table.room - own)
+        for run, stays in zip(reversed(runs), reversed(kept), strict=True):
+            if strip and run.node is not None and len(run.holders) == 1:
+                stays = min(strip, run.count)
+                strip -= stays
+                if stays == run.count:
+                    pool.strip(run, stays)
+            run.count -= stays
+            if run.count:
+                freed += pool.drop(run, table)
+        needed = blocks_for(plan.num_tokens, self.block_size)
+        table.mark_inexact()
+        table.room = table.num_blocks = needed
+        table.physical_len = plan.num_tokens
+        self._freed += freed - fresh
+        return Shrunk(tuple(range(needed)), freed - fresh)
+
+    def mark_inexact(self, seq_id: int) -> None:
+        self.table(seq_id).mark_inexact()
+
+    def indexed_len(self, seq_id: int) -> int:
+        return int(self.table(seq_id).num_entries * self.block_size)
+
+    def stats(self) -> MemoryStats:
+        pool = self.pool
+        return MemoryStats(
+            num_blocks=pool.num_blocks,
+            in_use=pool.num_in_use,
+            cached=pool.num_cached,
+            free=pool.num_free - pool.num_cached,
+            peak_in_use=pool.peak_in_use,
+            prefix_query_tokens=self._query_tokens,
+            prefix_hit_tokens=self._hit_tokens,
+            prefix_evictions=pool.num_evictions,
+            blocks_freed_by_compression=self._freed,
+            cow_copies=0,
+            pinned=0,
+            pins_refused=0,
+            misses=self._misses.copy(),
+        )
+
+    def follows_itself(self, seq_id: int) -> bool:
+        """Whether what its next full block follows is its own, or it is never found again."""
+        table = self._tables[seq_id]
+        if table.chain is None or table.chain is ROOT:
+            return True
+        last = table.runs[-1]
+        return last.node is not None
+
+    def check(self) -> None:
+        """Runs, tables and counts agree. Raises AssertionError."""
+        pool = self.pool
+        queued = list(pool.queue)
+        assert sum(run.count for run in queued) == pool.num_free, f"{pool.num_free} free are counted"
+        assert sum(run.count for run in queued if run.node) == pool.num_cached, f"{pool.num_cached} cached"
+        assert all(run.count > 0 and not run.holders for run in queued), "a queued run is held or empty"
+        held = {id(run): run for table in self._tables.values() for run in table.runs}
+        room = sum(table.room for table in self._tables.values())
+        assert sum(run.count for run in held.values()) + room == pool.num_in_use, "blocks in use"
+        for seq_id, table in self._tables.items():
+            assert sum(run.count for run in table.runs) + table.room == table.num_blocks, f"{seq_id}"
+            assert table.room >= 0 and all(table in run.holders for run in table.runs), f"{seq_id}"
+        there = {id(run) for run in queued} | held.keys()
+        for node in pool.nodes.values():
+            ends = [(run.start, run.start + run.count) for run in node.runs]
+            assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False)), f"{ends}"
+            assert all(run.node is node and id(run) in there for run in node.runs), "lost"

@@ -1,0 +1,31 @@
+"""The memory managers of a simulation: the engine's own, whose blocks are found by a trace's ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.sim.content import Links, TraceKeys, TraceTokens
+
+
+class TraceMemory(MemoryManager):
+    """Block by block. links: of the trace."""
+
+    def __init__(self, num_blocks: int, block_size: int, links: Links, **others: Any) -> None:
+        super().__init__(num_blocks, block_size, **others)
+        self._links = links
+
+    def keys(self, token_ids: Any, cache_salt: str | None = None, *, lasting: bool = True) -> TraceKeys:
+        assert isinstance(token_ids, TraceTokens), f"{type(token_ids).__name__} are no tokens of a trace"
+        return TraceKeys(self._links, token_ids)
+
+
+class TieredTraceMemory(TieredMemory):
+    """The same with host slots."""
+
+    def __init__(self, num_blocks: int, block_size: int, links: Links, **others: Any) -> None:
+        super().__init__(num_blocks, block_size, **others)
+        self._links = links
+
+    keys = TraceMemory.keys

@@ -1,0 +1,270 @@
+"""One engine under a virtual clock: its own scheduler and memory, a cost model for the rest."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from math import sqrt
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule import Footprint, Pass, Row, StepDone, StepPlan, Way
+from kvreclaim.schedule.leap import leap, leap_length
+from kvreclaim.schedule.lengths import excess_slots, longest_output
+from kvreclaim.sim.content import Links
+from kvreclaim.sim.cost import Load, StepTime
+from kvreclaim.sim.request import Asked, Record, Simulated
+from kvreclaim.sim.settings import Settings
+
+
+class Leap:
+    """num_steps steps that begin at start_s, the first of which takes first_s, each other one more_s more."""
+
+    __slots__ = ("first_s", "more_s", "num_steps", "start_s")
+
+    def __init__(self, start_s: float, num_steps: int, first_s: float, more_s: float) -> None:
+        self.start_s, self.num_steps, self.first_s, self.more_s = start_s, num_steps, first_s, more_s
+
+    def end_s(self, num_steps: int) -> float:
+        return self.start_s + (num_steps * self.first_s + self.more_s * (num_steps * (num_steps - 1) / 2))
+
+    def cut(self, now: float) -> None:
+        """End with the step in which now lies."""
+        first, more, since = self.first_s, self.more_s, now - self.start_s
+        if more > 0:
+            half = first - more / 2
+            guess = (sqrt(half * half + 2 * more * since) - half) / more
+        else:
+            guess = since / first if first > 0 else 1.0
+        steps = min(self.num_steps, max(1, int(guess)))
+        while steps > 1 and self.end_s(steps - 1) >= now:
+            steps -= 1
+        while steps < self.num_steps and self.end_s(steps) < now:
+            steps += 1
+        self.num_steps = steps
+
+
+class Replica:
+    """Steps as Engine.step takes them. A step's tokens are there at its end, its passes delay the next one.
+
+    begin says when the step, or several at once, will be over; finish takes in what came of it.
+    load: requests here that have not ended
+    """
+
+    def __init__(self, number: int, settings: Settings, cost: StepTime, links: Links) -> None:
+        self.number, self.settings, self.cost = number, settings, cost
+        self.memory = settings.memory(links)
+        self.tiered = self.memory if isinstance(self.memory, TieredMemory) else None
+        self.scheduler = settings.scheduler(self.memory)
+        self.sequences: dict[int, Simulated] = {}
+        self.inbox: deque[Simulated] = deque()
+        self.num_steps = self.num_leaps = self.running_steps = self.num_passes = 0
+        self.tokens_evicted = self.postponed = self.blocks_moved = self.swaps = 0
+        self.busy_s = 0.0
+        self.preemptions: Counter[str] = Counter()
+        self.version = 0
+        self.leap: Leap | None = None
+        self._plan: StepPlan | None = None
+        self._delay_s = 0.0
+        self._calm = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self.leap is not None or self._plan is not None
+
+    def sequence(self, number: int, asked: Asked, arrival_s: float) -> Simulated | None:
+        """A request as this engine would take it; None if it can never run here."""
+        settings, footprint = self.settings, self._footprint(number)
+        prompt, blocks = asked.num_prompt, settings.num_blocks
+        longest = settings.max_model_len or 1 << 40
+        if prompt >= longest or excess_slots(prompt, prompt + 1, footprint, blocks) > 0:
+            return None
+        limit = longest_output(prompt, min(longest, prompt + asked.num_output), footprint, blocks)
+        return Simulated(
+            seq_id=number,
+            request_id=str(number),
+            token_ids=asked.tokens(number),
+            num_prompt=prompt,
+            max_len=limit,
+            first_id=number,
+            footprint=footprint,
+            priority=asked.priority,
+            asked=asked,
+            record=Record(number, self.number, arrival_s, prompt, limit - prompt),
+        )
+
+    def _footprint(self, number: int) -> Footprint:
+        spread, footprint = self.settings.spread, self.settings.footprint
+        return footprint if spread < 2 else replace(footprint, offset=number * 2654435761 % 2**32 % spread)
+
+    def send(self, seq: Simulated) -> None:
+        """A request has come; the next step sees it."""
+        self.inbox.append(seq)
+
+    def begin(self, now: float) -> float | None:
+        """Begin the next step, or several. Returns: when it is over; None: there is nothing to do."""
+        while self.inbox:
+            seq = self.inbox.popleft()
+            self.sequences[seq.seq_id] = seq
+            self.scheduler.add(seq)
+            self._calm = False
+        if not self.sequences:
+            return None
+        start, self._delay_s = now + self._delay_s, 0.0
+        if self.settings.leaps:
+            steps = leap_length(self.scheduler, blocked=self._calm)
+            if steps > 1:
+                return self._begin_leap(start, steps)
+        plan = self.scheduler.schedule()
+        if plan.failed:
+            raise plan.failed[0][1]
+        if not (plan.rows or plan.preempted):
+            raise InvalidArgumentError(
+                f"request {next(iter(self.scheduler.waiting)).seq_id} fits into no empty pool of "
+                f"{self.settings.num_blocks} blocks, but was let in; raise num_blocks."
+            )
+        self._plan = plan
+        self._note_plan(plan, start)
+        end = start + self.cost.step_s(self._load(plan.rows))
+        if moved := len(plan.outs) + len(plan.loads):
+            self.blocks_moved += moved
+            end += self.cost.move_s(moved)
+        self.busy_s += end - now
+        return end
+
+    def _begin_leap(self, start: float, steps: int) -> float:
+        running = self.scheduler.running
+        keys, growing = 0, 0
+        for seq in running:
+            read, more = self._keys_read(seq, 1)
+            keys += read
+            growing += more
+        first = self.cost.step_s(Load(len(running), len(running), keys, 0.0, len(running)))
+        second = self.cost.step_s(Load(len(running), len(running), keys + growing, 0.0, len(running)))
+        self.leap = Leap(start, steps, first, second - first)
+        return self.leap.end_s(steps)
+
+    def _keys_read(self, seq: Simulated, num_tokens: int) -> tuple[int, bool]:
+        """Keys that a decode step reads, and whether the next one reads one more."""
+        held = self.memory.table(seq.seq_id).physical_len + num_tokens
+        if seq.reads_sparsely:
+            return min(held, seq.footprint.budget), held < seq.footprint.budget
+        return held, True
+
+    def _load(self, rows: tuple[Row, ...]) -> Load:
+        num_tokens = keys = decodes = 0
+        pairs = 0.0
+        for row in rows:
+            n = row.num_tokens
+            num_tokens += n
+            if n == 1:
+                keys += self._keys_read(self.sequences[row.seq_id], 1)[0]
+                decodes += 1
+            else:
+                pairs += n * (self.memory.table(row.seq_id).physical_len + n / 2)
+        return Load(num_tokens, len(rows), keys, pairs, decodes)
+
+    def _note_plan(self, plan: StepPlan, now: float) -> None:
+        for lost in plan.preempted:
+            record = self.sequences[lost.seq_id].record
+            record.preemptions += 1
+            self.preemptions[lost.reason] += 1
+            if lost.parked:
+                record.swaps += 1
+                self.swaps += 1
+        for begun in plan.admitted:
+            record = self.sequences[begun.seq_id].record
+            if record.scheduled_s is None:
+                record.scheduled_s = now
+                record.hit_tokens, record.loaded_tokens = begun.num_hit, begun.num_loaded
+        rows = plan.rows
+        self._calm = len(rows) == len(self.scheduler.running) and not (plan.admitted or plan.preempted)
+
+    def finish(self, now: float) -> list[Simulated]:
+        """The step is over, or the leap. Returns: those that have ended."""
+        if self.leap is not None:
+            return self._finish_leap(self.leap, now)
+        plan, self._plan = self._plan, None
+        assert plan is not None, f"replica {self.number} computes nothing"
+        self.num_steps += 1
+        rows = [(self.sequences[row.seq_id], row.num_tokens) for row in plan.rows]
+        failed = self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
+        if failed:
+            raise failed[0][1]
+        if self.tiered is not None:
+            self.blocks_moved += len(self.tiered.take_stores())
+            self.tiered.stored()
+        ended = []
+        for seq, num_tokens in rows:
+            self._note_computed(seq, num_tokens)
+            known = len(seq.token_ids)
+            if seq.num_computed == known:
+                seq.token_ids.append(0)
+                if seq.record.first_token_s is None:
+                    seq.record.first_token_s = now
+                if known + 1 >= seq.max_len:
+                    ended.append(seq)
+        self._end(ended, now)
+        computed = [seq for seq, _ in rows]
+        if self.settings.footprint.way.evicts:
+            self._compress(computed)
+        self.running_steps += len(self.scheduler.running)
+        return ended
+
+    def _finish_leap(self, done: Leap, now: float) -> list[Simulated]:
+        self.leap = None
+        steps, running = done.num_steps, list(self.scheduler.running)
+        leap(self.scheduler, steps)
+        self.num_steps += steps
+        self.num_leaps += 1
+        self.busy_s += now - done.start_s
+        ended, tokens = [], bytes(steps)
+        for seq in running:
+            self._note_computed(seq, steps)
+            seq.token_ids.extend(tokens)
+            if len(seq.token_ids) >= seq.max_len:
+                ended.append(seq)
+        self._end(ended, now)
+        if self.settings.footprint.way.evicts:
+            self._compress(running)
+        self.running_steps += len(running) * (steps - 1) + len(self.scheduler.running)
+        return ended
+
+    def _note_computed(self, seq: Simulated, num_tokens: int) -> None:
+        held = self.memory.table(seq.seq_id).num_blocks
+        record = seq.record
+        if held > record.peak_blocks:
+            record.peak_blocks = held
+        if seq.num_computed <= seq.most_computed:
+            record.recomputed_tokens += num_tokens
+        else:
+            first = seq.num_computed - num_tokens
+            record.recomputed_tokens += max(0, seq.most_computed - first)
+            seq.most_computed = seq.num_computed
+
+    def _end(self, ended: list[Simulated], now: float) -> None:
+        for seq in ended:
+            seq.record.end_s = now
+            seq.record.blocks_freed += seq.account.blocks_freed
+            seq.record.passes += seq.account.compactions
+            self.postponed += seq.account.postponed
+            self.scheduler.remove(seq)
+            del self.sequences[seq.seq_id]
+            self._calm = False
+
+    def _compress(self, computed: list[Simulated]) -> None:
+        """As the engine does behind a step: those that computed, then others that are due."""
+        ids = {seq.seq_id for seq in computed}
+        others = (seq for seq in self.scheduler.running if seq.seq_id not in ids and seq.is_due)
+        for done in self.scheduler.compress([*computed, *others]):
+            self._passed(done)
+
+    def _passed(self, done: Pass[int]) -> None:
+        if done.way is Way.MASK:
+            self.scheduler.compressed(done, (), None)
+        self._calm = False
+        self.num_passes += 1
+        self.tokens_evicted += done.num_tokens - done.keep
+        self._delay_s += self.cost.pass_s(done.num_tokens, done.keep)
+
+

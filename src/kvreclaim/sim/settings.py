@@ -1,0 +1,108 @@
+"""What a simulated engine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvreclaim.checks import check_int, require
+from kvreclaim.memory.eviction import DEFAULT_ORDER
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.rates import Rates
+from kvreclaim.schedule.scheduler import Scheduler
+from kvreclaim.schedule.victims import Preemption
+from kvreclaim.schedule.way import Way
+from kvreclaim.sim.content import Links
+from kvreclaim.sim.extents.memory import ExtentMemory
+from kvreclaim.sim.memory import TieredTraceMemory, TraceMemory
+from kvreclaim.sim.request import Simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One engine, all replicas alike. As in EngineConfig, and:
+
+    footprint:       of every request; its block_size and max_chunk are set here
+    bytes_per_block: moved when a block goes to the host or comes back
+    max_model_len:   None: whatever the pool can hold
+    host_blocks:     0: nothing lies below the pool
+    leaps, extents:  count decode steps, and blocks, in groups where that changes no count
+    spread:          tokens by which due points differ between requests, at most
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    footprint: Footprint = field(default_factory=Footprint)
+    by_priority: bool = False
+    victim_policy: str = "auto"
+    preemption_mode: str = "auto"
+    eviction_policy: str = DEFAULT_ORDER
+    enable_prefix_caching: bool = True
+    host_blocks: int = 0
+    bytes_per_block: int = 0
+    rates: Rates = field(default_factory=Rates)
+    leaps: bool = True
+    extents: bool = True
+    spread: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_int(name, getattr(self, name), 1)
+        check_int("host_blocks", self.host_blocks, 0)
+        require(
+            self.footprint.block_size == self.block_size
+            and self.footprint.max_chunk == self.max_num_batched_tokens,
+            f"the footprint is made for blocks of {self.footprint.block_size} and steps of "
+            f"{self.footprint.max_chunk} tokens, the engine has {self.block_size} and "
+            f"{self.max_num_batched_tokens}; make both for the same.",
+            "footprint",
+        )
+        require(
+            self.footprint.way is not Way.BLOCKS,
+            "a policy that drops whole blocks is not simulated: which blocks go depends on scores, and so does "
+            "what other sequences still hold of them; take one that compacts.",
+            "compression",
+        )
+
+    @property
+    def counts_in_extents(self) -> bool:
+        """Where that is exact."""
+        return self.extents and self.eviction_policy == "lru" and not self.host_blocks
+
+    def memory(self, links: Links) -> MemoryManager:
+        """An empty pool."""
+        if self.counts_in_extents:
+            return ExtentMemory(
+                self.num_blocks,
+                self.block_size,
+                links,
+                enable_prefix_caching=self.enable_prefix_caching,
+            )
+        caching, order = self.enable_prefix_caching, self.eviction_policy
+        if not self.host_blocks:
+            return TraceMemory(
+                self.num_blocks, self.block_size, links, enable_prefix_caching=caching, eviction_policy=order
+            )
+        return TieredTraceMemory(
+            self.num_blocks,
+            self.block_size,
+            links,
+            num_host_slots=self.host_blocks,
+            max_parked=self.host_blocks // 2,
+            enable_prefix_caching=caching,
+            eviction_policy=order,
+        )
+
+    def scheduler(self, memory: MemoryManager) -> Scheduler[Simulated]:
+        """The engine's own."""
+        return Scheduler(
+            memory,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            by_priority=self.by_priority,
+            preemption=Preemption(self.preemption_mode, self.bytes_per_block, self.rates),
+            victim_policy=self.victim_policy,
+        )

@@ -1,0 +1,1 @@
+"""Requests from files, from distributions, from conversations."""
