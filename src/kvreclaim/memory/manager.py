@@ -107,8 +107,9 @@ class MemoryManager:
         return len(self.table(seq_id).entries) * self.block_size
 
     def follows_itself(self, seq_id: int) -> bool:
-        """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds, so
-        that it makes no difference what becomes of other blocks before."""
+        """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds:
+        then it makes no difference what becomes of other blocks before, provided that nobody else draws the
+        same tokens."""
         table = self.table(seq_id)
         if not isinstance(table.chain, Entry):
             return True

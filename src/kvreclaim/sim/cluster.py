@@ -18,7 +18,7 @@ from kvreclaim.sim.routers import Router, make_router
 from kvreclaim.sim.settings import Settings
 
 Follow = Callable[[Asked, Record], Asked | None]
-"""The next request of a conversation, given the last one and what became of it; arrival_s is when it comes."""
+"""The next request of a conversation, given the last one and what became of it. arrival_s: when it comes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,17 @@ _KEY = Struct("<qq")
 class TraceTokens(bytearray):
     """So many tokens, none of which anybody reads, and what names their content.
 
-    ids:      of the prompt's pieces of `piece` tokens, the last one maybe not full; equal ids hold equal tokens
-    tail:     names what follows the prompt's last whole block: its own, or that of a conversation which goes on
+    ids:      of the prompt's pieces of `piece` tokens, the last one maybe not full; equal ids, equal tokens
+    tail:     names what follows the last whole block of these: its own, or that of a conversation
     num_ids:  tokens that ids stand for; the rest of the prompt is the tail's
+    is_own:   the tail is no other request's
     """
 
     ids: Sequence[Hashable] = ()
     piece: int = 512
     tail: Hashable = None
     num_ids: int = 0
+    is_own: bool = True
 
 
 class Links:
@@ -42,8 +44,7 @@ class Links:
         size, piece = self.block_size, tokens.piece
         require(
             piece % size == 0,
-            f"block_size is {size}, but the trace names pieces of {piece} tokens; use a block_size that divides "
-            f"{piece}.",
+            f"block_size is {size}, but the trace names pieces of {piece} tokens; use a divisor of {piece}.",
             "block_size",
         )
         known, last, blocks = self._known, -1, piece // size
@@ -76,6 +77,11 @@ class TraceKeys(BlockKeys):
         return self._size
 
     @property
+    def has_own_tail(self) -> bool:
+        """Whether nobody else can know what follows the prompt."""
+        return self._tokens.is_own
+
+    @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
@@ -87,7 +93,9 @@ class TraceKeys(BlockKeys):
     def __getitem__(self, index: int) -> BlockKey:
         known = self._known
         if index >= len(known):
-            whole = [(n, place) for n, c in zip(self._numbers, self._counts, strict=False) for place in range(c)]
+            whole = [
+                (n, place) for n, c in zip(self._numbers, self._counts, strict=False) for place in range(c)
+            ]
             tail = self._numbers[-1]
             known.extend(BlockKey(key, key) for key in (_KEY.pack(*each) for each in whole[len(known) :]))
             for place in range(len(known) - len(whole), index + 1 - len(whole)):

@@ -20,6 +20,11 @@ class TraceMemory(MemoryManager):
         assert isinstance(token_ids, TraceTokens), f"{type(token_ids).__name__} are no tokens of a trace"
         return TraceKeys(self._links, token_ids)
 
+    def follows_itself(self, seq_id: int) -> bool:
+        keys = self.table(seq_id).keys
+        assert isinstance(keys, TraceKeys), f"sequence {seq_id} is of no trace"
+        return keys.has_own_tail and super().follows_itself(seq_id)
+
 
 class TieredTraceMemory(TieredMemory):
     """The same with host slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Hashable
 from dataclasses import replace
 from math import sqrt
 
@@ -15,6 +16,9 @@ from kvreclaim.sim.content import Links
 from kvreclaim.sim.cost import Load, StepTime
 from kvreclaim.sim.request import Asked, Record, Simulated
 from kvreclaim.sim.settings import Settings
+
+SCATTER = 2654435761
+"""Numbers of requests times this are spread evenly over all remainders."""
 
 
 class Leap:
@@ -48,7 +52,9 @@ class Replica:
     """Steps as Engine.step takes them. A step's tokens are there at its end, its passes delay the next one.
 
     begin says when the step, or several at once, will be over; finish takes in what came of it.
-    load: requests here that have not ended
+
+    running_steps: running sequences, summed up over steps; crowded_steps: in which some waited, with
+    running_crowded of these sums
     """
 
     def __init__(self, number: int, settings: Settings, cost: StepTime, links: Links) -> None:
@@ -58,7 +64,8 @@ class Replica:
         self.scheduler = settings.scheduler(self.memory)
         self.sequences: dict[int, Simulated] = {}
         self.inbox: deque[Simulated] = deque()
-        self.num_steps = self.num_leaps = self.running_steps = self.num_passes = 0
+        self.num_steps = self.num_leaps = self.num_passes = 0
+        self.running_steps = self.crowded_steps = self.running_crowded = 0
         self.tokens_evicted = self.postponed = self.blocks_moved = self.swaps = 0
         self.busy_s = 0.0
         self.preemptions: Counter[str] = Counter()
@@ -67,6 +74,8 @@ class Replica:
         self._plan: StepPlan | None = None
         self._delay_s = 0.0
         self._calm = False
+        self._tails: Counter[Hashable] = Counter()
+        self._num_alike = 0
 
     @property
     def is_busy(self) -> bool:
@@ -94,8 +103,11 @@ class Replica:
         )
 
     def _footprint(self, number: int) -> Footprint:
-        spread, footprint = self.settings.spread, self.settings.footprint
-        return footprint if spread < 2 else replace(footprint, offset=number * 2654435761 % 2**32 % spread)
+        footprint = self.settings.footprint
+        choices = footprint.interval - footprint.block_size + 1
+        if not self.settings.spread or choices < 2:
+            return footprint
+        return replace(footprint, offset=number * SCATTER % 2**32 % choices)
 
     def send(self, seq: Simulated) -> None:
         """A request has come; the next step sees it."""
@@ -108,10 +120,11 @@ class Replica:
             self.sequences[seq.seq_id] = seq
             self.scheduler.add(seq)
             self._calm = False
+            self._count_tail(seq, 1)
         if not self.sequences:
             return None
         start, self._delay_s = now + self._delay_s, 0.0
-        if self.settings.leaps:
+        if self.settings.leaps and not self._num_alike:
             steps = leap_length(self.scheduler, blocked=self._calm)
             if steps > 1:
                 return self._begin_leap(start, steps)
@@ -177,8 +190,12 @@ class Replica:
             if record.scheduled_s is None:
                 record.scheduled_s = now
                 record.hit_tokens, record.loaded_tokens = begun.num_hit, begun.num_loaded
-        rows = plan.rows
-        self._calm = len(rows) == len(self.scheduler.running) and not (plan.admitted or plan.preempted)
+        rows, settings = plan.rows, self.settings
+        self._calm = (
+            len(rows) == len(self.scheduler.running) < settings.max_num_batched_tokens
+            and not (plan.admitted or plan.preempted)
+            and all(row.num_tokens == 1 for row in rows)
+        )
 
     def finish(self, now: float) -> list[Simulated]:
         """The step is over, or the leap. Returns: those that have ended."""
@@ -208,13 +225,14 @@ class Replica:
         computed = [seq for seq, _ in rows]
         if self.settings.footprint.way.evicts:
             self._compress(computed)
-        self.running_steps += len(self.scheduler.running)
+        self._count_running(1)
         return ended
 
     def _finish_leap(self, done: Leap, now: float) -> list[Simulated]:
         self.leap = None
         steps, running = done.num_steps, list(self.scheduler.running)
         leap(self.scheduler, steps)
+        self._count_running(steps - 1)
         self.num_steps += steps
         self.num_leaps += 1
         self.busy_s += now - done.start_s
@@ -227,7 +245,7 @@ class Replica:
         self._end(ended, now)
         if self.settings.footprint.way.evicts:
             self._compress(running)
-        self.running_steps += len(running) * (steps - 1) + len(self.scheduler.running)
+        self._count_running(1)
         return ended
 
     def _note_computed(self, seq: Simulated, num_tokens: int) -> None:
@@ -251,6 +269,24 @@ class Replica:
             self.scheduler.remove(seq)
             del self.sequences[seq.seq_id]
             self._calm = False
+            self._count_tail(seq, -1)
+
+    def _count_running(self, num_steps: int) -> None:
+        """So many steps have ended like this."""
+        self.running_steps += len(self.scheduler.running) * num_steps
+        if len(self.scheduler.waiting):
+            self.crowded_steps += num_steps
+            self.running_crowded += len(self.scheduler.running) * num_steps
+
+    def _count_tail(self, seq: Simulated, change: int) -> None:
+        """Two that go on with the same tokens may find each other's blocks: steps are taken one by one."""
+        tail = seq.asked.tail
+        if tail is not None:
+            self._num_alike -= self._tails[tail] > 1
+            self._tails[tail] += change
+            self._num_alike += self._tails[tail] > 1
+            if not self._tails[tail]:
+                del self._tails[tail]
 
     def _compress(self, computed: list[Simulated]) -> None:
         """As the engine does behind a step: those that computed, then others that are due."""
@@ -266,5 +302,3 @@ class Replica:
         self.num_passes += 1
         self.tokens_evicted += done.num_tokens - done.keep
         self._delay_s += self.cost.pass_s(done.num_tokens, done.keep)
-
-

@@ -35,7 +35,8 @@ class Asked:
         """Of the prompt; number: of the request, which names its own tail."""
         found = TraceTokens(self.num_prompt)
         found.ids, found.piece, found.num_ids = self.ids, self.piece, self.num_ids
-        found.tail = ("own", number) if self.tail is None else self.tail
+        found.is_own = self.tail is None
+        found.tail = ("own", number) if found.is_own else self.tail
         return found
 
 

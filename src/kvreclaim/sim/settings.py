@@ -27,7 +27,7 @@ class Settings:
     max_model_len:   None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
     leaps, extents:  count decode steps, and blocks, in groups where that changes no count
-    spread:          tokens by which due points differ between requests, at most
+    spread:          due points differ between requests, as spread_compression makes them
     """
 
     num_blocks: int
@@ -46,7 +46,7 @@ class Settings:
     rates: Rates = field(default_factory=Rates)
     leaps: bool = True
     extents: bool = True
-    spread: int = 1
+    spread: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -62,8 +62,8 @@ class Settings:
         )
         require(
             self.footprint.way is not Way.BLOCKS,
-            "a policy that drops whole blocks is not simulated: which blocks go depends on scores, and so does "
-            "what other sequences still hold of them; take one that compacts.",
+            "a policy that drops whole blocks is not simulated: which blocks go depends on scores, and so "
+            "does what other sequences still hold of them; take one that compacts.",
             "compression",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 from kvreclaim.errors import UnknownRequestError
@@ -64,7 +65,8 @@ class ExtentMemory(MemoryManager):
         most = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
         left = max(0, most) // self.block_size
         numbers, counts = keys.groups
-        nodes, link, pieces, found, group, place = self.pool.nodes, ROOT, [], 0, 0, 0
+        nodes, link, found, group, place = self.pool.nodes, ROOT, 0, 0, 0
+        pieces: list[tuple[Run, int]] = []
         while left:
             if group < len(counts) and place >= counts[group]:
                 group, place = group + 1, 0
@@ -215,12 +217,16 @@ class ExtentMemory(MemoryManager):
         )
 
     def follows_itself(self, seq_id: int) -> bool:
-        """Whether what its next full block follows is its own, or it is never found again."""
         table = self._tables[seq_id]
-        if table.chain is None or table.chain is ROOT:
+        if table.chain is None:
             return True
-        last = table.runs[-1]
-        return last.node is not None
+        if table.runs and table.runs[-1].node is None:
+            return False
+        numbers, counts = table.keys.groups
+        if table.group < len(counts):
+            return False
+        node = self.pool.nodes.get(numbers[table.group])
+        return node is None or all(run.start + run.count <= table.place for run in node.runs)
 
     def check(self) -> None:
         """Runs, tables and counts agree. Raises AssertionError."""
@@ -234,9 +240,10 @@ class ExtentMemory(MemoryManager):
         assert sum(run.count for run in held.values()) + room == pool.num_in_use, "blocks in use"
         for seq_id, table in self._tables.items():
             assert sum(run.count for run in table.runs) + table.room == table.num_blocks, f"{seq_id}"
-            assert table.room >= 0 and all(table in run.holders for run in table.runs), f"{seq_id}"
+            assert table.room >= 0, f"{seq_id}: {table.room}"
+            assert all(table in run.holders for run in table.runs), f"{seq_id}"
         there = {id(run) for run in queued} | held.keys()
         for node in pool.nodes.values():
             ends = [(run.start, run.start + run.count) for run in node.runs]
-            assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False)), f"{ends}"
+            assert all(a[1] <= b[0] for a, b in pairwise(ends)), f"{ends}"
             assert all(run.node is node and id(run) in there for run in node.runs), "lost"

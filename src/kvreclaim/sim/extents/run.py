@@ -14,8 +14,8 @@ ROOT: Link = (-1, -1, -1)
 
 
 class Run:
-    """Blocks that are held, queued and found together. In a table they follow each other in this order; in the
-    queue the last one is reused first.
+    """Blocks that are held, queued and found together. In a table they follow each other in this order; in
+    the queue the last one is reused first.
 
     node:    whose places start .. start + count - 1 they hold; None: no hit finds them
     epoch:   with a place it names an entry

@@ -1,0 +1,177 @@
+"""Against the engine that computes: the same steps, preemptions, hits and blocks, to the last one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tiny
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.schedule import Footprint
+from kvreclaim.schedule.limits import footprint
+from kvreclaim.sim.cluster import Cluster, Outcome
+from kvreclaim.sim.cost import Linear
+from kvreclaim.sim.request import Asked
+from kvreclaim.sim.settings import Settings
+
+PIECE = 8
+CHUNK = 24
+POLICIES = {
+    "full": None,
+    "knorm": {"budget": 24, "interval": 8, "sinks": 2, "recent": 6},
+    "snapkv(window=4)": {"budget": 21, "interval": 5, "sinks": 1, "recent": 6},
+    "ada_kv(knorm)": {"budget": 24, "interval": 8, "sinks": 2, "recent": 6},
+}
+
+
+@cache
+def piece(content: int) -> tuple[int, ...]:
+    """The tokens that a content id stands for."""
+    return tuple(Random(1000 + content).choices(range(2, tiny.VOCAB_SIZE - 1), k=PIECE))
+
+
+@dataclass
+class Load:
+    """Requests as the simulator knows them, and their prompts as the engine does. Times are steps."""
+
+    asked: list[Asked]
+    prompts: list[list[int]]
+
+
+def random_load(random: Random, count: int) -> Load:
+    asked, prompts, step = [], [], 0
+    paths = [[random.randrange(4)] for _ in range(3)]
+    for number in range(count):
+        path = random.choice(paths)[: random.randrange(1, 7)]
+        if random.random() < 0.7:
+            path = [*path, random.randrange(4)]
+            paths.append(path)
+        step += random.choice((0, 0, 1, 2, 7, 30))
+        own = random.randrange(1, 20)
+        prompt = [token for content in path for token in piece(content)]
+        prompt += Random(f"own {number}").choices(range(2, tiny.VOCAB_SIZE - 1), k=own)
+        prompts.append(prompt)
+        output = random.choice((1, 3, 20, 60))
+        asked.append(Asked(float(step), len(prompt), output, tuple(path), PIECE, len(path) * PIECE))
+    return Load(asked, prompts)
+
+
+def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the engine counts."""
+    llm = LLM(directory, dtype="float32", device="cpu", spread_compression=False, **options)
+    engine, settings = llm.engine, POLICIES[policy]
+    compressor = None if settings is None else llm.compressor(CompressionConfig(policy, **settings))
+    requests, step, waiting = [], 0, list(zip(load.asked, load.prompts, strict=True))
+    peak = 0
+    while waiting or engine.has_unfinished:
+        if not engine.has_unfinished:
+            step = max(step, int(waiting[0][0].arrival_s))
+        while waiting and waiting[0][0].arrival_s <= step:
+            asked, prompt = waiting.pop(0)
+            params = SamplingParams(
+                temperature=1.0, seed=len(requests), max_tokens=asked.num_output, ignore_eos=True
+            )
+            requests.append(engine.add_request(f"r{len(requests)}", prompt, params, compressor))
+        engine.step()
+        peak = max(peak, engine.memory.pool.peak_in_use)
+        step += 1
+    metrics = [request.output().metrics for request in requests]
+    assert all(request.error is None for request in requests)
+    return {
+        "steps": engine.totals.steps,
+        "preemptions": Counter({k: v for k, v in engine.totals.preemptions.items() if v}),
+        "passes": engine.totals.compactions,
+        "tokens evicted": engine.totals.tokens_evicted,
+        "postponed": engine.totals.compactions_postponed,
+        "memory": engine.memory.stats(),
+        "peak blocks": [m.peak_blocks for m in metrics],
+        "freed": [m.blocks_freed for m in metrics],
+        "compactions": [m.compactions for m in metrics],
+        "hits": [m.num_cached_tokens for m in metrics],
+        "preempted": [m.preemptions for m in metrics],
+    }
+
+
+def simulated(outcome: Outcome) -> dict[str, Any]:
+    """The same of a simulation."""
+    replica, records = outcome.replicas[0], outcome.records
+    return {
+        "steps": replica.num_steps,
+        "preemptions": replica.preemptions,
+        "passes": replica.num_passes,
+        "tokens evicted": replica.tokens_evicted,
+        "postponed": replica.postponed,
+        "memory": outcome.memory[0],
+        "peak blocks": [record.peak_blocks for record in records],
+        "freed": [record.blocks_freed for record in records],
+        "compactions": [record.passes for record in records],
+        "hits": [record.hit_tokens for record in records],
+        "preempted": [record.preemptions for record in records],
+    }
+
+
+def limits(policy: str, block_size: int) -> Footprint:
+    given = POLICIES[policy]
+    if given is None:
+        return Footprint(block_size=block_size, max_chunk=CHUNK)
+    text = f"{policy}:{','.join(f'{name}={value}' for name, value in given.items())}"
+    return footprint(text, block_size=block_size, max_chunk=CHUNK)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_are_those_of_the_engine(policy: str, seed: int, tiny_dir) -> None:
+    random = Random(f"{policy} {seed}")
+    size, num_blocks = random.choice(((4, 28), (8, 16), (8, 40)))
+    options = {"block_size": size, "num_blocks": num_blocks, "max_num_seqs": 4}
+    load = random_load(random, 24)
+    found = serve(load, tiny_dir("qwen3"), policy, {**options, "max_num_batched_tokens": CHUNK})
+    for extents, leaps in ((True, True), (False, False)):
+        settings = Settings(
+            **options,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=512,
+            footprint=limits(policy, size),
+            extents=extents,
+            leaps=leaps,
+        )
+        assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found
+
+
+def test_the_loads_share_and_preempt(tiny_dir) -> None:
+    """Of the loads above, by the simulator alone, which is equal."""
+    total: Counter[str] = Counter()
+    for policy in POLICIES:
+        for seed in range(3):
+            random = Random(f"{policy} {seed}")
+            size, num_blocks = random.choice(((4, 28), (8, 16), (8, 40)))
+            settings = Settings(num_blocks, size, 4, CHUNK, 512, limits(policy, size))
+            outcome = Cluster(settings, Linear(1.0)).run(random_load(random, 24).asked)
+            total["hits"] += outcome.memory[0].prefix_hit_tokens
+            total["freed"] += outcome.memory[0].blocks_freed_by_compression
+            total["preemptions"] += outcome.preemptions.total()
+    assert min(total.values()) > 20, total
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "crowded", "preemptions", "held"),
+    [(None, 3422, 6.317764804003336, 35, 80), ("triattention:budget=256,interval=16", 1026, 12.0, 0, 17)],
+)
+def test_a_published_run(policy, steps, crowded, preemptions, held) -> None:
+    """benchmarks/results/memory-26m-short.json: 18 requests of 256 + 1,024 tokens in 320 blocks."""
+    chosen = Footprint() if policy is None else footprint(policy)
+    cluster = Cluster(Settings(320, max_num_seqs=18, footprint=chosen), Linear(1.0))
+    outcome = cluster.run([Asked(0.0, 256, 1024) for _ in range(18)])
+    replica = cluster.replicas[0]
+    assert replica.num_steps == steps
+    assert replica.running_crowded / replica.crowded_steps == crowded
+    assert outcome.preemptions.total() == preemptions
+    assert outcome.memory[0].peak_in_use == 320
+    assert max(record.peak_blocks for record in outcome.records) == held
