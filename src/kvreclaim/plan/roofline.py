@@ -1,0 +1,109 @@
+"""The time of a step from a card's data sheet: bytes over a share of the bandwidth, products over a share of
+the FLOP/s. Without calibration that is wrong by tens of percent, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvreclaim.kv_bytes import KVBytes
+from kvreclaim.plan.cards import Card
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.shapes import ModelShape
+from kvreclaim.plan.weights import WeightFormat, weight_bytes
+
+BANDWIDTH_SHARE = 0.8
+"""Of a data sheet's bandwidth that weights and keys are read with."""
+FLOPS_SHARE = 0.6
+BASE_S = 0.5e-3
+LINK_LATENCY_S = 10e-6
+"""Of one all-reduce; an assumption."""
+ERROR = "uncalibrated: off by 20 to 40 %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithExperts(Linear):
+    """Linear, for a model with routed experts: more tokens touch more of them.
+
+    dense:   seconds of reading all other weights, part of base
+    experts: seconds of reading all experts; missed: share of them that one token does not visit
+    flop:    seconds of computing one token's linear layers
+    """
+
+    dense: float
+    experts: float
+    missed: float
+    flop: float
+
+    def step_s(self, load: Load) -> float:
+        read = self.experts * (1.0 - self.missed**load.num_tokens)
+        more = max(read, self.flop * load.num_tokens - self.dense)
+        return (
+            self.base
+            + more
+            + self.token * load.num_tokens
+            + self.kv * load.kv_tokens
+            + self.pair * load.prefill_pairs
+        )
+
+
+def roofline(
+    shape: ModelShape,
+    card: Card,
+    weights: WeightFormat,
+    form: KVBytes,
+    *,
+    num_cards: int = 1,
+    bandwidth_share: float = BANDWIDTH_SHARE,
+    flops_share: float = FLOPS_SHARE,
+    block_size: int = 16,
+    read_share: float = 1.0,
+) -> Linear:
+    """max(weights / bandwidth, 2 P T / flops) + keys / bandwidth + attention's products / flops, in bf16.
+
+    num_cards:  tensor parallel; keys and values of a latent lie on each of them whole
+    read_share: of a sequence's keys that a step reads, less than 1 where layers have windows
+    """
+    sizes = weight_bytes(shape, weights)
+    bandwidth = card.bandwidth * bandwidth_share * num_cards
+    flops = card.bf16_flops * flops_share * num_cards
+    latent = all(layer.latent for layer in shape.layers)
+    slot = shape.block_bytes(form, block_size) / block_size
+    hops = 2 * shape.num_layers if num_cards > 1 else 0
+    exchanged = 2 * (num_cards - 1) / num_cards * 2 * shape.hidden_size
+    dense, flop = sizes.dense / bandwidth, 2 * shape.active_linear / flops
+    common: dict[str, Any] = {
+        "base": BASE_S + hops * LINK_LATENCY_S + dense,
+        "token": hops * exchanged / card.link,
+        "kv": slot * read_share / (bandwidth / num_cards if latent else bandwidth),
+        "pair": shape.pair_flops / flops,
+        "move": block_size * slot / card.pcie,
+        "facts": _facts(shape, card, weights, form, num_cards, bandwidth_share, flops_share),
+    }
+    experts = [layer.experts for layer in shape.layers if layer.experts]
+    if not experts:
+        return Linear(**common, beyond=flop, knee=dense / flop)
+    missed = 1 - experts[0].per_token / experts[0].count
+    return WithExperts(**common, dense=dense, experts=sizes.routed / bandwidth, missed=missed, flop=flop)
+
+
+def _facts(
+    shape: ModelShape,
+    card: Card,
+    weights: WeightFormat,
+    form: KVBytes,
+    num_cards: int,
+    bandwidth_share: float,
+    flops_share: float,
+) -> dict[str, Any]:
+    return {
+        "kind": "data sheet",
+        "error": ERROR,
+        "model": shape.name,
+        "weights": weights.name,
+        "kv_cache_dtype": form.name,
+        "card": card.name,
+        "num_cards": num_cards,
+        "bandwidth_share": bandwidth_share,
+        "flops_share": flops_share,
+    }

@@ -1,0 +1,150 @@
+"""Bits of weights, scales and zero points included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from kvreclaim.checks import require
+from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.shapes import ModelShape
+
+Scope = Literal["linear", "experts", "all"]
+UNKNOWN = "unknown:"
+PLAIN_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a checkpoint stores its weights.
+
+    bits:  of a linear weight, with its share of scales and zero points
+    scope: what is stored so: linear weights and experts, experts alone, or everything
+    """
+
+    name: str
+    bits: float
+    scope: Scope = "linear"
+    why: str = ""
+
+
+def grouped(name: str, bits: int, group: int, *, zeros: bool = True) -> WeightFormat:
+    """Groups of weights that share a 16-bit scale and a zero point of as many bits as a weight."""
+    why = f"{bits} + 16/{group}" + (f" + {bits}/{group}" if zeros else "")
+    return WeightFormat(name, bits + (16 + bits * zeros) / group, why=why)
+
+
+WEIGHTS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            *(WeightFormat(name, bits, "all") for name, bits in PLAIN_BITS.items()),
+            WeightFormat("fp8", 8 + 32 / 128**2, why="8 + 32 per 128 x 128"),
+            WeightFormat("int8", 8, why="8, a scale per row apart"),
+            grouped("awq4", 4, 128),
+            grouped("gptq4", 4, 128),
+            grouped("gptq8", 8, 128),
+            WeightFormat("nf4", 4.5, why="4 + 32/64"),
+            WeightFormat("nvfp4", 4.5, why="4 + 8/16"),
+            WeightFormat("mxfp4", 4.25, "experts", "4 + 8/32"),
+        )
+    }
+)
+
+
+def weight_format(said: str, shape: ModelShape) -> WeightFormat:
+    """What --weights names: auto (what the config says), a name of WEIGHTS, or bits per linear weight.
+
+    Raises: InvalidArgumentError.
+    """
+    name = KV_CACHE_DTYPE_ALIASES.get(said, said) if said != "fp8" else said
+    if name == "auto":
+        name = shape.quantization or dtype_of(shape)
+        require(
+            not name.startswith(UNKNOWN),
+            f"config.json of {shape.name} has a quantization_config of method {name.removeprefix(UNKNOWN)}, "
+            f"whose bytes are not known here; say --weights: {', '.join(WEIGHTS)}, or the bits of a weight.",
+            "weights",
+        )
+    if name in WEIGHTS:
+        return WEIGHTS[name]
+    try:
+        if name.startswith("group:"):
+            _, width, group = name.split(":")
+            return grouped(f"{width} bits in groups of {group}", int(width), int(group))
+        bits = float(name)
+    except ValueError:
+        bits = 0.0
+    require(
+        1 <= bits <= 32,
+        f"--weights is {said!r}; pass auto, {', '.join(WEIGHTS)}, or the bits of a linear weight with its "
+        "scales, from 1 to 32, such as 4.15625.",
+        "weights",
+    )
+    return WeightFormat(f"{bits:g} bits", bits)
+
+
+def dtype_of(shape: ModelShape) -> str:
+    """What the checkpoint's plain weights are in. Raises: InvalidArgumentError where nothing says it."""
+    if shape.dtype not in PLAIN_BITS:
+        raise InvalidArgumentError(
+            f"config.json of {shape.name} says {shape.dtype or 'nothing'} for its dtype; write bfloat16, "
+            "float16 or float32 there.",
+            field="model",
+        )
+    assert shape.dtype is not None
+    return shape.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """total: in memory; dense, routed: what a step reads whatever it computes, and all routed experts
+    (active parameters of the dense part: no row of the embedding); embedding, linear, plain: of total, for
+    explanations."""
+
+    total: int
+    dense: int
+    routed: int
+    linear_params: int
+    plain_params: int
+
+
+def weight_bytes(shape: ModelShape, form: WeightFormat) -> WeightBytes:
+    """Embedding, head, norms and routers in the model's dtype, the rest as the format stores it."""
+    plain_bits = form.bits if form.scope == "all" else PLAIN_BITS[dtype_of(shape)]
+    linear_bits = plain_bits if form.scope == "experts" else form.bits
+    linear = sum(layer.linear for layer in shape.layers)
+    routed = sum(x.experts.count * x.experts.linear for x in shape.layers if x.experts)
+    routed_plain = sum(x.experts.count * x.experts.plain for x in shape.layers if x.experts)
+    tables = shape.embedding if shape.tied else 2 * shape.embedding
+    plain = shape.final_plain + sum(layer.plain for layer in shape.layers) + tables
+    routed_bytes = (routed * form.bits + routed_plain * plain_bits) / 8
+    dense = (linear * linear_bits + plain * plain_bits) / 8
+    read = dense - (0 if shape.tied else shape.embedding * plain_bits / 8)
+    return WeightBytes(
+        total=round(dense + routed_bytes),
+        dense=round(read),
+        routed=round(routed_bytes),
+        linear_params=linear + routed,
+        plain_params=plain + routed_plain,
+    )
+
+
+def quantization_of(config: object) -> str | None:
+    """What --weights auto stands for where a config has this quantization_config: a name of WEIGHTS,
+    "group:bits:size", or UNKNOWN and the method."""
+    if config is None:
+        return None
+    said: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
+    method = said.get("quant_method")
+    bits, group = said.get("bits"), said.get("group_size")
+    if method in ("fp8", "mxfp4"):
+        return str(method)
+    if method in ("awq", "gptq") and isinstance(bits, int) and isinstance(group, int) and group > 0:
+        return f"group:{bits}:{group}"
+    if method == "bitsandbytes":
+        return "nf4" if said.get("load_in_4bit") else "int8"
+    return f"{UNKNOWN}{method}"

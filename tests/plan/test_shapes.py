@@ -1,0 +1,209 @@
+"""A shape read from a config.json has the parameters and windows of the model that transformers builds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.kv_bytes import KV_BYTES
+from kvreclaim.plan.configs import ABOUT, bundled_models, load_shape, shape_of
+from kvreclaim.plan.families import COMPOSITE, FAMILIES
+from kvreclaim.plan.weights import WEIGHTS, weight_bytes, weight_format
+
+FILES = sorted({*bundled_models().values()})
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 272,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+}
+SHARED = ("mistral", "mixtral", "phi3")
+MOE = {"num_experts_per_tok": 2}
+OWN = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "mixtral": {**MOE, "num_local_experts": 4},
+    "gpt_oss": {**MOE, "num_local_experts": 4, "head_dim": 16},
+    "qwen3_moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 8},
+}
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def windows_of(model) -> list[int | None]:
+    """Of each layer's attention; where all layers share one, it stands in the config alone."""
+    shared = model.config.sliding_window if model.config.model_type in SHARED else None
+    found = [getattr(layer.self_attn, "sliding_window", shared) for layer in model.model.layers]
+    return [window or None for window in found]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_counts_what_transformers_builds(kind: str, biased: bool) -> None:
+    biases = ("attention_bias", "mlp_bias", "attention_out_bias") if biased else ()
+    config = CONFIG_MAPPING[kind](**{**SMALL, **OWN.get(kind, {}), **dict.fromkeys(biases, True)})
+    shape, model = shape_of(json.loads(config.to_json_string(use_diff=False)), kind), on_meta(config)
+    assert shape.num_params == model.num_parameters()
+    assert [layer.window for layer in shape.layers] == windows_of(model)
+    assert shape.tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_a_file_leaves_out_is_as_in_transformers(kind: str) -> None:
+    """Only what cannot be guessed is written."""
+    said = {"model_type": kind, "dtype": "bfloat16", **SMALL, **OWN.get(kind, {})}
+    shape, model = shape_of(said, kind), on_meta(CONFIG_MAPPING[kind](**{**SMALL, **OWN.get(kind, {})}))
+    assert shape.num_params == model.num_parameters()
+    assert [layer.window for layer in shape.layers] == windows_of(model)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_bundled_configs_are_what_transformers_makes_of_them(path) -> None:
+    said = json.loads(path.read_text())
+    about = said.pop(ABOUT)
+    assert about["date"]
+    assert about["source"].startswith(f"https://huggingface.co/{about['names'][0]}")
+    said.pop("quantization_config", None)
+    config = CONFIG_MAPPING[said["model_type"]](**{k: v for k, v in said.items() if k != "model_type"})
+    shape, model = load_shape(path), on_meta(config.get_text_config())
+    assert shape.num_params == model.num_parameters()
+    assert [layer.window for layer in shape.layers] == windows_of(model)
+    assert shape.max_position == config.get_text_config().max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "active", "per_token"),
+    [
+        ("Llama-3.1-8B", 8.030, 7.505, 128),
+        ("meta-llama/Llama-3.1-70B", 70.554, 69.503, 320),
+        ("qwen/qwen3-8b", 8.191, 7.568, 144),
+        ("Qwen3-32B", 32.762, 31.984, 256),
+        ("DeepSeek-V3", 671.026, 36.626, 68.625),
+        ("gpt-oss-120b", 116.829, 5.133, 72),
+        ("gpt-oss-20b", 20.915, 3.608, 48),
+        ("gemma-3-27b-it", 27.009, 27.009, 496),
+    ],
+)
+def test_public_models(name: str, params: float, active: float, per_token: float) -> None:
+    """Billions of parameters, and of those that a token reads; KiB per token in bf16."""
+    shape = load_shape(name)
+    assert round(shape.num_params / 1e9, 3) == params
+    assert round(shape.active_params / 1e9, 3) == active
+    assert shape.block_bytes(KV_BYTES["bf16"], 16) == per_token * 1024 * 16
+
+
+def test_weights_in_four_bits() -> None:
+    shape = load_shape("Qwen/Qwen3-32B")
+    sizes = weight_bytes(shape, weight_format("awq4", shape))
+    assert round(sizes.total / 1e9, 3) == 19.325
+    assert round(sizes.total / 2**30, 3) == 17.998
+    assert sizes.total == weight_bytes(shape, weight_format("4.15625", shape)).total
+    assert weight_bytes(shape, WEIGHTS["bf16"]).total == 2 * shape.num_params
+    # OpenAI's files of gpt-oss-120b are 60.8 GiB
+    assert round(weight_bytes(load_shape("gpt-oss-120b"), WEIGHTS["mxfp4"]).total / 2**30, 1) == 60.8
+
+
+def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
+    said = {"model_type": "llama", "dtype": "float16", **SMALL}
+    awq = shape_of({**said, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "m")
+    assert weight_format("auto", awq).bits == 4 + 20 / 64
+    odd = shape_of({**said, "quantization_config": {"quant_method": "odd"}}, "m")
+    with pytest.raises(InvalidArgumentError, match="quantization_config of method odd"):
+        weight_format("auto", odd)
+    assert weight_format("nf4", odd).bits == 4.5
+    with pytest.raises(InvalidArgumentError, match="--weights is 'int3'"):
+        weight_format("int3", odd)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ({"model_type": "mamba"}, UnsupportedModelError, "model_type 'mamba', whose layers are not known"),
+        ({}, UnsupportedModelError, "model_type None"),
+        ({"model_type": "llama"}, InvalidArgumentError, "lacks num_hidden_layers"),
+        ({"model_type": "llama", **SMALL, "hidden_size": "64"}, InvalidArgumentError, "hidden_size is '64'"),
+        ({"model_type": "llama", **SMALL, "num_hidden_layers": 10**9}, InvalidArgumentError, "too many"),
+        (
+            {"model_type": "llama", **SMALL, "kv_lora_rank": 16},
+            UnsupportedModelError,
+            "has kv_lora_rank = 16",
+        ),
+        ({"model_type": "qwen2", **SMALL, "num_experts": 8}, UnsupportedModelError, "has num_experts = 8"),
+        (
+            {"model_type": "gemma2", **SMALL, "layer_types": ["full_attention", "ssm"]},
+            UnsupportedModelError,
+            "layer_types has 2 entries for 6 layers, of the types full_attention, ssm",
+        ),
+        ({"model_type": "llama", **SMALL, "num_key_value_heads": 3}, InvalidArgumentError, "evenly"),
+        ({"model_type": "gemma3"}, InvalidArgumentError, "has no text_config"),
+    ],
+)
+def test_what_is_not_known_is_one_sentence(said, error, message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        shape_of(said, "m")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_a_file_or_a_name(tmp_path) -> None:
+    (tmp_path / "some-model").mkdir()
+    tiny.config("qwen3").save_pretrained(tmp_path / "some-model")
+    found = load_shape(tmp_path / "some-model")
+    assert found == load_shape(tmp_path / "some-model" / "config.json")
+    assert (found.name, found.num_layers) == ("some-model", 2)
+    for wrong in ("no-such", tmp_path):
+        with pytest.raises(InvalidArgumentError, match=r"--model .* come with kvreclaim: .*Qwen/Qwen3-32B"):
+            load_shape(wrong)
+    (tmp_path / "x.json").write_text("[")
+    with pytest.raises(InvalidArgumentError, match="cannot be read as JSON"):
+        load_shape(tmp_path / "x.json")
+
+
+def test_the_families_that_are_served_are_known() -> None:
+    served = {tiny.config(family).model_type for family in tiny.FAMILIES}
+    assert served <= {*FAMILIES, *COMPOSITE}
+
+
+def test_plans_load_without_torch() -> None:
+    code = (
+        "import sys, pkgutil, importlib as lib\n"
+        "for name in ('torch', 'transformers'): sys.modules[name] = None\n"
+        "import kvreclaim.plan as plan\n"
+        "found = pkgutil.walk_packages(plan.__path__, 'kvreclaim.plan.')\n"
+        "for each in found: lib.import_module(each.name)\n"
+        "from kvreclaim.plan.configs import load_shape\n"
+        "print(load_shape('Qwen3-8B').num_layers)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "36"
