@@ -6,9 +6,9 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint, Way
 from kvreclaim.sim.cluster import Cluster, Outcome
-from kvreclaim.sim.cost import Linear
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.settings import Settings
 

@@ -14,10 +14,10 @@ import tiny
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression import CompressionConfig
+from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.limits import footprint
 from kvreclaim.sim.cluster import Cluster, Outcome
-from kvreclaim.sim.cost import Linear
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.settings import Settings
 

@@ -51,13 +51,17 @@ def _affordable(room: list[int], most: int, size: int, num_free: int) -> int:
     return low
 
 
-def leap(scheduler: Scheduler[Seq], num_steps: int) -> None:
-    """Take so many steps, leap_length at most; whoever draws appends as many tokens to all who run."""
-    memory = scheduler.memory
+def leap(scheduler: Scheduler[Seq], num_steps: int) -> list[Seq]:
+    """Take so many steps, leap_length at most; whoever draws appends as many tokens to all who run.
+
+    Returns: these, in the order of the rows of each step.
+    """
+    memory, order = scheduler.memory, scheduler.in_turn()
     scheduler.num_steps += num_steps
-    for seq in scheduler.in_turn():
+    for seq in order:
         memory.grow(seq.seq_id, num_steps)
         memory.commit(seq.seq_id, num_steps, exact=not seq.reads_sparsely)
         seq.num_computed += num_steps
         seq.last_step = scheduler.num_steps
     memory.settle()
+    return order

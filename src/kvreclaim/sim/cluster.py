@@ -10,8 +10,8 @@ from itertools import count
 from math import floor
 
 from kvreclaim.memory.stats import MemoryStats
+from kvreclaim.plan.cost import StepTime
 from kvreclaim.sim.content import Links
-from kvreclaim.sim.cost import StepTime
 from kvreclaim.sim.replica import Replica
 from kvreclaim.sim.request import Asked, Record
 from kvreclaim.sim.routers import Router, make_router

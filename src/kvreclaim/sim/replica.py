@@ -9,11 +9,11 @@ from math import sqrt
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.plan.cost import Load, StepTime
 from kvreclaim.schedule import Footprint, Pass, Row, StepDone, StepPlan, Way
 from kvreclaim.schedule.leap import leap, leap_length
 from kvreclaim.schedule.lengths import excess_slots, longest_output
 from kvreclaim.sim.content import Links
-from kvreclaim.sim.cost import Load, StepTime
 from kvreclaim.sim.request import Asked, Record, Simulated
 from kvreclaim.sim.settings import Settings
 
@@ -230,8 +230,8 @@ class Replica:
 
     def _finish_leap(self, done: Leap, now: float) -> list[Simulated]:
         self.leap = None
-        steps, running = done.num_steps, list(self.scheduler.running)
-        leap(self.scheduler, steps)
+        steps = done.num_steps
+        running = leap(self.scheduler, steps)
         self._count_running(steps - 1)
         self.num_steps += steps
         self.num_leaps += 1
