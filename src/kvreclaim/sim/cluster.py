@@ -23,7 +23,8 @@ Follow = Callable[[Asked, Record], Asked | None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All replicas together at a moment: blocks in use, requests that run and that wait."""
+    """All replicas together at a moment: blocks in use, requests that run and that wait; prompt tokens found,
+    and asked for, since the beginning."""
 
     time_s: float
     blocks: int
@@ -173,11 +174,12 @@ class Cluster:
 
     def _sample(self, now: float) -> Sample:
         replicas = self.replicas
+        stats = [replica.memory.stats() for replica in replicas]
         return Sample(
             now,
-            sum(replica.memory.pool.num_in_use for replica in replicas),
+            sum(each.in_use for each in stats),
             sum(len(replica.scheduler.running) for replica in replicas),
             sum(len(replica.scheduler.waiting) + len(replica.inbox) for replica in replicas),
-            0,
-            0,
+            sum(each.prefix_hit_tokens for each in stats),
+            sum(each.prefix_query_tokens for each in stats),
         )

@@ -1,0 +1,158 @@
+"""Figures of a simulation, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvreclaim.memory.prefix.index import MISS_REASONS
+from kvreclaim.sim.cluster import Outcome
+from kvreclaim.sim.request import Record
+
+if TYPE_CHECKING:
+    from kvreclaim.sim.run import Scenario
+
+PERCENTILES = (50, 90, 99)
+
+
+def distribution(values: Iterable[float]) -> dict[str, float]:
+    """mean, p50, p90, p99 (linear between neighbours); empty for none."""
+    array = np.fromiter(values, dtype=np.float64)
+    if not array.size:
+        return {}
+    found = {"mean": float(array.mean())}
+    at = np.percentile(array, PERCENTILES)
+    return found | {f"p{p}": float(x) for p, x in zip(PERCENTILES, at, strict=True)}
+
+
+def spread(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Of requests: to the first token, between tokens behind it, to the end, in the queue. In seconds."""
+    return {
+        "ttft_s": distribution(r.ttft_s for r in records),
+        "tpot_s": distribution(x for r in records if (x := r.tpot_s) is not None),
+        "e2e_s": distribution(r.e2e_s for r in records),
+        "queue_s": distribution((r.scheduled_s or 0.0) - r.arrival_s for r in records),
+    }
+
+
+def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, Any]:
+    """Everything that was counted."""
+    records, settings, trace = outcome.records, scenario.settings, scenario.trace
+    replicas = outcome.replicas
+    steps = sum(each.num_steps for each in replicas)
+    count = len(records)
+    return {
+        "trace": trace.name,
+        "requests": count,
+        "refused": len(outcome.refused),
+        "replicas": len(replicas),
+        "router": scenario.router,
+        "simulated_s": outcome.makespan_s,
+        "wall_s": wall_s,
+        "simulated_requests_per_min_per_core": count / wall_s * 60 if wall_s else None,
+        **spread(records),
+        "steps": steps,
+        "leaps": sum(each.num_leaps for each in replicas),
+        "mean_running": sum(each.running_steps for each in replicas) / steps if steps else 0.0,
+        "busy": _busy(outcome),
+        "output_tokens_per_s": _per_s(sum(r.num_output for r in records), outcome.makespan_s),
+        **_preemptions(outcome),
+        **_hits(outcome, knows=trace.knows_content),
+        "blocks_freed": sum(each.blocks_freed_by_compression for each in outcome.memory),
+        "passes": sum(each.num_passes for each in replicas),
+        "passes_postponed": sum(each.postponed for each in replicas),
+        "tokens_evicted": sum(each.tokens_evicted for each in replicas),
+        "num_blocks": settings.num_blocks,
+        "block_size": settings.block_size,
+        "counted_in": "extents" if settings.counts_in_extents else "blocks",
+        "peak_blocks": max((each.peak_in_use for each in outcome.memory), default=0),
+        "blocks_moved": sum(each.blocks_moved for each in replicas),
+        "goodput": goodput(scenario, outcome),
+        "money": money(scenario, outcome),
+        "cost_model": dict(scenario.cost.facts),
+        "timeline": timeline(outcome),
+    }
+
+
+def _busy(outcome: Outcome) -> float:
+    """Share of the time in which replicas computed."""
+    whole = outcome.makespan_s * len(outcome.replicas)
+    return sum(each.busy_s for each in outcome.replicas) / whole if whole else 0.0
+
+
+def _per_s(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds else None
+
+
+def _preemptions(outcome: Outcome) -> dict[str, Any]:
+    records = outcome.records
+    return {
+        "preemptions": outcome.preemptions.total(),
+        "preemptions_by_reason": dict(outcome.preemptions),
+        "swaps": sum(each.swaps for each in outcome.replicas),
+        "preempted_requests": sum(r.preemptions > 0 for r in records),
+        "recomputed_tokens": sum(r.recomputed_tokens for r in records),
+    }
+
+
+def _hits(outcome: Outcome, *, knows: bool) -> dict[str, Any]:
+    """hit_rate: of all prompt tokens, those that need not be computed; None where the trace does not tell
+    which prompts are alike."""
+    asked = sum(each.prefix_query_tokens for each in outcome.memory)
+    found = sum(each.prefix_hit_tokens for each in outcome.memory)
+    misses = {name: sum(each.misses[name] for each in outcome.memory) for name in MISS_REASONS}
+    return {
+        "hit_rate": found / asked if asked and knows else None,
+        "hit_tokens": found,
+        "prompt_tokens": asked,
+        "misses": {name: count for name, count in misses.items() if count},
+        "prefix_evictions": sum(each.prefix_evictions for each in outcome.memory),
+    }
+
+
+def goodput(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
+    """Requests that kept every target; None without targets. A refused one has kept none."""
+    targets = scenario.targets
+    if not targets:
+        return None
+    kept = sum(targets.kept_by(record) for record in outcome.records)
+    count = len(outcome.records) + len(outcome.refused)
+    return {
+        "targets": str(targets),
+        "share": kept / count if count else 0.0,
+        "requests_per_s": _per_s(kept, outcome.makespan_s),
+    }
+
+
+def money(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
+    """Dollars; None where no price is known."""
+    if scenario.price is None:
+        return None
+    hourly = scenario.price * len(outcome.replicas)
+    spent = hourly * outcome.makespan_s / 3600
+    output = sum(record.num_output for record in outcome.records)
+    every = output + sum(record.num_prompt for record in outcome.records)
+    return {
+        "per_hour": hourly,
+        "per_million_output_tokens": spent / output * 1e6 if output else None,
+        "per_million_tokens": spent / every * 1e6 if every else None,
+    }
+
+
+def timeline(outcome: Outcome) -> dict[str, list[float]]:
+    """All replicas together: blocks in use, running and waiting requests; share of the prompt tokens asked
+    for since the sample before that were found."""
+    samples, rates, before = outcome.samples, [], (0, 0)
+    for sample in samples:
+        hit, asked = sample.hit_tokens - before[0], sample.query_tokens - before[1]
+        rates.append(hit / asked if asked else float("nan"))
+        before = sample.hit_tokens, sample.query_tokens
+    return {
+        "at_s": [sample.time_s for sample in samples],
+        "blocks": [sample.blocks for sample in samples],
+        "running": [sample.running for sample in samples],
+        "waiting": [sample.waiting for sample in samples],
+        "hit_rate": [None if rate != rate else rate for rate in rates],  # type: ignore[misc]
+    }

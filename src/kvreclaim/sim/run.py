@@ -1,0 +1,99 @@
+"""One simulation from its description to its figures."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.sim.cluster import Cluster, Outcome
+from kvreclaim.sim.report import describe, spread
+from kvreclaim.sim.settings import Settings
+from kvreclaim.sim.targets import NONE, Targets
+from kvreclaim.sim.traces.trace import Trace
+
+NEAR = 0.9
+"""Share of what the replicas can do from which small errors of the cost model become large ones."""
+OFF = 0.1
+NUM_SAMPLES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated. price: dollars an hour of one replica; None: not known."""
+
+    trace: Trace
+    settings: Settings
+    cost: Linear
+    num_replicas: int = 1
+    router: str = "rr"
+    scrape_s: float = 0.0
+    targets: Targets = NONE
+    price: float | None = None
+
+    def run(self, *, sampled: bool = False) -> tuple[Outcome, float]:
+        """Returns: what came of it, and the seconds that it took."""
+        cluster = Cluster(
+            self.settings,
+            self.cost,
+            num_replicas=self.num_replicas,
+            router=self.router,
+            scrape_s=self.scrape_s,
+            sample_s=max(self.trace.span_s, 1.0) / NUM_SAMPLES if sampled else None,
+            follow=self.trace.follow(),
+        )
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here is cyclic but what lives to the end
+        started = perf_counter()
+        try:
+            outcome = cluster.run(self.trace.requests)
+        finally:
+            if collecting:
+                gc.enable()
+        return outcome, perf_counter() - started
+
+    def utilisation(self, outcome: Outcome) -> float:
+        """Offered work over what the replicas can do: prompts in full chunks, answers in the largest batch
+        that seats and pool allow at their mean length."""
+        records, settings = outcome.records, self.settings
+        if not records or self.trace.span_s <= 0:
+            return 0.0
+        chunk = settings.max_num_batched_tokens
+        kept = settings.footprint.most_tokens
+        held = fmean(min(r.num_prompt + r.num_output / 2, kept or float("inf")) for r in records)
+        seats = max(1.0, min(settings.max_num_seqs, settings.num_blocks * settings.block_size / held))
+        decode = self.cost.step_s(Load(round(seats), round(seats), round(seats * held), 0.0, round(seats)))
+        prefill = self.cost.step_s(Load(chunk, 1, 0, chunk * held / 2, 0)) - self.cost.step_s(Load())
+        work = sum(
+            (r.num_prompt - r.hit_tokens) / chunk * prefill + r.num_output / seats * decode for r in records
+        )
+        return work / (self.num_replicas * self.trace.span_s)
+
+    def report(self, *, sampled: bool = True, bands: bool = True) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        outcome, wall_s = self.run(sampled=sampled)
+        load = self.utilisation(outcome)
+        found = describe(self, outcome, wall_s)
+        found["utilisation"] = load
+        found["bands"] = self._bands() if bands and load > NEAR else None
+        return found
+
+    def _bands(self) -> dict[str, Any]:
+        """The same with steps that begin later or earlier, and keys that are read faster or slower."""
+        runs = []
+        for factor in (1 - OFF, 1.0, 1 + OFF):
+            cost = replace(self.cost, base=self.cost.base * factor, kv=self.cost.kv * factor)
+            outcome, _ = replace(self, cost=cost).run()
+            runs.append(spread(outcome.records))
+        names = ("ttft_s", "tpot_s", "e2e_s")
+        return {
+            name: {
+                key: [min(run[name][key] for run in runs), max(run[name][key] for run in runs)]
+                for key in ("mean", "p50", "p99")
+                if all(run[name] for run in runs)
+            }
+            for name in names
+        }

@@ -1,0 +1,122 @@
+"""Requests that are drawn: arrivals by a distribution, conversations with think times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvreclaim.checks import check_choice, check_int, check_number
+from kvreclaim.sim.request import Asked
+from kvreclaim.sim.traces.trace import Trace
+
+ARRIVALS = ("poisson", "gamma", "even")
+PREFIX_PIECE = 1 << 20
+"""Tokens of a piece that no prefix fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When requests come.
+
+    rate:       a second, mean
+    how:        poisson; gamma: in bursts, or more evenly, by `burstiness` (coefficient of variation of the
+                gaps: 1 is poisson); even
+    """
+
+    rate: float
+    how: str = "poisson"
+    burstiness: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("arrivals", self.how, ARRIVALS)
+        check_number("rate", self.rate, 1e-9, 1e9)
+        check_number("burstiness", self.burstiness, 0.01, 100.0)
+
+    def times(self, count: int) -> list[float]:
+        """Ascending, the first at 0."""
+        random, now, found = Random(self.seed), 0.0, []
+        shape = 1 / self.burstiness**2
+        for _ in range(count):
+            found.append(now)
+            if self.how == "poisson":
+                now += random.expovariate(self.rate)
+            elif self.how == "gamma":
+                now += random.gammavariate(shape, 1 / (shape * self.rate))
+            else:
+                now += 1 / self.rate
+        return found
+
+    def over(self, trace: Trace) -> Trace:
+        """A trace's requests in their order at these times."""
+        times = self.times(len(trace.requests))
+        pairs = zip(trace.requests, times, strict=True)
+        return replace(trace, requests=[replace(asked, arrival_s=time) for asked, time in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Requests or conversations, all alike.
+
+    count:      of them
+    prompt, output: tokens of each turn's question and answer; the first one's comes behind `prefix` tokens
+                that all share
+    turns:      of a conversation, 1 for requests that stand alone; each prompt has all that was said before
+    think_s:    mean time from an answer to the next question, exponential
+    vary:       coefficient of variation of prompt and output lengths, gamma; 0: none
+    """
+
+    count: int
+    prompt: int
+    output: int
+    prefix: int = 0
+    turns: int = 1
+    think_s: float = 0.0
+    vary: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("count", "prompt", "output", "turns"):
+            check_int(name, getattr(self, name), 1)
+        check_int("prefix", self.prefix, 0, maximum=PREFIX_PIECE)
+        check_number("think_s", self.think_s, 0.0, 1e9)
+        check_number("vary", self.vary, 0.0, 10.0)
+
+    def trace(self, arrivals: Arrivals) -> Trace:
+        """Conversations begin at these arrivals."""
+        random, firsts = Random(self.seed), []
+        later: dict[int | None, list[Asked]] = {}
+        for session, time in enumerate(arrivals.times(self.count)):
+            turns = self._turns(session, random)
+            firsts.append(replace(turns[0], arrival_s=time))
+            later[session] = turns[1:]
+        return Trace(firsts, knows_content=True, later=later if self.turns > 1 else {}, name="drawn")
+
+    def _turns(self, session: int, random: Random) -> list[Asked]:
+        said, found = self.prefix, []
+        ids: tuple[str, ...] = ("prefix",) if self.prefix else ()
+        for _ in range(self.turns):
+            said += self._length(self.prompt, random)
+            output = self._length(self.output, random)
+            think = random.expovariate(1 / self.think_s) if self.think_s else 0.0
+            tail = ("session", session) if self.turns > 1 else None
+            found.append(
+                Asked(
+                    think,
+                    said,
+                    output,
+                    ids,
+                    PREFIX_PIECE,
+                    self.prefix,
+                    tail,
+                    session if self.turns > 1 else None,
+                )
+            )
+            said += output
+        return found
+
+    def _length(self, mean: int, random: Random) -> int:
+        if not self.vary:
+            return mean
+        shape = 1 / self.vary**2
+        return max(1, round(random.gammavariate(shape, mean / shape)))

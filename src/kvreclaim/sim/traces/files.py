@@ -1,0 +1,211 @@
+"""Requests from files: what each format says, and what it leaves open."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvreclaim.checks import check_choice, is_int, require
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.sim.request import Asked
+from kvreclaim.sim.traces.trace import Trace
+
+MOONCAKE_PIECE = 512
+
+
+def read_trace(path: Path, form: str = "auto", *, piece: int = MOONCAKE_PIECE) -> Trace:
+    """All requests of a file in the order of their arrival, the first one at 0.
+
+    form:  mooncake, azure, aiperf, jsonl (our own); auto: as the first line looks
+    piece: tokens that a hash id of mooncake and aiperf stands for
+
+    Raises: InvalidArgumentError.
+    """
+    check_choice("format", form, ("auto", *FORMATS))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--trace {path} cannot be read: {error}.", field="trace") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    require(bool(lines), f"--trace {path} is empty; it must hold a request a line.", "trace")
+    form = _guess(lines[0]) if form == "auto" else form
+    trace = FORMATS[form](lines, piece)
+    require(bool(trace.requests), f"--trace {path} holds no request.", "trace")
+    first = min(asked.arrival_s for asked in trace.requests)
+    requests = [replace(asked, arrival_s=asked.arrival_s - first) for asked in trace.requests]
+    requests.sort(key=lambda asked: asked.arrival_s)
+    return replace(trace, requests=requests, name=path.name, form=form)
+
+
+def _guess(line: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return "azure"
+    row = _object(line, 1)
+    if "prompt_tokens" in row:
+        return "jsonl"
+    return "aiperf" if row.keys() & {"session_id", "delay", "turns"} else "mooncake"
+
+
+def _mooncake(lines: list[str], piece: int) -> Trace:
+    """timestamp (ms), input_length, output_length, hash_ids: each of `piece` tokens, the last maybe fewer."""
+    return Trace([_hashed(row, number, piece) for number, row in _objects(lines)], knows_content=True)
+
+
+def _hashed(row: Mapping[str, Any], number: int, piece: int) -> Asked:
+    prompt, ids = _count(row, "input_length", number), row.get("hash_ids") or ()
+    require(
+        isinstance(ids, list | tuple) and len(ids) in (0, -(-prompt // piece)),
+        f"line {number}: hash_ids has {len(ids) if isinstance(ids, list) else ids!r} entries for "
+        f"{prompt} tokens; ids of {piece} tokens each would be {-(-prompt // piece)}; pass --piece.",
+        "trace",
+    )
+    output = max(1, _count(row, "output_length", number, least=0))
+    arrival = _number(row, "timestamp", number) / 1000
+    return Asked(arrival, prompt, output, tuple(ids), piece, prompt if ids else 0)
+
+
+def _azure(lines: list[str], piece: int) -> Trace:
+    """TIMESTAMP, ContextTokens, GeneratedTokens; nothing about content."""
+    asked = []
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        require(
+            row.keys() >= {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
+            f"line 1: the columns are {', '.join(map(str, row))}; needed are TIMESTAMP, ContextTokens and "
+            "GeneratedTokens.",
+            "trace",
+        )
+        prompt, output = (_digits(row[name], name, number) for name in ("ContextTokens", "GeneratedTokens"))
+        asked.append(Asked(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
+    return Trace(asked, knows_content=False)
+
+
+def _date_s(text: str, number: int) -> float:
+    whole, _, fraction = text.partition(".")
+    try:
+        return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+    except ValueError:
+        raise InvalidArgumentError(
+            f"line {number}: TIMESTAMP is {text!r}; write 2023-11-16 18:17:03.979.", field="trace"
+        ) from None
+
+
+def _aiperf(lines: list[str], piece: int) -> Trace:
+    """As mooncake, with session_id and delay (ms): a session's next turn comes so long after the answer."""
+    turns: dict[Any, list[Asked]] = {}
+    alone = []
+    for number, row in _objects(lines):
+        require(
+            "input_length" in row,
+            f"line {number} has no input_length; texts are not counted here: write the lengths in tokens.",
+            "trace",
+        )
+        asked = _hashed({"timestamp": 0, **row}, number, piece)
+        if "session_id" not in row:
+            alone.append(asked)
+            continue
+        session = turns.setdefault(row["session_id"], [])
+        if session:
+            asked = replace(asked, arrival_s=_number({"delay": 0, **row}, "delay", number) / 1000)
+        session.append(replace(asked, session=list(turns).index(row["session_id"])))
+    firsts = [session[0] for session in turns.values()]
+    later = {session[0].session: session[1:] for session in turns.values()}
+    return Trace([*alone, *firsts], knows_content=True, later=later)
+
+
+def _own(lines: list[str], piece: int) -> Trace:
+    """prompt_tokens, output_tokens, arrival_s; optional: ids and piece (what the prompt begins with), session
+    (turns of one share their text; each comes think_s after the last answer), priority."""
+    turns: dict[Any, list[Asked]] = {}
+    alone, knows = [], False
+    for number, row in _objects(lines):
+        strange = sorted(row.keys() - _OWN)
+        require(not strange, f"line {number} has {', '.join(strange)}; known are {', '.join(_OWN)}.", "trace")
+        prompt = _count(row, "prompt_tokens", number)
+        size, ids = row.get("piece", piece), tuple(row.get("ids") or ())
+        require(is_int(size) and size > 0, f"line {number}: piece is {size!r}; it is a number >= 1.", "trace")
+        session = row.get("session")
+        asked = Asked(
+            _number(row, "arrival_s", number) if "arrival_s" in row else 0.0,
+            prompt,
+            _count(row, "output_tokens", number),
+            ids,
+            size,
+            min(prompt, len(ids) * size),
+            tail=None if session is None else ("session", session),
+            priority=row.get("priority", 0),
+        )
+        knows = knows or bool(ids) or session is not None
+        if session is None:
+            alone.append(asked)
+            continue
+        before = turns.setdefault(session, [])
+        if before:
+            asked = replace(asked, arrival_s=_number({"think_s": 0, **row}, "think_s", number))
+        before.append(replace(asked, session=list(turns).index(session)))
+    later = {each[0].session: each[1:] for each in turns.values()}
+    return Trace([*alone, *(each[0] for each in turns.values())], knows_content=knows, later=later)
+
+
+_OWN = (
+    "arrival_s",
+    "prompt_tokens",
+    "output_tokens",
+    "ids",
+    "piece",
+    "session",
+    "think_s",
+    "priority",
+)
+FORMATS: Mapping[str, Callable[[list[str], int], Trace]] = MappingProxyType(
+    {"mooncake": _mooncake, "azure": _azure, "aiperf": _aiperf, "jsonl": _own}
+)
+
+
+def _objects(lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        yield number, _object(line, number)
+
+
+def _object(line: str, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgumentError(f"line {number} is no JSON: {error}.", field="trace") from None
+    require(isinstance(row, dict), f"line {number} is no JSON object; write one a line.", "trace")
+    return dict(row)
+
+
+def _number(row: Mapping[str, Any], name: str, number: int) -> float:
+    value = row.get(name)
+    require(
+        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
+        f"line {number}: {name} is {value!r}; it must be a number >= 0.",
+        "trace",
+    )
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _count(row: Mapping[str, Any], name: str, number: int, least: int = 1) -> int:
+    value: Any = row.get(name)
+    require(
+        is_int(value) and value >= least,
+        f"line {number}: {name} is {value!r}; it must be an integer >= {least}.",
+        "trace",
+    )
+    return int(value)
+
+
+def _digits(text: str | None, name: str, number: int) -> int:
+    require(
+        text is not None and text.strip().isdecimal(),
+        f"line {number}: {name} is {text!r}; it must be a number of tokens.",
+        "trace",
+    )
+    return int(str(text))
