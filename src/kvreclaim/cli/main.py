@@ -17,6 +17,7 @@ from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import KVCacheDType
 from kvreclaim.cli.serve import serve
+from kvreclaim.cli.simulate import simulate
 from kvreclaim.cli.takes import takes
 from kvreclaim.config import EngineConfig
 
@@ -31,6 +32,7 @@ app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(fetch)
+app.command()(simulate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,8 +11,8 @@ from kvreclaim.plan.cost import Load
 from kvreclaim.sim.report import distribution
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.run import Scenario
+from kvreclaim.sim.targets import AXES
 
-AXES = ("replicas", "max_num_seqs", "budget", "rate")
 PREEMPTED = 0.01
 """Share of the requests that may be preempted where max_num_seqs is sought."""
 MOST_SPEED = 1024.0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvreclaim.checks import require
 from kvreclaim.sim.request import Record
 
+AXES = ("replicas", "max_num_seqs", "budget", "rate")
+"""What can be sought."""
 MEASURES = ("ttft", "tpot", "e2e")
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s)")
 

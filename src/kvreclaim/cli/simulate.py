@@ -1,0 +1,197 @@
+"""`kvreclaim simulate`: a trace through the engine's own scheduler and memory, without a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, Machine, Serving, Traffic, without_compression
+from kvreclaim.sim.routers import ROUTERS
+from kvreclaim.sim.targets import AXES, parse_targets
+
+WIDTH = 110
+
+
+@takes
+def simulate(
+    traffic: Annotated[Traffic, Takes(config=Traffic, panel=LOAD)],
+    machine: Annotated[Machine, Takes(config=Machine, panel=MACHINE)],
+    serving: Annotated[Serving, Takes(config=Serving, panel=ENGINE)],
+    replicas: Annotated[int, typer.Option(min=1, help="Engines behind the router.")] = 1,
+    router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.")] = "rr",
+    scrape: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that what the router knows of replicas may be old.")
+    ] = 0.0,
+    slo: Annotated[str | None, typer.Option(help="Targets: ttft=2s,tpot=60ms,e2e=30s, any of them.")] = None,
+    search: Annotated[
+        str | None, typer.Option(help=f"Seek the best with which 99 of 100 keep them: {', '.join(AXES)}.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Beside it the same without compression.")
+    ] = False,
+    chart: Annotated[Path | None, typer.Option(help="Pool, queue and hits over time, as an image.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Serve a trace in virtual time: latencies, hits, preemptions, blocks, money; or seek what it takes."""
+    from kvreclaim.sim.run import Scenario
+    from kvreclaim.sim.search import Search
+
+    cost = machine.cost(serving.block_size)
+    scenario = Scenario(
+        traffic.requested(),
+        serving.settings(machine, cost),
+        cost,
+        num_replicas=replicas,
+        router=router,
+        scrape_s=scrape,
+        targets=parse_targets(slo),
+        price=machine.hourly(),
+    )
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDTH)
+    if search is not None:
+        found = Search(scenario, search).run()
+        _show_search(found, console)
+        _write(found, json_file)
+        return
+    reports: dict[str, dict[str, Any]] = {}
+    if compare:
+        plain = without_compression(serving).settings(machine, cost)
+        reports["whole cache"] = replace(scenario, settings=plain).report()
+    name = serving.compression or "whole cache"
+    reports[name] = scenario.report()
+    _show(reports, console)
+    if chart is not None:
+        from kvreclaim.sim.chart import chart as draw
+
+        draw(reports, chart)
+    others = {each: report for each, report in reports.items() if each != name}
+    _write(reports[name] | ({"beside": others} if others else {}), json_file)
+
+
+def _write(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:
+    first = next(iter(reports.values()))
+    table = Table(title=f"{first['trace']}: {first['requests']:,} requests, {first['replicas']} x replica")
+    table.add_column("")
+    for name in reports:
+        table.add_column(name, justify="right")
+    for label, cell in _LINES.items():
+        table.add_row(label, *(cell(report) for report in reports.values()))
+    console.print(table)
+    for note in _notes(first):
+        console.print(note, style="dim")
+
+
+def _times(name: str, scale: float = 1.0) -> Any:
+    def cell(report: dict[str, Any]) -> str:
+        found = report[name]
+        bands = (report["bands"] or {}).get(name)
+        if not found:
+            return "-"
+        numbers = " / ".join(f"{found[key] * scale:.3g}" for key in ("mean", "p50", "p90", "p99"))
+        if bands:
+            low, high = bands["p99"]
+            numbers += f" [{low * scale:.3g} to {high * scale:.3g}]"
+        return numbers
+
+    return cell
+
+
+def _hit_rate(report: dict[str, Any]) -> str:
+    if report["hit_rate"] is None:
+        return "unknown: the trace does not tell"
+    missed = ", ".join(
+        f"{why} {count / report['prompt_tokens']:.3f}" for why, count in report["misses"].items()
+    )
+    return f"{report['hit_rate']:.4f} (missed: {missed})"
+
+
+def _money(report: dict[str, Any]) -> str:
+    money = report["money"]
+    if money is None:
+        return "-"
+    return f"{money['per_million_output_tokens']:.3f} / {money['per_million_tokens']:.4f}"
+
+
+def _goodput(report: dict[str, Any]) -> str:
+    good = report["goodput"]
+    return "-" if good is None else f"{good['requests_per_s']:.3f} a second, {good['share']:.2%}"
+
+
+def _preempted(report: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{why} {count:,}" for why, count in report["preemptions_by_reason"].items())
+    more = f" ({reasons}); {report['swaps']:,} swapped" if reasons else ""
+    return f"{report['preemptions']:,}{more}"
+
+
+_LINES = {
+    "time to first token, s: mean / p50 / p90 / p99": _times("ttft_s"),
+    "time between tokens, ms": _times("tpot_s", 1000),
+    "end to end, s": _times("e2e_s"),
+    "in the queue, s": _times("queue_s"),
+    "requests that kept the targets": _goodput,
+    "prompt tokens found": _hit_rate,
+    "preemptions": _preempted,
+    "tokens computed again": lambda report: f"{report['recomputed_tokens']:,}",
+    "blocks freed by compression": lambda report: f"{report['blocks_freed']:,}",
+    "peak blocks": lambda report: f"{report['peak_blocks']:,} of {report['num_blocks']:,}",
+    "steps": lambda report: f"{report['steps']:,}",
+    "running, mean over steps": lambda report: f"{report['mean_running']:.2f}",
+    "offered load over capacity": lambda report: f"{report['utilisation']:.2f}",
+    "$ a million tokens: output / all": _money,
+    "refused": lambda report: f"{report['refused']:,}",
+    "simulated requests a minute": lambda report: f"{report['simulated_requests_per_min_per_core']:,.0f}",
+}
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    facts = report["cost_model"]
+    notes = [f"step times: {facts.get('kind', 'calibrated')}, {facts.get('error', 'no error is known')}."]
+    if report["bands"]:
+        notes.append(
+            "The load is near what the replicas can do: [p99 where a step's base and reading keys take 10 % "
+            "less and more]."
+        )
+    notes.append(
+        "Time between tokens: (end - first token) / (tokens - 1). HTTP, tokenizer and network are not in it."
+    )
+    if report["passes"]:
+        notes.append("What is lost of the answers' quality is not simulated: `kvreclaim eval` measures it.")
+    return notes
+
+
+def _show_search(found: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{found['axis']}: what was tried")
+    for heading in ("value", "kept", "ttft p99, s", "tpot p99, ms", "e2e p99, s", "why not"):
+        table.add_column(heading, justify="left" if heading == "why not" else "right")
+    for row in found["tried"]:
+        table.add_row(
+            f"{row['value']:g}",
+            "yes" if row["kept"] else "no",
+            _number(row["ttft_p99_s"]),
+            _number(row["tpot_p99_s"], 1000),
+            _number(row["e2e_p99_s"]),
+            row["why_not"],
+        )
+    console.print(table)
+    best = found["best"]
+    console.print(
+        f"{found['axis']}: none; {found['why_none']}" if best is None else f"{found['axis']}: {best:g}"
+    )
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.4g}"

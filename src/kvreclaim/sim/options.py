@@ -1,0 +1,212 @@
+"""What a simulation is told, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvreclaim.checks import require
+from kvreclaim.kv_bytes import kv_bytes
+from kvreclaim.options import check_options, option
+from kvreclaim.plan.cards import find_card
+from kvreclaim.plan.configs import load_shape
+from kvreclaim.plan.cost import Linear
+from kvreclaim.plan.roofline import roofline
+from kvreclaim.plan.weights import dtype_of, weight_bytes, weight_format
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.limits import footprint
+from kvreclaim.schedule.rates import Rates
+from kvreclaim.sim.settings import Settings
+from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, Shape
+from kvreclaim.sim.traces.files import FORMATS, read_trace
+from kvreclaim.sim.traces.trace import Trace
+
+MACHINE, LOAD, ENGINE = "machine", "load", "engine"
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Of one replica. Raises: InvalidArgumentError."""
+
+    model: str = option(
+        "meta-llama/Llama-3.1-8B", "A config.json, its directory, or a config that comes along."
+    )
+    gpu: str | None = option(None, "The card: H100, 4090 and so on.")
+    cards: int = option(1, "Cards of a replica, tensor parallel.", low=1)
+    weights: str = option("auto", "As they are stored: auto (the checkpoint's), bf16, fp8, awq4 and so on.")
+    kv_cache_dtype: str = option("auto", "Format of the KV cache.")
+    memory_bytes: int | None = option(None, "That a card has, where the data sheet is wrong.", low=1)
+    utilisation: float = option(0.92, "Share of the memory that is used.", low=0.01, high=1.0)
+    other_gib: float = option(1.4, "Activations, graphs and the like, on each card.", low=0.0, high=1e4)
+    num_blocks: int | None = option(
+        None, "Of the pool, where it is known; else what weights and the rest leave.", low=1
+    )
+    calibration: Path | None = option(
+        None,
+        "Step times measured by `kvreclaim calibrate-speed`; else the card's data sheet stands for them.",
+    )
+    price: float | None = option(None, "Dollars an hour of a card; else the lowest known.", low=0.0, high=1e6)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            self.gpu is not None or (self.calibration is not None and self.num_blocks is not None),
+            "--gpu is missing: name a card, or pass --calibration and --num-blocks, which say as much.",
+            "gpu",
+        )
+
+    def cost(self, block_size: int) -> Linear:
+        """Of a step."""
+        if self.calibration is not None:
+            return Linear.load(self.calibration)
+        assert self.gpu is not None, "checked"
+        shape = load_shape(self.model)
+        form = kv_bytes(self.kv_cache_dtype, dtype_of(shape))
+        card, stored = find_card(self.gpu), weight_format(self.weights, shape)
+        return roofline(shape, card, stored, form, num_cards=self.cards, block_size=block_size)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """On all cards together."""
+        shape = load_shape(self.model)
+        return shape.block_bytes(kv_bytes(self.kv_cache_dtype, dtype_of(shape)), block_size)
+
+    def pool(self, block_size: int) -> int:
+        """Blocks."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        assert self.gpu is not None, "checked"
+        shape, card = load_shape(self.model), find_card(self.gpu).overridden(memory_bytes=self.memory_bytes)
+        weights = weight_bytes(shape, weight_format(self.weights, shape)).total
+        there = card.usable_bytes * self.utilisation * self.cards
+        left = there - weights - self.other_gib * GIB * self.cards
+        blocks = int(left // self.bytes_per_block(block_size))
+        require(
+            blocks > 0,
+            f"{self.cards} x {card.name} hold {there / GIB:.2f} GiB at {self.utilisation:g}; weights take "
+            f"{weights / GIB:.2f} of them and other things {self.other_gib * self.cards:.2f}, so nothing "
+            "is left for the KV cache; take --weights awq4, a larger card, or more --cards.",
+            "gpu",
+        )
+        return blocks
+
+    def hourly(self) -> float | None:
+        """Dollars of a replica; None: not known."""
+        if self.price is not None:
+            return self.price * self.cards
+        known = find_card(self.gpu).price if self.gpu is not None else None
+        return None if known is None else known[0] * self.cards
+
+    def rates(self, block_size: int, cost: Linear) -> Rates:
+        """What preemption is decided by."""
+        moved = cost.move / self.bytes_per_block(block_size) if cost.move else 1e-10
+        return Rates(token_s=cost.beyond + cost.token, token_sq_s=cost.pair, out_s=moved, in_s=moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """The engine's settings, as `kvreclaim serve` has them. Raises: InvalidArgumentError."""
+
+    block_size: int = option(16, "Tokens of a block.", low=1)
+    max_num_seqs: int = option(256, "Sequences that run at once.", low=1)
+    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1)
+    max_model_len: int | None = option(None, "Tokens of the longest sequence.", low=1)
+    compression: str | None = option(
+        None, "Of every request: triattention:budget=1024,interval=128 and the like; nothing is evicted else."
+    )
+    spread_compression: bool = option(True, "Requests are compressed at different steps.")
+    enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
+    scheduling_policy: str = option("fcfs", "fcfs, or priority.", choices=("fcfs", "priority"))
+    eviction_policy: str = option("lru", "Which cached block is used again first.")
+    preemption_mode: str = option("auto", "auto, swap or recompute.", choices=("auto", "swap", "recompute"))
+    victim_policy: str = option("auto", "Who gives way.", choices=("auto", "last", "priority", "lru", "cost"))
+    kv_offloading_size: float = option(
+        0.0, "GiB of host memory of a replica for blocks that the pool gives back.", low=0.0, high=1e6
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def footprint(self) -> Footprint:
+        """Of every request."""
+        size, chunk = self.block_size, self.max_num_batched_tokens
+        if self.compression is None:
+            return Footprint(block_size=size, max_chunk=chunk)
+        return footprint(self.compression, block_size=size, max_chunk=chunk)
+
+    def settings(self, machine: Machine, cost: Linear) -> Settings:
+        """Of each replica."""
+        per_block = machine.bytes_per_block(self.block_size)
+        return Settings(
+            num_blocks=machine.pool(self.block_size),
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            footprint=self.footprint(),
+            by_priority=self.scheduling_policy == "priority",
+            victim_policy=self.victim_policy,
+            preemption_mode=self.preemption_mode,
+            eviction_policy=self.eviction_policy,
+            enable_prefix_caching=self.enable_prefix_caching,
+            host_blocks=int(self.kv_offloading_size * GIB) // per_block,
+            bytes_per_block=per_block,
+            rates=machine.rates(self.block_size, cost),
+            spread=self.spread_compression,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Requests: a file's, or drawn. Raises: InvalidArgumentError."""
+
+    trace: Path | None = option(None, "File of requests; without one they are drawn.")
+    format: str = option("auto", "Of the file.", choices=("auto", *FORMATS))
+    piece: int = option(512, "Tokens that a hash id of the file stands for.", low=1)
+    requests: int | None = option(None, "Only the first so many; of drawn ones, how many.", low=1)
+    speed: float = option(1.0, "Times as many requests a second as the file has.", low=1e-6, high=1e6)
+    rate: float | None = option(None, "Requests a second, in place of the file's times.", low=1e-9, high=1e9)
+    arrivals: str = option("poisson", "How they come at that rate.", choices=ARRIVALS)
+    burstiness: float = option(2.0, "Of gamma: 1 is poisson, more comes in bursts.", low=0.01, high=100.0)
+    prompt: int = option(1024, "Tokens of a drawn prompt, or of each turn's question.", low=1)
+    output: int = option(256, "Tokens of a drawn answer.", low=1)
+    prefix: int = option(0, "Tokens that all drawn prompts begin with.", low=0)
+    vary: float = option(0.0, "Coefficient of variation of drawn lengths.", low=0.0, high=10.0)
+    turns: int = option(1, "Of a drawn conversation.", low=1)
+    think: float = option(0.0, "Mean seconds from an answer to the next question.", low=0.0, high=1e9)
+    seed: int = option(0, "Of everything that is drawn.", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require(
+            self.trace is not None or (self.requests is not None and self.rate is not None),
+            "--trace is missing: name a file of requests, or draw some with --requests and --rate.",
+            "trace",
+        )
+
+    def requested(self) -> Trace:
+        """All of them."""
+        times = None
+        if self.rate is not None:
+            times = Arrivals(self.rate, self.arrivals, self.burstiness, self.seed)
+        if self.trace is not None:
+            trace = read_trace(self.trace, self.format, piece=self.piece).first(self.requests)
+            return (trace if times is None else times.over(trace)).sped(self.speed)
+        assert times is not None, "checked"
+        assert self.requests is not None, "checked"
+        shape = Shape(
+            self.requests,
+            self.prompt,
+            self.output,
+            prefix=self.prefix,
+            turns=self.turns,
+            think_s=self.think,
+            vary=self.vary,
+            seed=self.seed,
+        )
+        return shape.trace(times).sped(self.speed)
+
+
+def without_compression(serving: Serving) -> Serving:
+    """The same engine that evicts nothing."""
+    return replace(serving, compression=None)
