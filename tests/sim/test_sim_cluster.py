@@ -187,7 +187,8 @@ def test_search_for_rate_seats_and_budget() -> None:
     assert rate["best"] == max(kept)
     assert min(lost) / rate["best"] < 1.03
     pressed = replace(slow, settings=replace(ROOMY, num_blocks=120, max_num_seqs=64))
-    pressed = replace(pressed, trace=pressed.trace.sped(30.0), targets=parse_targets(None))
+    long = Shape(60, 60, 400).trace(Arrivals(20.0))
+    pressed = replace(pressed, trace=long, targets=parse_targets(None))
     seats = Search(pressed, "max_num_seqs").run()
     tried = {row["value"]: row["kept"] for row in seats["tried"]}
     assert tried[seats["best"]]
