@@ -16,6 +16,7 @@ from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import KVCacheDType
+from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.cli.takes import takes
@@ -32,6 +33,7 @@ app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(fetch)
+app.command()(plan)
 app.command()(simulate)
 
 
