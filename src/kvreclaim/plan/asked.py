@@ -101,6 +101,7 @@ class Asked:
             "sequences",
         )
         self._check_trace()
+        self._check_card()
 
     def _check_trace(self) -> None:
         for name in ("recompute_p99_ms", "cards"):
@@ -120,9 +121,25 @@ class Asked:
             "cards are compared under targets; pass --cards and --slo together.",
             "slo",
         )
+
+    def _check_card(self) -> None:
         has_card = self.gpu is not None or self.memory_bytes is not None
+        alone = {
+            "recompute_p99_ms": self.recompute_p99_ms,
+            "calibration": self.calibration,
+            "price": self.price,
+            "tensor_parallel_size": self.tensor_parallel_size - 1 or None,
+        }
+        for name, value in alone.items():
+            require(value is None or has_card, f"{name} is about one card; name it with --gpu.", "gpu")
         require(
-            self.recompute_p99_ms is None or has_card,
-            "recompute_p99_ms needs a card to compute on; pass --gpu.",
+            self.other_gib is None or has_card or self.cards is not None,
+            "other_gib is about a card, and none is named; pass --gpu or --memory-bytes.",
             "gpu",
+        )
+        require(
+            self.max_model_len is None or self.context is not None or self.sequences is not None,
+            "max_model_len is what sequences reserve without paging, and none are named; pass --context, or "
+            "--sequences.",
+            "context",
         )

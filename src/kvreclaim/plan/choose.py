@@ -19,7 +19,7 @@ from kvreclaim.plan.cost import Linear, Load
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import Lengths
 from kvreclaim.plan.pool import Pool, make_pool
-from kvreclaim.plan.recompute import blocks_while_decoding
+from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
 from kvreclaim.plan.roofline import BASE_S, roofline
 from kvreclaim.plan.weights import WeightFormat
 
@@ -168,12 +168,7 @@ class Chooser:
                 "bandwidth",
             )
         longest = int(np.percentile(self.lengths.prompts, 99, method="lower"))
-        chunk = self.cache.footprint.max_chunk
-        steps = -(-longest // chunk)
-        prefill = sum(
-            time.step_s(Load(n := min(chunk, longest - k * chunk), 1, 0, n * (k * chunk + n / 2)))
-            for k in range(steps)
-        )
+        prefill = prefill_seconds(time, longest, self.cache.footprint.max_chunk)
         if slo.ttft is not None and prefill > slo.ttft:
             return (
                 f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft:g} "
@@ -183,9 +178,9 @@ class Chooser:
         return None
 
     def _shares(self, time: Linear, pool: Pool) -> dict[Resource, float]:
-        """Of one replica's seconds: what the products of all tokens take; what reading keys and, once a step,
-        weights takes, with as many sequences in a step as max_num_seqs or the pool allow. Of its blocks: what
-        requests hold that decode no faster than one token a step (Little's law)."""
+        """Of one replica's seconds, what is needed at least. compute: the products of all tokens. bandwidth:
+        keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the same, with
+        only as many sequences to a step as the pool holds."""
         lengths, footprint = self.lengths, self.cache.footprint
         prompts, outputs = lengths.prompts.astype(float), lengths.outputs.astype(float)
         seconds = lengths.duration_s / self.speed
@@ -194,11 +189,10 @@ class Chooser:
         weights = blocks_while_decoding(lengths, footprint)
         mean_blocks = float((weights @ np.arange(len(weights))) / weights.sum())
         live = mean_blocks * self.cache.block_size
-        at_once = max(1.0, min(self.max_num_seqs, pool.num_blocks / mean_blocks))
-        reading = outputs.sum() * (time.kv * live + time.base / at_once)
-        running = outputs.sum() * time.step_s(Load(1, 1, 0)) / seconds
+        keys, fit = time.kv * live, max(1.0, pool.num_blocks / mean_blocks)
+        reading, crowded = (outputs.sum() * (keys + time.base / n) for n in (self.max_num_seqs, fit))
         return {
             "compute": float(products / seconds),
             "bandwidth": float(reading / seconds),
-            "memory": float(running * mean_blocks / pool.num_blocks),
+            "memory": float(crowded / seconds),
         }

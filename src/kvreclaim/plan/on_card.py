@@ -8,7 +8,7 @@ from kvreclaim.checks import require
 from kvreclaim.plan import words
 from kvreclaim.plan.asked import Asked
 from kvreclaim.plan.cards import Card, find_card
-from kvreclaim.plan.cost import Linear
+from kvreclaim.plan.cost import Linear, Load
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.pool import Fit, Pool, activation_bytes, binds, card_memory, fit, make_pool
 from kvreclaim.plan.roofline import roofline
@@ -43,8 +43,7 @@ def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
         gpu=None if card is None else card.name,
         memory_bytes=memory,
         utilization=asked.utilization,
-        weights=weights.name,
-        weight_bytes=pool.weight_bytes,
+        card_weight_bytes=pool.weight_bytes,
         other_bytes=pool.other_bytes,
         other_is_estimated=asked.other_gib is None,
         pool_kv_bytes=pool.kv_bytes,
@@ -60,7 +59,7 @@ def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
     if asked.recompute_p99_ms is not None:
         from kvreclaim.plan.preempted import preempted
 
-        preempted(answer, cache, asked, card, pool)
+        preempted(answer, cache, asked, time, pool)
 
 
 def pool_of(cache: Cache, asked: Asked, memory_bytes: int, weights: WeightFormat) -> Pool:
@@ -113,7 +112,7 @@ def _memory(
     sizes = weight_bytes(cache.shape, weights)
     estimated = " (estimated)" if asked.other_gib is None else ""
     section.row("memory", f"{words.size(pool.memory_bytes)}, of which {pool.utilization:g} are used")
-    section.row("weights", f"{words.size(pool.weight_bytes)}")
+    section.row("weights", words.size(pool.weight_bytes))
     section.row("other", f"{words.size(pool.other_bytes)}{estimated}")
     section.row("blocks", f"{pool.num_blocks:,}, {words.size(pool.num_blocks * pool.block_bytes)}")
     if card is not None and asked.memory_bytes is None:
@@ -160,12 +159,15 @@ def _sequences(section: Section, cache: Cache, asked: Asked, pool: Pool, found: 
 
 
 def _because(time: Linear | None, found: Fit, held: int) -> str:
+    num = found.max_sequences
+    if num == 0:
+        return ": not one such sequence fits"
     if time is None:
         return "; name a --gpu to compare with its bandwidth and FLOP/s"
-    keys = time.kv * found.max_sequences * held
+    step, keys = time.step_s(Load(num, num, num * held)), time.kv * num * held
     return (
-        f": a step of {found.max_sequences:,} sequences takes {1e3 * (time.base + keys):.1f} ms, of which "
-        f"{1e3 * keys:.1f} read keys and values ({_source(time)})"
+        f": a step of {num:,} takes {1e3 * step:.1f} ms, of which {1e3 * keys:.1f} read keys and values "
+        f"({_source(time)})"
     )
 
 

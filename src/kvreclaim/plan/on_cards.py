@@ -46,7 +46,7 @@ def _wanted(asked: Asked) -> list[Card]:
     assert asked.cards is not None
     named = asked.cards.strip().lower() != "all"
     found = [find_card(name) for name in asked.cards.split(",")] if named else list(all_cards())
-    return [card.overridden(price=asked.price) for card in found]
+    return found
 
 
 def _order(bound: Bound) -> tuple[bool, bool, float]:

@@ -8,6 +8,7 @@ from kvreclaim.plan.asked import Asked
 from kvreclaim.plan.demand import Cache, shared_load
 from kvreclaim.plan.sections import Answer, Section
 from kvreclaim.plan.shapes import LayerShape, ModelShape
+from kvreclaim.plan.weights import weight_bytes, weight_format
 
 RESERVED = 4096
 """Tokens that a server without paging is taken to reserve for each sequence."""
@@ -24,6 +25,8 @@ def on_model(answer: Answer, cache: Cache, asked: Asked) -> None:
         f"{words.size(cache.token_bytes)} of {cache.form.name}, {words.size(cache.block_bytes)} a block of "
         f"{cache.block_size}",
     )
+    weights = weight_format(asked.weights, shape)
+    section.row("weights", f"{words.size(weight_bytes(shape, weights).total)} in {weights.name}")
     for note in shape.notes:
         section.row("note", note)
     for kind, count in shape.kinds():
@@ -39,6 +42,8 @@ def on_model(answer: Answer, cache: Cache, asked: Asked) -> None:
     answer.set(
         model=shape.name,
         parameters=shape.num_params,
+        weights=weights.name,
+        weight_bytes=weight_bytes(shape, weights).total,
         active_parameters=shape.active_params,
         layers=shape.num_layers,
         position_limit=shape.max_position,
@@ -90,7 +95,8 @@ def on_request(answer: Answer, cache: Cache, asked: Asked, context: int) -> None
     section.step(f"{held:,} tokens / {size} = {held / size:g}, in whole blocks {blocks:,}: {slots:,} slots")
     section.step(f"{held:,} / {slots:,} = {words.per_cent(held / slots)} used, {slots - held} slots empty")
     section.step(f"{blocks:,} x {cache.block_bytes:,} = {blocks * cache.block_bytes:,} bytes")
-    section.step(f"reserved for {reserved:,} tokens: {reserved / slots:.3g} times as much")
+    if reserved != slots:
+        section.step(f"reserved for {reserved:,} tokens: {reserved / slots:.3g} times as much")
     if cache.footprint.way.evicts:
         _budget(section, cache, context)
     windowed = None

@@ -8,9 +8,8 @@ import numpy as np
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.plan import words
 from kvreclaim.plan.asked import Asked
-from kvreclaim.plan.cards import Card
+from kvreclaim.plan.cost import Linear
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import read_lengths
 from kvreclaim.plan.pool import Pool
@@ -18,22 +17,23 @@ from kvreclaim.plan.recompute import (
     blocks_while_decoding,
     longest_blocks,
     longest_recompute,
+    per_token,
     sequences_at_once,
 )
 from kvreclaim.plan.sections import Answer
 
 
-def preempted(answer: Answer, cache: Cache, asked: Asked, card: Card | None, pool: Pool) -> None:
+def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, pool: Pool) -> None:
     """max_num_seqs from a bound on recompute, and from the lengths of a trace."""
-    if card is None:
+    if time is None:
         raise InvalidArgumentError(
-            "how long recompute takes depends on the card; name one with --gpu.", field="gpu"
+            "how long recompute takes depends on the card; name one with --gpu, or pass --calibration.",
+            field="gpu",
         )
     assert asked.trace is not None
     assert asked.recompute_p99_ms is not None
     lengths = read_lengths(Path(asked.trace), asked.first)
-    flops = card.bf16_flops * asked.flops_share * asked.tensor_parallel_size
-    longest = longest_recompute(cache.shape, asked.recompute_p99_ms / 1e3, flops)
+    longest = longest_recompute(time, asked.recompute_p99_ms / 1e3, cache.footprint.max_chunk)
     p99 = int(np.percentile(lengths.prompts + lengths.outputs, 99, method="higher"))
     weights = blocks_while_decoding(lengths, cache.footprint)
     most = longest_blocks(lengths, cache.footprint)
@@ -44,15 +44,13 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, card: Card | None, poo
     )
     section.row("recomputed in that time", f"{longest:,} tokens; 99 % of the requests end below {p99:,}")
     section.row("max_num_seqs", f"{found.p99:,}: with so many the pool is too small 1 time in 100")
-    verdict = (
-        "holds even for those preempted" if p99 <= longest else "is broken by each preempted long request"
-    )
-    section.row("the bound", f"{verdict}; only the {bounded:,} longest that keep it always fit at once")
+    verdict = "kept by 99 % of those preempted" if p99 <= longest else "broken by long requests"
+    section.row("the bound", f"{verdict}; {bounded:,} sequences as long as it allows fit at once")
     section.row("by the longest, the mean", f"{found.worst:,}, {found.mean:,}")
     section.step(
-        f"(2 x {words.billions(cache.shape.active_linear)} x n + {cache.shape.pair_flops / 2:,.0f} x n^2) / "
-        f"{flops:.4g} FLOP/s = {asked.recompute_p99_ms:g} ms at n = {longest:,}; a preempted sequence is "
-        "recomputed over its whole length, whatever its budget"
+        f"{1e6 * per_token(time):.3f} us x n + {1e6 * time.pair / 2:.6f} us x n^2 = "
+        f"{asked.recompute_p99_ms:g} ms at n = {longest:,}; a preempted sequence is computed "
+        "again whole, whatever its budget"
     )
     section.step(
         f"{pool.num_blocks:,} / {blocks_for(longest, cache.block_size):,} blocks of these = {bounded:,}"

@@ -5,6 +5,7 @@ A preempted sequence is computed again over its whole length, also where a budge
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import sqrt
 
@@ -12,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.plan.cost import Linear, Load
 from kvreclaim.plan.lengths import Lengths
-from kvreclaim.plan.shapes import ModelShape
+from kvreclaim.plan.roofline import DATA_SHEET, WithExperts
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
 
@@ -23,14 +25,29 @@ _NORMAL = 2.3263478740408408
 Counts = NDArray[np.float64]
 
 
-def recompute_seconds(shape: ModelShape, num_tokens: float, flops: float) -> float:
-    """Of so many tokens in one go: (2 P n + 2 L H D n^2) / flops, P without the head."""
-    return (2 * shape.active_linear * num_tokens + shape.pair_flops / 2 * num_tokens**2) / flops
+def per_token(time: Linear) -> float:
+    """Seconds of computing one token among many, attention apart."""
+    return time.token + (time.flop if isinstance(time, WithExperts) else time.beyond)
 
 
-def longest_recompute(shape: ModelShape, seconds: float, flops: float) -> int:
-    """Most tokens that are computed again in this time; flops: achieved, a second."""
-    return most_tokens(shape.active_linear, shape.pair_flops / 2, seconds * flops)
+def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
+    """Of a prompt alone, chunk by chunk."""
+    total = 0.0
+    for start in range(0, num_tokens, chunk):
+        size = min(chunk, num_tokens - start)
+        total += time.step_s(Load(size, 1, 0, size * (start + size / 2)))
+    return total
+
+
+def longest_recompute(time: Linear, seconds: float, chunk: int) -> int:
+    """Most tokens that are computed again in this time. By a data sheet (2 P n + 2 L H D n^2) / FLOP/s, P
+    without the head; by a calibration step for step."""
+    if time.facts.get("kind") == DATA_SHEET:
+        return most_tokens(per_token(time) / 2, time.pair / 2, seconds)
+    low, high = 0, 1
+    while prefill_seconds(time, high, chunk) <= seconds:
+        low, high = high, 2 * high
+    return low + bisect_right(range(low + 1, high), seconds, key=lambda n: prefill_seconds(time, n, chunk))
 
 
 def most_tokens(params: float, square: float, products: float) -> int:
