@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: validate-sim setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -35,6 +35,10 @@ soak: setup
 # A small pool over a small host over a file that fails, killed and damaged: every answer as without tiers.
 soak-tiers: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak_tiers.py --requests 10000
+
+# The simulator beside this machine's engine, in real time: means of the same requests.
+validate-sim: setup bench_models/qwen3-26m
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/validate_sim.py
 
 # What strangers and tenants can do to a server, in full size, and what others notice of it.
 attack: setup

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, Load, Stepped, WithExperts
 
 
 def test_terms_add_up():
@@ -24,8 +25,26 @@ def test_a_roofline_is_the_larger_of_two():
         assert math.isclose(cost.step_s(Load(num_tokens)), max(weights, per_token * num_tokens))
 
 
-def test_a_file_holds_all_of_it(tmp_path):
-    cost = Linear(0.1, 0.2, 0.3, 0.4, -0.5, 0.6, 77.5, 0.8, 0.9, {"device": "a card"})
+def test_what_kernels_add():
+    """At the knots, between them and beyond, on top of the same terms."""
+    plain = Linear(base=1.0, token=0.5, beyond=0.25, knee=4, kv=2.0, pair=3.0, seq=-0.125)
+    terms = {name: getattr(plain, name) for name in ("base", "token", "beyond", "knee", "kv", "pair", "seq")}
+    stepped = Stepped(**terms, knots=(2.0, 4.0, 5.0), more=(0.0, 1.0, 3.0))
+    for tokens, more in ((1, 0.0), (2, 0.0), (3, 0.5), (4, 1.0), (5, 3.0), (99, 3.0)):
+        load = Load(tokens, 2, 5, 7.0)
+        assert stepped.step_s(load) == plain.step_s(load) + more
+
+
+KIND_NAMES = [
+    Linear,
+    partial(WithExperts, dense=1.0, experts=2.0, missed=3.0, flop=4.0),
+    partial(Stepped, knots=(1.0, 2.0), more=(0.0, -0.5)),
+]
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_a_file_holds_all_of_it(tmp_path, kind):
+    cost = kind(0.1, 0.2, 0.3, 0.4, -0.5, 0.6, 77.5, 0.8, 0.9, {"device": "a card"})
     cost.save(tmp_path / "speed.json")
     found = Linear.load(tmp_path / "speed.json")
     assert found == cost

@@ -12,11 +12,11 @@ from rich.console import Console
 from kvreclaim import __version__, demo_model, real_model
 from kvreclaim.cli.bench import bench_app
 from kvreclaim.cli.calibrate import calibrate
+from kvreclaim.cli.calibrate_speed import calibrate_speed
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import KVCacheDType
-from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.cli.takes import takes
@@ -32,8 +32,8 @@ app.command()(generate)
 app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(calibrate)
+app.command()(calibrate_speed)
 app.command()(fetch)
-app.command()(plan)
 app.command()(simulate)
 
 

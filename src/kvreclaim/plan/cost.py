@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
@@ -90,11 +91,12 @@ class Linear:
 
     def save(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps({"version": VERSION} | asdict(self), indent=1) + "\n", encoding="utf-8")
+        whole = {"version": VERSION, "kind": type(self).__name__} | asdict(self)
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: Path) -> Linear:
-        """What save wrote. Raises: InvalidArgumentError."""
+    @staticmethod
+    def load(path: Path) -> Linear:
+        """What save wrote, of either kind. Raises: InvalidArgumentError."""
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -103,17 +105,84 @@ class Linear:
                 "`kvreclaim calibrate-speed`."
             ) from None
         found = given if isinstance(given, dict) else {}
-        names = {each.name for each in fields(cls)}
-        numbers: dict[str, Any] = {name: found.get(name) for name in names - {"facts"}}
+        kind = KINDS.get(str(found.get("kind")), Linear)
+        names = {each.name for each in fields(kind)}
+        numbers: dict[str, Any] = {name: found.get(name) for name in names - {"facts"} - LISTS}
         wrong = [name for name, value in numbers.items() if not _is_number(value)]
+        lists: dict[str, Any] = {name: found.get(name) for name in names & LISTS}
+        wrong += [name for name, value in lists.items() if not _are_numbers(value)]
         require(
-            found.get("version") == VERSION and not wrong and set(found) == names | {"version"},
+            found.get("version") == VERSION and not wrong and set(found) == names | {"version", "kind"},
             f"{path} is no calibration of version {VERSION}"
             + (f" ({', '.join(sorted(wrong))} should be numbers)" if wrong else "")
             + "; make one with `kvreclaim calibrate-speed`.",
             "calibration",
         )
-        return cls(**numbers, facts=found["facts"])
+        numbers |= {name: tuple(value) for name, value in lists.items()}
+        return kind(**numbers, facts=found["facts"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithExperts(Linear):
+    """Linear, for a model with routed experts: more tokens touch more of them.
+
+    dense:   seconds of reading all other weights, part of base
+    experts: seconds of reading all experts; missed: share of them that one token does not visit
+    flop:    seconds of computing one token's linear layers
+    """
+
+    dense: float
+    experts: float
+    missed: float
+    flop: float
+
+    def step_s(self, load: Load) -> float:
+        read = self.experts * (1.0 - self.missed**load.num_tokens)
+        more = max(read, self.flop * load.num_tokens - self.dense)
+        return (
+            self.base
+            + more
+            + self.token * load.num_tokens
+            + self.kv * load.kv_tokens
+            + self.pair * load.prefill_pairs
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped(Linear):
+    """Linear, and what a number of tokens costs beside that: kernels change with it, and pad to it.
+
+    knots, more: at so many tokens (ascending) so many seconds more; between them along a line
+    """
+
+    knots: tuple[float, ...]
+    more: tuple[float, ...]
+
+    def step_s(self, load: Load) -> float:
+        # Linear's own terms, here again: this is called for every step, and super() costs as much as they.
+        tokens, knots, more = load.num_tokens, self.knots, self.more
+        above = tokens - self.knee
+        plain = (
+            self.base
+            + self.token * tokens
+            + (self.beyond * above if above > 0 else 0.0)
+            + self.kv * load.kv_tokens
+            + self.pair * load.prefill_pairs
+            + self.seq * load.num_seqs
+        )
+        at = bisect_right(knots, tokens)
+        if at in (0, len(knots)):
+            return plain + more[max(at - 1, 0)]
+        low, high = knots[at - 1], knots[at]
+        return plain + more[at - 1] + (more[at] - more[at - 1]) * (tokens - low) / (high - low)
+
+
+KINDS = {each.__name__: each for each in (Linear, WithExperts, Stepped)}
+LISTS = {"knots", "more"}
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(map(_is_number, values))
 
 
 def _is_number(value: Any) -> bool:

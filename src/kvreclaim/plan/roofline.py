@@ -3,12 +3,11 @@ the FLOP/s. Without calibration that is wrong by tens of percent, and says so.""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.plan.cards import Card
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, WithExperts
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import WeightFormat, weight_bytes
 
@@ -18,34 +17,7 @@ FLOPS_SHARE = 0.6
 BASE_S = 0.5e-3
 LINK_LATENCY_S = 10e-6
 """Of one all-reduce; an assumption."""
-DATA_SHEET = "data sheet"
 ERROR = "uncalibrated: off by 20 to 40 %"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithExperts(Linear):
-    """Linear, for a model with routed experts: more tokens touch more of them.
-
-    dense:   seconds of reading all other weights, part of base
-    experts: seconds of reading all experts; missed: share of them that one token does not visit
-    flop:    seconds of computing one token's linear layers
-    """
-
-    dense: float
-    experts: float
-    missed: float
-    flop: float
-
-    def step_s(self, load: Load) -> float:
-        read = self.experts * (1.0 - self.missed**load.num_tokens)
-        more = max(read, self.flop * load.num_tokens - self.dense)
-        return (
-            self.base
-            + more
-            + self.token * load.num_tokens
-            + self.kv * load.kv_tokens
-            + self.pair * load.prefill_pairs
-        )
 
 
 def roofline(
@@ -98,7 +70,7 @@ def _facts(
     flops_share: float,
 ) -> dict[str, Any]:
     return {
-        "kind": DATA_SHEET,
+        "kind": "data sheet",
         "error": ERROR,
         "model": shape.name,
         "weights": weights.name,

@@ -10,7 +10,8 @@ from math import sqrt
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.plan.cost import Load, StepTime
-from kvreclaim.schedule import Footprint, Pass, Row, StepDone, StepPlan, Way
+from kvreclaim.plan.loads import keys_read, load_of
+from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan, Way
 from kvreclaim.schedule.leap import leap, leap_length
 from kvreclaim.schedule.lengths import excess_slots, longest_output
 from kvreclaim.sim.content import Links
@@ -138,7 +139,7 @@ class Replica:
             )
         self._plan = plan
         self._note_plan(plan, start)
-        end = start + self.cost.step_s(self._load(plan.rows))
+        end = start + self.cost.step_s(load_of(plan.rows, self.sequences, self.memory))
         if moved := len(plan.outs) + len(plan.loads):
             self.blocks_moved += moved
             end += self.cost.move_s(moved)
@@ -149,33 +150,14 @@ class Replica:
         running = self.scheduler.running
         keys, growing = 0, 0
         for seq in running:
-            read, more = self._keys_read(seq, 1)
+            held = self.memory.table(seq.seq_id).physical_len + 1
+            read = keys_read(seq, held)
             keys += read
-            growing += more
+            growing += keys_read(seq, held + 1) - read
         first = self.cost.step_s(Load(len(running), len(running), keys, 0.0, len(running)))
         second = self.cost.step_s(Load(len(running), len(running), keys + growing, 0.0, len(running)))
         self.leap = Leap(start, steps, first, second - first)
         return self.leap.end_s(steps)
-
-    def _keys_read(self, seq: Simulated, num_tokens: int) -> tuple[int, bool]:
-        """Keys that a decode step reads, and whether the next one reads one more."""
-        held = self.memory.table(seq.seq_id).physical_len + num_tokens
-        if seq.reads_sparsely:
-            return min(held, seq.footprint.budget), held < seq.footprint.budget
-        return held, True
-
-    def _load(self, rows: tuple[Row, ...]) -> Load:
-        num_tokens = keys = decodes = 0
-        pairs = 0.0
-        for row in rows:
-            n = row.num_tokens
-            num_tokens += n
-            if n == 1:
-                keys += self._keys_read(self.sequences[row.seq_id], 1)[0]
-                decodes += 1
-            else:
-                pairs += n * (self.memory.table(row.seq_id).physical_len + n / 2)
-        return Load(num_tokens, len(rows), keys, pairs, decodes)
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         for lost in plan.preempted:

@@ -1,0 +1,49 @@
+"""The time of this machine's steps, fitted to steps of a random load."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from kvreclaim.bench.common import machine, versions
+from kvreclaim.bench.speed.plan import SpeedPlan
+from kvreclaim.bench.speed.traffic import keep_busy
+from kvreclaim.bench.speed.watch import watching
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.plan.fit import Fitted, fit_steps
+
+WARM_S = 3.0
+
+
+def engine_of(plan: SpeedPlan) -> LLM:
+    """Without prefix caching: the requests are random."""
+    return LLM(
+        str(plan.model),
+        dtype=plan.dtype,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=plan.max_num_seqs,
+        enable_prefix_caching=False,
+        compression=plan.policy(plan.compress),
+    )
+
+
+def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
+    """Serve the load and fit. Raises: InvalidArgumentError if it made too few steps."""
+    longest = min(plan.longest, llm.engine.max_model_len // 2)
+    keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed))
+    with watching(llm.engine) as seen:
+        keep_busy(llm, plan.seconds, longest=longest, rng=random.Random(plan.seed + 1))
+    config, where = llm.engine.config, machine()
+    facts = {
+        "kind": "steps of kvreclaim's engine",
+        **plan.facts(),
+        "policy": plan.compress,
+        "block_size": config.block_size,
+        "kv_cache_dtype": llm.engine.kv_format.name,
+        "kernels": llm.engine.kernels,
+        "device": where.get("gpu", where["cpu"]),
+        "versions": versions(),
+    }
+    fitted = fit_steps(seen.loads, seen.seconds, **facts)
+    per_pass = seen.pass_s / seen.passes if seen.passes else 0.0
+    return replace(fitted, cost=replace(fitted.cost, compaction=per_pass))

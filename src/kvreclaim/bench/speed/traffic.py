@@ -1,0 +1,92 @@
+"""Requests for an engine: some all the time, to see many kinds of steps, or each at its own time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter, sleep
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.core.engine import Engine
+from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.face.llm import LLM
+
+TURN = 24
+"""Requests that end before their number at once is drawn anew."""
+IDLE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A request: seconds from the beginning, tokens."""
+
+    arrival_s: float
+    num_prompt: int
+    num_output: int
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one, in seconds from the beginning."""
+
+    first_token_s: float
+    end_s: float
+
+
+def draw(rng: random.Random, low: int, high: int) -> int:
+    """Evenly over the logarithm: as many short ones as long ones."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> None:
+    """Serve random requests for so long, at changing numbers at once; prompts and answers up to `longest`
+    tokens. What is left then is ended."""
+    engine, most = llm.engine, llm.engine.config.max_num_seqs
+    number, ended, at_once = 0, 0, most
+    until = perf_counter() + seconds
+    while perf_counter() < until:
+        while len(engine.requests) < at_once:
+            _add(engine, llm, number, draw(rng, 8, longest), draw(rng, 8, longest), rng)
+            number += 1
+        ended += sum(request.finished for request in engine.step().requests)
+        if ended >= TURN:
+            ended, at_once = 0, draw(rng, 1, most)
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+
+
+def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[Served]:
+    """Serve requests that come at their times, in that order, in real time."""
+    engine, coming = llm.engine, list(enumerate(requests))[::-1]
+    began = perf_counter()
+    first: dict[str, float] = {}
+    end: dict[str, float] = {}
+    while coming or engine.has_unfinished:
+        while coming and coming[-1][1].arrival_s <= perf_counter() - began:
+            number, timed = coming.pop()
+            _add(engine, llm, number, timed.num_prompt, timed.num_output, rng)
+        if not engine.has_unfinished:
+            sleep(IDLE_S)
+            continue
+        touched = engine.step().requests
+        now = perf_counter() - began
+        for request in touched:
+            _note(request, now, first, end)
+    return [Served(first[str(number)], end[str(number)]) for number in range(len(requests))]
+
+
+def _note(request: Request, now: float, first: dict[str, float], end: dict[str, float]) -> None:
+    if request.sequences and request.sequences[0].num_generated:
+        first.setdefault(request.request_id, now)
+    if request.finished:
+        end[request.request_id] = now
+
+
+def _add(engine: Engine, llm: LLM, number: int, num_prompt: int, num_output: int, rng: random.Random) -> None:
+    size = llm.loaded.model.config.get_text_config().vocab_size
+    prompt = [rng.randrange(5, size) for _ in range(num_prompt)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    compressor = None if llm.compression is None else llm.compressor(llm.compression)
+    engine.add_request(str(number), prompt, params, compressor)

@@ -1,0 +1,30 @@
+"""What a step of the scheduler makes the model do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.plan.cost import Load
+from kvreclaim.schedule import Row, Sequence
+
+
+def load_of(rows: Iterable[Row], sequences: Mapping[int, Sequence], memory: MemoryManager) -> Load:
+    """Between `schedule` and `done`: tables have the slots that were computed before."""
+    num_tokens = num_seqs = keys = decodes = 0
+    pairs = 0.0
+    for row in rows:
+        num_seqs += 1
+        num_tokens += row.num_tokens
+        held = memory.table(row.seq_id).physical_len
+        if row.num_tokens == 1:
+            keys += keys_read(sequences[row.seq_id], held + 1)
+            decodes += 1
+        else:
+            pairs += row.num_tokens * (held + row.num_tokens / 2)
+    return Load(num_tokens, num_seqs, keys, pairs, decodes)
+
+
+def keys_read(seq: Sequence, held: int) -> int:
+    """By one query of a sequence that holds so many."""
+    return min(held, seq.footprint.budget) if seq.reads_sparsely else held

@@ -1,0 +1,149 @@
+"""The terms of a step's time, from a log that has no steps: those with which the simulator's requests get
+their first and last tokens when the log says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreclaim.checks import require
+from kvreclaim.plan.cost import Linear
+from kvreclaim.sim.cluster import Cluster
+from kvreclaim.sim.log import Logged
+from kvreclaim.sim.request import Record
+from kvreclaim.sim.settings import Settings
+
+Array = NDArray[np.float64]
+
+FITTED = {
+    "weights": ("base", "dense", "experts"),
+    "tokens": ("beyond", "flop"),
+    "keys": ("kv",),
+    "pairs": ("pair",),
+}
+"""Of a roofline: reading weights, computing tokens, reading keys, attention of prompts; one factor each."""
+PRIOR = 0.3
+"""Weight of a factor's logarithm, less their mean, beside relative errors of times: what the log says nothing
+of changes as the others do."""
+STEP = 0.05
+LONGEST = 1.0
+"""Step of a logarithm: slopes far away are others."""
+MAX_ROUNDS = 12
+MIN_REQUESTS = 8
+SHORTEST_S = 0.05
+"""Times below are as exact as a step is long."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLog:
+    """error: mean of |simulated / logged - 1| over the times that were fitted; factors: on the start's terms.
+
+    num_times: first and last tokens that were fitted
+    """
+
+    cost: Linear
+    error: float
+    factors: dict[str, float]
+    num_times: int
+
+
+class _Problem:
+    """Residuals of a vector of the terms' logarithms, over the start's."""
+
+    def __init__(self, log: Sequence[Logged], settings: Settings, start: Linear, until_s: float) -> None:
+        self.asked = [each.asked for each in log]
+        self.settings, self.start = settings, start
+        arrival, first, last = (
+            np.array([getattr(each, name) for each in log])
+            for name in ("arrival_s", "first_token_s", "end_s")
+        )
+        self.first, self.last = first, last
+        self.begun, self.ended = first < until_s, last < until_s
+        self.scales = np.concatenate([(first - arrival)[self.begun], (last - arrival)[self.ended]])
+        self.scales = np.maximum(self.scales, SHORTEST_S)
+
+    def cost(self, logs: Array) -> Linear:
+        terms = {
+            name: getattr(self.start, name) * float(factor)
+            for names, factor in zip(FITTED.values(), np.exp(logs), strict=True)
+            for name in names
+            if hasattr(self.start, name)
+        }
+        if terms["beyond"] > 0:
+            terms["knee"] = terms["base"] / terms["beyond"]
+        return replace(self.start, **terms)
+
+    def errors(self, logs: Array) -> Array:
+        """Relative, of all times."""
+        records = simulate_log(self.asked, self.settings, self.cost(logs))
+        first = np.array([each.first_token_s for each in records])
+        last = np.array([each.end_s for each in records])
+        found = np.concatenate([(first - self.first)[self.begun], (last - self.last)[self.ended]])
+        return np.asarray(found / self.scales, dtype=np.float64)
+
+    def residuals(self, logs: Array) -> Array:
+        return np.concatenate([self.errors(logs), PRIOR * (logs - logs.mean())])
+
+
+def simulate_log(asked: Sequence[Any], settings: Settings, cost: Linear) -> list[Record]:
+    """All requests on one engine. Raises: InvalidArgumentError if one of them can never run there."""
+    out = Cluster(settings, cost).run(asked)
+    require(
+        not out.refused,
+        f"{len(out.refused)} requests of the log fit into no pool of {settings.num_blocks} blocks of "
+        f"{settings.block_size}; pass the log's own number of blocks.",
+        "num_blocks",
+    )
+    return out.records
+
+
+def fit_log(
+    log: Sequence[Logged], settings: Settings, start: Linear, share: float = 1.0, **facts: Any
+) -> FittedLog:
+    """Gauss-Newton over the logarithms of FITTED, from a roofline: first all together, then each.
+
+    settings: of the engine that was logged
+    start:    a roofline, with experts or without
+    share:    of the log's time, from its beginning, that is looked at
+    facts:    that the result is to carry
+
+    Raises: InvalidArgumentError for too few times, and for requests that no such engine can run.
+    """
+    until_s = share * max(each.end_s for each in log)
+    problem = _Problem(log, settings, start, until_s)
+    num_times = len(problem.scales)
+    require(
+        num_times >= MIN_REQUESTS,
+        f"the first {share:.0%} of the log have {num_times} first or last tokens, a fit needs "
+        f"{MIN_REQUESTS}; take more of it.",
+        "share",
+    )
+    at = np.zeros(len(FITTED))
+    residuals = problem.residuals(at)
+    together, apart = np.ones((1, len(FITTED))), np.eye(len(FITTED))
+    for axes in (together, apart):
+        for _ in range(MAX_ROUNDS):
+            moved = _improved(problem, at, residuals, axes)
+            if moved is None:
+                break
+            at, residuals = moved
+    cost, error = problem.cost(at), float(np.abs(residuals[:num_times]).mean())
+    told = {**facts, "times": num_times, "error": error}
+    factors = dict(zip(FITTED, map(float, np.exp(at)), strict=True))
+    return FittedLog(replace(cost, facts=told), error, factors, num_times)
+
+
+def _improved(problem: _Problem, at: Array, residuals: Array, axes: Array) -> tuple[Array, Array] | None:
+    """A better place, as far along the Gauss-Newton step as it gets better; None: nowhere."""
+    slopes = [(problem.residuals(at + STEP * axis) - residuals) / STEP for axis in axes]
+    step = axes.T @ np.linalg.lstsq(np.stack(slopes, axis=1), -residuals, rcond=None)[0]
+    step *= min(1.0, LONGEST / np.abs(step).max())
+    for length in (1.0, 0.5, 0.25, 0.1):
+        there = problem.residuals(at + length * step)
+        if there @ there < residuals @ residuals:
+            return at + length * step, there
+    return None
