@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
@@ -27,6 +27,15 @@ class Pool(Protocol[Id]):
         back every other block of it."""
 
 
+@runtime_checkable
+class Runs(Protocol):
+    """A pool that counts blocks without naming them."""
+
+    def compact(self, seq_id: int, keep: int) -> Shrunk | None:
+        """What plan_compaction and shrink would come to; None to postpone. The ids of what it returns say
+        nothing."""
+
+
 def compress(
     seq_id: Id, num_computed: int, num_prompt: int, footprint: Footprint, account: Account, pool: Pool[Id]
 ) -> Pass[Id] | None:
@@ -38,20 +47,16 @@ def compress(
     """
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
-    table = pool.table_state(seq_id)
     assert keep < live, f"sequence {seq_id} is due with {live} tokens, of which {keep} stay"
-    if footprint.way is Way.COMPACT:
-        held = len(table.block_ids)
-        assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
-    some = next((block for block in reversed(table.block_ids) if block is not None), 0)
-    source_ids = tuple(some if block is None else block for block in table.block_ids)
-    shrunk = Shrunk(source_ids, 0)
-    if footprint.way.moves:
-        plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
-        if plan is None:
-            account.postponed += 1
-            return None
-        shrunk = pool.shrink(plan)
+    source_ids: tuple[int, ...] = ()
+    shrunk: Shrunk | None
+    if footprint.way.moves and isinstance(pool, Runs) and isinstance(seq_id, int):
+        shrunk = pool.compact(seq_id, keep)
+    else:
+        source_ids, shrunk = _in_blocks(seq_id, live, keep, footprint, pool)
+    if shrunk is None:
+        account.postponed += 1
+        return None
     prompt = account.prompt_now(num_computed, num_prompt)
     done = Pass(
         seq_id,
@@ -67,6 +72,22 @@ def compress(
     )
     _note(account, done, footprint)
     return done
+
+
+def _in_blocks(
+    seq_id: Id, live: int, keep: int, footprint: Footprint, pool: Pool[Id]
+) -> tuple[tuple[int, ...], Shrunk | None]:
+    """Returns: the blocks before, a hole named after another one, and those afterwards; None to postpone."""
+    table = pool.table_state(seq_id)
+    if footprint.way is Way.COMPACT:
+        held = len(table.block_ids)
+        assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
+    some = next((block for block in reversed(table.block_ids) if block is not None), 0)
+    source_ids = tuple(some if block is None else block for block in table.block_ids)
+    if not footprint.way.moves:
+        return source_ids, Shrunk(source_ids, 0)
+    plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
+    return source_ids, None if plan is None else pool.shrink(plan)
 
 
 def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvreclaim.errors import UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.changes import NO_GROWTH, CompactionPlan, Growth, Shrunk, TableState
+from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
@@ -155,27 +155,41 @@ class ExtentMemory(MemoryManager):
             self.pool.enter(table, full)
 
     def table_state(self, seq_id: int) -> TableState:
-        table = self.table(seq_id)
-        refs, indexed = [], []
-        for run in table.runs:
-            refs += [len(run.holders)] * run.count
-            indexed += [run.node is not None] * run.count
-        refs += [1] * table.room
-        indexed += [False] * table.room
-        return TableState(table.block_ids, refs, indexed)
+        """Where nothing moves: whose blocks they are makes no difference."""
+        count = self.table(seq_id).num_blocks
+        return TableState(range(count), (1,) * count, (False,) * count)
 
-    def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
-        table, pool = self._tables[plan.seq_id], self.pool
-        fresh, strip = plan.targets.count(None), len(plan.strip)
-        own = len(plan.targets) - fresh - strip
+    def compact(self, seq_id: int, keep: int) -> Shrunk | None:
+        """As plan_compaction chooses: own blocks that nobody finds, then fresh ones, or, where these lack,
+        own ones that are stripped, from the end."""
+        table, pool = self._tables[seq_id], self.pool
+        needed = blocks_for(keep, self.block_size)
+        mine = [run for run in table.runs if len(run.holders) == 1]
+        own = min(needed, table.room + sum(run.count for run in mine if run.node is None))
+        fresh, strip = needed - own, 0
+        if fresh > pool.num_free:
+            strip = min(fresh, sum(run.count for run in mine if run.node is not None))
+            fresh -= strip
+            if fresh > pool.num_free:
+                return None
         pool.allocate(fresh)
-        runs, table.runs = table.runs, []
-        kept = []
+        freed = self._drop_all_but(table, own, strip) - fresh
+        table.mark_inexact()
+        table.room = table.num_blocks = needed
+        table.physical_len = keep
+        self._freed += freed
+        return Shrunk((), freed)
+
+    def _drop_all_but(self, table: Table, own: int, strip: int) -> int:
+        """Give back, last first, what is neither of the first `own` blocks of this table alone that nobody
+        finds, nor of the last `strip` that somebody could find. Returns: blocks that nobody holds now."""
+        pool, runs, kept = self.pool, table.runs, []
+        table.runs = []
         for run in runs:
             stays = min(own, run.count) if run.node is None and len(run.holders) == 1 else 0
             own -= stays
             kept.append(stays)
-        freed = pool.drop_blank(table.room - own)
+        freed = int(pool.drop_blank(table.room - own))
         for run, stays in zip(reversed(runs), reversed(kept), strict=True):
             if strip and run.node is not None and len(run.holders) == 1:
                 stays = min(strip, run.count)
@@ -185,12 +199,7 @@ class ExtentMemory(MemoryManager):
             run.count -= stays
             if run.count:
                 freed += pool.drop(run, table)
-        needed = blocks_for(plan.num_tokens, self.block_size)
-        table.mark_inexact()
-        table.room = table.num_blocks = needed
-        table.physical_len = plan.num_tokens
-        self._freed += freed - fresh
-        return Shrunk(tuple(range(needed)), freed - fresh)
+        return freed
 
     def mark_inexact(self, seq_id: int) -> None:
         self.table(seq_id).mark_inexact()
