@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from math import floor
+from math import floor, inf
 
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.plan.cost import StepTime
@@ -87,11 +87,17 @@ class Cluster:
         self._later: list[tuple[float, int, Asked]] = []
         self._out = Outcome([], [], self.replicas, [])
 
-    def run(self, requests: Iterable[Asked]) -> Outcome:
-        """Serve all requests, which come in the order of their arrival, to their ends."""
+    def run(self, requests: Iterable[Asked], *, until_s: float = inf) -> Outcome:
+        """Serve all requests, which come in the order of their arrival, to their ends, or up to a time: what
+        has not happened by then has no time in its record."""
         coming, out = iter(requests), self._out
         upcoming = self._next(coming)
         while upcoming is not None or self._events:
+            if (
+                min(upcoming.arrival_s if upcoming else inf, self._events[0][0] if self._events else inf)
+                > until_s
+            ):
+                break
             if upcoming is not None and (not self._events or upcoming.arrival_s <= self._events[0][0]):
                 self._tick(upcoming.arrival_s)
                 self._arrive(upcoming)
