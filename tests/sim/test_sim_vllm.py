@@ -23,7 +23,7 @@ from kvreclaim.sim.settings import Settings
 RUN = Path(__file__).parent / "data" / "vllm-run-4090" / "requests.jsonl"
 SETTINGS = Settings(2588, max_model_len=32768)
 FITTED = {"base": 0.0139718, "token": 1.841156e-05, "kv": 2.715467e-07}
-"""What test_the_first_fifth_tells_the_rest has found, so that it need not be found again. (The pool is full all
+"""What test_the_first_fifth_tells_the_rest has found, so that nobody need seek it. (The pool is full all
 the time, so base and kv cannot be told apart: other pairs do as well.)"""
 
 
