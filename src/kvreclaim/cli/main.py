@@ -17,6 +17,7 @@ from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.options import KVCacheDType
+from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.cli.takes import takes
@@ -34,6 +35,7 @@ app.command("eval")(evaluate)
 app.command()(calibrate)
 app.command()(calibrate_speed)
 app.command()(fetch)
+app.command()(plan)
 app.command()(simulate)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,10 @@ class _Reader:
             linear, plain = (hidden + queries) * q_rank, q_rank + q_rank * bias
         linear += hidden * (rank + rotary) + rank * heads * (nope + value) + heads * value * hidden
         plain += rank + (rank + rotary + hidden) * bias
-        return LayerShape(heads, 1, rank + rotary, rank, rotary, linear, plain, latent=True)
+        expanded = heads * (nope + rotary + value)
+        return LayerShape(
+            heads, 1, rank + rotary, rank, rotary, linear, plain, latent=True, expanded=expanded
+        )
 
     def _layer(self, number: int, window: int | None, attention: LayerShape) -> LayerShape:
         family, hidden = self.family, self.number("hidden_size")
@@ -253,19 +256,7 @@ class _Reader:
                 size = shared * self.number("moe_intermediate_size")
                 linear += 3 * hidden * size
                 plain += (2 * size + hidden) * self.says(family.mlp_bias)
-        return LayerShape(
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            v_head_dim=attention.v_head_dim,
-            key_dims=attention.key_dims,
-            linear=linear,
-            plain=plain,
-            window=window,
-            sinks=attention.sinks,
-            latent=attention.latent,
-            experts=experts,
-        )
+        return replace(attention, linear=linear, plain=plain, window=window, experts=experts)
 
     def _has_experts(self, number: int) -> bool:
         if not self.family.experts:

@@ -17,6 +17,7 @@ FLOPS_SHARE = 0.6
 BASE_S = 0.5e-3
 LINK_LATENCY_S = 10e-6
 """Of one all-reduce; an assumption."""
+DATA_SHEET = "data sheet"
 ERROR = "uncalibrated: off by 20 to 40 %"
 
 
@@ -70,7 +71,7 @@ def _facts(
     flops_share: float,
 ) -> dict[str, Any]:
     return {
-        "kind": "data sheet",
+        "kind": DATA_SHEET,
         "error": ERROR,
         "model": shape.name,
         "weights": weights.name,

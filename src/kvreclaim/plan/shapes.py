@@ -38,6 +38,7 @@ class LayerShape:
     key_dims:   stored beside the value; of a latent cache the rotary part alone
     window:     tokens that are attended to; None: all
     sinks:      learned logits in the softmax's denominator
+    expanded:   of a latent: numbers per token if keys and values of all heads were stored instead
     linear, plain: weights, experts apart
     """
 
@@ -51,6 +52,7 @@ class LayerShape:
     window: int | None = None
     sinks: bool = False
     latent: bool = False
+    expanded: int = 0
     experts: Experts | None = None
 
     @property

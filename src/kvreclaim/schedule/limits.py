@@ -78,9 +78,31 @@ def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Foot
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
     found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
-    if found.way is not Way.CELLS:
-        return found
-    return replace(found, budget=budget_in_blocks(found.budget, block_size, found.sinks + found.recent))
+    if found.way is Way.CELLS:
+        always = found.sinks + found.recent
+        found = replace(found, budget=budget_in_blocks(found.budget, block_size, always))
+    check_blocks(found, policy)
+    return found
+
+
+def check_blocks(footprint: Footprint, name: str) -> None:
+    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
+    size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
+    uneven, least = footprint.way is Way.CELLS, footprint.least_budget
+    problem = None
+    if uneven and interval < size:
+        problem = (
+            f"interval is {interval} tokens, but under {name} heads trade whole blocks of {size}, "
+            f"and would have none to trade after the first pass; raise the interval to at least {size}"
+        )
+    elif budget < least:
+        problem = (
+            f"budget is {budget} tokens, but {name} goes by whole blocks of {size}, and those of "
+            f"{footprint.sinks} sinks and {footprint.recent} recent tokens may take {least}; raise the "
+            f"budget to {least}, or lower recent or block_size"
+        )
+    if problem is not None:
+        raise InvalidArgumentError(f"{problem}.", field="compression")
 
 
 def _split(text: str) -> tuple[str, CompressionSettings]:

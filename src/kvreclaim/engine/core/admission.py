@@ -14,7 +14,7 @@ from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.lengths import excess_slots, longest_output
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.limits import check_blocks
 
 
 def check_prompt(
@@ -114,26 +114,6 @@ def _check_compress_at(compress_at: int | None, compressor: Compressor | None, n
     )
 
 
-def _check_compression(footprint: Footprint, name: str) -> None:
-    """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
-    size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
-    uneven, least = footprint.way is Way.CELLS, footprint.least_budget
-    problem = None
-    if uneven and interval < size:
-        problem = (
-            f"interval is {interval} tokens, but under {name} heads trade whole blocks of {size}, "
-            f"and would have none to trade after the first pass; raise the interval to at least {size}"
-        )
-    elif budget < least:
-        problem = (
-            f"budget is {budget} tokens, but {name} goes by whole blocks of {size}, and those of "
-            f"{footprint.sinks} sinks and {footprint.recent} recent tokens may take {least}; raise the "
-            f"budget to {least}, or lower recent or block_size"
-        )
-    if problem is not None:
-        raise InvalidArgumentError(f"{problem}.", field="compression")
-
-
 def check_length(
     num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
 ) -> None:
@@ -142,7 +122,7 @@ def check_length(
 
     num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
     """
-    _check_compression(footprint, policy)
+    check_blocks(footprint, policy)
     assert config.max_model_len is not None, "the engine's limits are set"
     if known >= config.max_model_len:
         raise RequestTooLongError(

@@ -1,0 +1,47 @@
+"""A plan: what was asked, answered in sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvreclaim.kv_bytes import kv_bytes
+from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.configs import load_shape
+from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.fits import check_fits
+from kvreclaim.plan.on_sequences import on_load, on_model, on_request
+from kvreclaim.plan.sections import Answer
+from kvreclaim.plan.weights import dtype_of
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.limits import footprint
+
+
+def plan(model: str | Path, asked: Asked) -> Answer:
+    """Answer what was asked. Raises: InvalidArgumentError, UnsupportedModelError."""
+    shape = load_shape(model)
+    auto = asked.kv_cache_dtype == "auto"
+    form = kv_bytes(asked.kv_cache_dtype, dtype_of(shape) if auto else "bf16")
+    cache = Cache(shape, form, _footprint(asked))
+    check_fits(cache, asked.compression)
+    answer = Answer()
+    on_model(answer, cache, asked)
+    if asked.context is not None:
+        on_request(answer, cache, asked, asked.context)
+    if asked.sequences is not None:
+        on_load(answer, cache, asked, asked.sequences)
+    if asked.gpu is not None or asked.memory_bytes is not None:
+        from kvreclaim.plan.on_card import on_card
+
+        on_card(answer, cache, asked)
+    if asked.cards is not None:
+        from kvreclaim.plan.on_cards import on_cards
+
+        on_cards(answer, cache, asked)
+    return answer
+
+
+def _footprint(asked: Asked) -> Footprint:
+    size, chunk = asked.block_size, asked.max_num_batched_tokens
+    if asked.compression is None:
+        return Footprint(block_size=size, max_chunk=chunk)
+    return footprint(asked.compression, block_size=size, max_chunk=chunk)

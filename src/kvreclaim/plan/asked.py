@@ -1,0 +1,145 @@
+"""What a plan is asked, beside the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.checks import require
+from kvreclaim.config import format_name
+from kvreclaim.options import check_options, option
+from kvreclaim.plan.roofline import BANDWIDTH_SHARE, FLOPS_SHARE
+
+SEQUENCES, CARD, TRACE = "sequences", "card", "trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Raises: InvalidArgumentError."""
+
+    context: int | None = option(None, "Tokens of one sequence.", low=1, panel=SEQUENCES)
+    sequences: int | None = option(None, "So many sequences at once.", low=1, panel=SEQUENCES)
+    prefix: int = option(0, "Tokens that they share, at their beginning.", low=0, panel=SEQUENCES)
+    own: int = option(0, "Tokens that each has behind them, prompt and output.", low=0, panel=SEQUENCES)
+    max_model_len: int | None = option(
+        None,
+        "Tokens that a server without paging reserves for each sequence; 4096, or the model's limit where a "
+        "sequence is longer, where not said.",
+        low=1,
+        panel=SEQUENCES,
+    )
+    kv_cache_dtype: str = option("auto", "Format of the KV cache, as for `serve`.", panel=SEQUENCES)
+    compression: str | None = option(
+        None,
+        "Policy and budget, such as triattention:budget=512,interval=128; none where not said.",
+        panel=SEQUENCES,
+    )
+    block_size: int = option(16, "Tokens of a block.", low=1, panel=SEQUENCES)
+    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1, panel=SEQUENCES)
+    gpu: str | None = option(None, "Card: A100, H100, 4090 and so on.", panel=CARD)
+    memory_bytes: int | None = option(
+        None, "Of the card, where it is another than the table's, or not known.", low=1, panel=CARD
+    )
+    weights: str = option(
+        "auto",
+        "auto (as the config says), bf16, fp8, int8, awq4, gptq4, gptq8, nf4, nvfp4, mxfp4, or the bits of a "
+        "linear weight with its scales, such as 4.5.",
+        panel=CARD,
+    )
+    utilization: float = option(
+        0.92,
+        "Share of the memory that the engine may take.",
+        low=0.01,
+        high=1.0,
+        flags=("--utilization", "--gpu-memory-utilization"),
+        panel=CARD,
+    )
+    other_gib: float | None = option(
+        None,
+        "GiB beside weights and blocks: activations, graphs; estimated where not said.",
+        low=0.0,
+        high=1e6,
+        panel=CARD,
+    )
+    tensor_parallel_size: int = option(1, "Cards that share one model.", low=1, high=64, panel=CARD)
+    max_num_seqs: int = option(256, "Sequences that a server runs at once.", low=1, panel=CARD)
+    calibration: str | None = option(
+        None, "File of `kvreclaim calibrate-speed`; the card's data sheet where not said.", panel=CARD
+    )
+    bandwidth_share: float = option(
+        BANDWIDTH_SHARE, "Of the data sheet's bandwidth that is reached.", low=0.01, high=1.0, panel=CARD
+    )
+    flops_share: float = option(
+        FLOPS_SHARE, "Of the data sheet's FLOP/s that are reached.", low=0.01, high=1.0, panel=CARD
+    )
+    price: float | None = option(
+        None, "Dollars an hour of one card, where the table's is old.", low=0.0, high=1e6, panel=CARD
+    )
+    trace: str | None = option(
+        None, "File of requests: Azure's CSV, or JSON lines such as Mooncake's.", panel=TRACE
+    )
+    first: int | None = option(None, "Of the trace, only so many requests.", low=1, panel=TRACE)
+    recompute_p99_ms: float | None = option(
+        None,
+        "How many sequences may run so that at p99 none waits longer for being computed again; with --trace "
+        "and a card.",
+        low=0.1,
+        high=1e9,
+        panel=TRACE,
+    )
+    cards: str | None = option(
+        None, "Cards that are compared for the trace: all, or names with commas.", panel=TRACE
+    )
+    slo: str | None = option(None, "Targets at p99, such as ttft=2s,tpot=60ms; with --cards.", panel=TRACE)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        require(
+            (self.sequences is None) == (self.prefix + self.own == 0),
+            f"sequences is {self.sequences}, prefix {self.prefix} and own {self.own}; a load has a number of "
+            "sequences, and tokens in each.",
+            "sequences",
+        )
+        self._check_trace()
+        self._check_card()
+
+    def _check_trace(self) -> None:
+        for name in ("recompute_p99_ms", "cards"):
+            require(
+                getattr(self, name) is None or self.trace is not None,
+                f"{name} goes by the lengths of a trace, and none is named; pass --trace.",
+                "trace",
+            )
+        require(
+            self.trace is None or self.recompute_p99_ms is not None or self.cards is not None,
+            "trace is named, but nothing is asked of it; pass --recompute-p99-ms, or --cards with --slo.",
+            "trace",
+        )
+        require(self.first is None or self.trace is not None, "first is said, but no trace is.", "first")
+        require(
+            (self.cards is None) == (self.slo is None),
+            "cards are compared under targets; pass --cards and --slo together.",
+            "slo",
+        )
+
+    def _check_card(self) -> None:
+        has_card = self.gpu is not None or self.memory_bytes is not None
+        alone = {
+            "recompute_p99_ms": self.recompute_p99_ms,
+            "calibration": self.calibration,
+            "price": self.price,
+            "tensor_parallel_size": self.tensor_parallel_size - 1 or None,
+        }
+        for name, value in alone.items():
+            require(value is None or has_card, f"{name} is about one card; name it with --gpu.", "gpu")
+        require(
+            self.other_gib is None or has_card or self.cards is not None,
+            "other_gib is about a card, and none is named; pass --gpu or --memory-bytes.",
+            "gpu",
+        )
+        require(
+            self.max_model_len is None or self.context is not None or self.sequences is not None,
+            "max_model_len is what sequences reserve without paging, and none are named; pass --context, or "
+            "--sequences.",
+            "context",
+        )

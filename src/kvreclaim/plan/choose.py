@@ -1,0 +1,198 @@
+"""Which cards a trace needs at least under targets, and why others will not do.
+
+Lower bounds only: what no scheduler can beat with these step times. How many replicas really serve the trace
+is for a simulation to find, from the bound on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import numpy as np
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.cards import Card
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.lengths import Lengths
+from kvreclaim.plan.pool import Pool, make_pool
+from kvreclaim.plan.recompute import blocks_while_decoding, prefill_seconds
+from kvreclaim.plan.roofline import BASE_S, roofline
+from kvreclaim.plan.weights import WeightFormat
+
+MOST_CARDS = 8
+"""Of one replica."""
+Resource = Literal["memory", "bandwidth", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Targets at p99, seconds; None: none."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+def parse_slo(text: str) -> Slo:
+    """`ttft=2s,tpot=60ms`. Raises: InvalidArgumentError."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (word.strip().lower() for word in part.partition("="))
+        unit, scale = ("ms", 1e-3) if value.endswith("ms") else ("s", 1.0)
+        try:
+            seconds = float(value.removesuffix(unit)) * scale
+        except ValueError:
+            seconds = 0.0
+        if name not in ("ttft", "tpot") or not 0 < seconds < 1e6 or name in found:
+            raise InvalidArgumentError(
+                f"--slo is {text!r}, of which {part!r} cannot be read; write ttft=2s,tpot=60ms, or "
+                "one of them.",
+                field="slo",
+            )
+        found[name] = seconds
+    return Slo(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One kind of card.
+
+    replicas:  at least; None: none will do, and `why` says why
+    shares:    of one replica's time and memory that the trace takes, by resource; replicas is the largest of
+               them, rounded up
+    per_replica: cards of one, tensor parallel
+    """
+
+    card: Card
+    per_replica: int
+    replicas: int | None
+    why: str
+    binds: Resource | None
+    shares: Mapping[Resource, float]
+    num_blocks: int
+
+    @property
+    def price(self) -> float | None:
+        """Dollars an hour at the lowest price of as many cards as it takes at least."""
+        if self.replicas is None or self.card.price is None:
+            return None
+        return self.replicas * self.per_replica * self.card.price[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Everything but the card."""
+
+    cache: Cache
+    weights: WeightFormat
+    lengths: Lengths
+    slo: Slo
+    utilization: float
+    other_bytes: int | None
+    max_num_seqs: int
+    bandwidth_share: float
+    flops_share: float
+    speed: float = 1.0
+
+    def bound(self, card: Card, memory_bytes: int | None = None) -> Bound:
+        """The least number of replicas, each of the fewest cards that hold the weights and the longest
+        request."""
+        needed = self._most_blocks()
+        num, pool = 1, self._pool(card, memory_bytes, 1)
+        while pool.num_blocks < needed and num < MOST_CARDS:
+            num *= 2
+            pool = self._pool(card, memory_bytes, num)
+        if pool.num_blocks < needed:
+            why = (
+                f"the weights leave {pool.num_blocks:,} blocks on each of {num} cards, and the longest "
+                f"request takes {needed:,}"
+            )
+            return Bound(card, num, None, why, "memory", {}, pool.num_blocks)
+        time = roofline(
+            self.cache.shape,
+            card,
+            self.weights,
+            self.cache.form,
+            num_cards=num,
+            bandwidth_share=self.bandwidth_share,
+            flops_share=self.flops_share,
+            block_size=self.cache.block_size,
+            read_share=self.cache.shape.read_share(self._mean_length()),
+        )
+        if found := self._too_slow(time):
+            why, binds = found
+            return Bound(card, num, None, why, binds, {}, pool.num_blocks)
+        shares = self._shares(time, pool)
+        worst: Resource = max(shares, key=lambda name: shares[name])
+        why = (
+            f"{worst} is busy {shares[worst]:.2f} times over on one"
+            if shares[worst] > 1
+            else (f"{worst} is used most, {shares[worst]:.0%} of one")
+        )
+        return Bound(card, num, ceil(shares[worst]), why, worst, shares, pool.num_blocks)
+
+    def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> Pool:
+        rows = 2 * self.max_num_seqs if self.cache.form.has_open_blocks else 0
+        return make_pool(
+            self.cache,
+            memory_bytes or card.usable_bytes,
+            self.weights,
+            utilization=self.utilization,
+            other_bytes=self.other_bytes,
+            num_cards=num_cards,
+            open_rows=rows,
+        )
+
+    def _most_blocks(self) -> int:
+        """Of the request that takes most, in its prompt or at its end."""
+        footprint, lengths = self.cache.footprint, self.lengths
+        ends = lengths.prompts + lengths.outputs
+        at = {int(ends.argmax()), int(lengths.prompts.argmax())}
+        slots = max(footprint.slots_needed(int(lengths.prompts[n]), int(ends[n])) for n in at)
+        return -(-slots // self.cache.block_size)
+
+    def _mean_length(self) -> int:
+        lengths = self.lengths
+        return int(np.average(lengths.prompts + lengths.outputs / 2, weights=lengths.outputs))
+
+    def _too_slow(self, time: Linear) -> tuple[str, Resource] | None:
+        """A target that one request alone in the machine misses."""
+        slo, reading = self.slo, time.step_s(Load(1, 1, 0)) - BASE_S
+        if slo.tpot is not None and reading > slo.tpot:
+            return (
+                f"reading the weights alone takes {reading * 1e3:.1f} ms a step, and {slo.tpot * 1e3:g} are "
+                "allowed",
+                "bandwidth",
+            )
+        longest = int(np.percentile(self.lengths.prompts, 99, method="lower"))
+        prefill = prefill_seconds(time, longest, self.cache.footprint.max_chunk)
+        if slo.ttft is not None and prefill > slo.ttft:
+            return (
+                f"computing the p99 prompt of {longest:,} tokens takes {prefill:.2f} s, and {slo.ttft:g} "
+                "are allowed",
+                "compute",
+            )
+        return None
+
+    def _shares(self, time: Linear, pool: Pool) -> dict[Resource, float]:
+        """Of one replica's seconds, what is needed at least. compute: the products of all tokens. bandwidth:
+        keys of every decoded token, and weights once a step of max_num_seqs sequences. memory: the same, with
+        only as many sequences to a step as the pool holds."""
+        lengths, footprint = self.lengths, self.cache.footprint
+        prompts, outputs = lengths.prompts.astype(float), lengths.outputs.astype(float)
+        seconds = lengths.duration_s / self.speed
+        flop = getattr(time, "flop", time.beyond)
+        products = flop * (prompts + outputs).sum() + time.pair * (prompts**2 / 2).sum()
+        weights = blocks_while_decoding(lengths, footprint)
+        mean_blocks = float((weights @ np.arange(len(weights))) / weights.sum())
+        live = mean_blocks * self.cache.block_size
+        keys, fit = time.kv * live, max(1.0, pool.num_blocks / mean_blocks)
+        reading, crowded = (outputs.sum() * (keys + time.base / n) for n in (self.max_num_seqs, fit))
+        return {
+            "compute": float(products / seconds),
+            "bandwidth": float(reading / seconds),
+            "memory": float(crowded / seconds),
+        }

@@ -1,0 +1,37 @@
+"""Ways of compressing that a model, a format or a block size cannot serve, refused as the engine does."""
+
+from __future__ import annotations
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.demand import Cache
+from kvreclaim.schedule.spec import Spec, Value, parse_spec
+from kvreclaim.schedule.way import Way
+
+
+def check_fits(cache: Cache, compression: str | None) -> None:
+    """Raises: InvalidArgumentError."""
+    if compression is None:
+        return
+    policy, _, _ = compression.partition(":")
+    odd = [n for n, layer in enumerate(cache.shape.layers) if layer.window is not None or layer.sinks]
+    if odd and cache.footprint.way in (Way.CELLS, Way.READS):
+        raise InvalidArgumentError(
+            f"policy {policy} keeps or reads unequal tokens per head, which is not served for layers with a "
+            f"sliding window or attention sinks, and layer {odd[0]} of {cache.shape.name} is one; use a "
+            "policy with equal counts, such as query_mixture or snapkv.",
+            field="compression",
+        )
+    if not cache.form.is_plain and _turns_keys(parse_spec(policy)):
+        raise InvalidArgumentError(
+            f"policy {policy} turns keys to new positions at every pass, and in {cache.form.name} each turn "
+            "would round them anew; use positions=original, or kv_cache_dtype bf16, fp16 or fp32.",
+            field="kv_cache_dtype",
+        )
+
+
+def _turns_keys(value: Value) -> bool:
+    """Whether a streaming_llm with positions=cache stands anywhere in it."""
+    if not isinstance(value, Spec):
+        return False
+    own = value.name == "streaming_llm" and ("positions", "cache") in value.args
+    return own or any(_turns_keys(part) for _, part in value.args)

@@ -1,0 +1,175 @@
+"""What a card holds of a model: the part of a plan behind --gpu and --memory-bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvreclaim.checks import require
+from kvreclaim.plan import words
+from kvreclaim.plan.asked import Asked
+from kvreclaim.plan.cards import Card, find_card
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.pool import Fit, Pool, activation_bytes, binds, card_memory, fit, make_pool
+from kvreclaim.plan.roofline import roofline
+from kvreclaim.plan.sections import Answer, Section
+from kvreclaim.plan.weights import WeightFormat, weight_bytes, weight_format
+
+GIB = 1 << 30
+
+
+def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
+    """Blocks, the longest context, sequences at once, what binds; then what a trace's lengths say."""
+    card = None if asked.gpu is None else find_card(asked.gpu).overridden(price=asked.price)
+    require(
+        asked.calibration is None or Path(asked.calibration).is_file(),
+        f"--calibration {asked.calibration!r} is no file; make one with `kvreclaim calibrate-speed`.",
+        "calibration",
+    )
+    weights = weight_format(asked.weights, cache.shape)
+    memory = card_memory(card, asked.memory_bytes)
+    pool = pool_of(cache, asked, memory, weights)
+    what = f"{memory / GIB:.3f} GiB" if card is None else card.name
+    section = answer.section(_title(cache, asked, what, weights))
+    pool.require_blocks(what)
+    _memory(section, cache, asked, card, pool, weights)
+    each = _length(cache, asked)
+    found = fit(cache, pool, each, prefix=asked.prefix)
+    _sequences(section, cache, asked, pool, found)
+    time = step_time(cache, asked, card, weights)
+    bound = "memory" if time is None else binds(time, found, cache.held(each))
+    section.row("what binds", f"{bound}{_because(time, found, cache.held(each))}")
+    answer.set(
+        gpu=None if card is None else card.name,
+        memory_bytes=memory,
+        utilization=asked.utilization,
+        card_weight_bytes=pool.weight_bytes,
+        other_bytes=pool.other_bytes,
+        other_is_estimated=asked.other_gib is None,
+        pool_kv_bytes=pool.kv_bytes,
+        pool_blocks=pool.num_blocks,
+        max_tokens=found.max_tokens,
+        max_sequences=found.max_sequences,
+        sequence_tokens=found.each,
+        sequence_blocks=found.each_blocks,
+        prompt_blocks=found.prompt_blocks,
+        binds=bound,
+        price_per_hour=None if card is None or card.price is None else card.price[0],
+    )
+    if asked.recompute_p99_ms is not None:
+        from kvreclaim.plan.preempted import preempted
+
+        preempted(answer, cache, asked, time, pool)
+
+
+def pool_of(cache: Cache, asked: Asked, memory_bytes: int, weights: WeightFormat) -> Pool:
+    other = None if asked.other_gib is None else round(asked.other_gib * GIB)
+    return make_pool(
+        cache,
+        memory_bytes,
+        weights,
+        utilization=asked.utilization,
+        other_bytes=other,
+        num_cards=asked.tensor_parallel_size,
+        open_rows=2 * asked.max_num_seqs if cache.form.has_open_blocks else 0,
+    )
+
+
+def step_time(cache: Cache, asked: Asked, card: Card | None, weights: WeightFormat) -> Linear | None:
+    """Calibrated, or by the data sheet; None where there is neither."""
+    if asked.calibration is not None:
+        return Linear.load(Path(asked.calibration))
+    if card is None:
+        return None
+    return roofline(
+        cache.shape,
+        card,
+        weights,
+        cache.form,
+        num_cards=asked.tensor_parallel_size,
+        bandwidth_share=asked.bandwidth_share,
+        flops_share=asked.flops_share,
+        block_size=cache.block_size,
+        read_share=cache.shape.read_share(_length(cache, asked)),
+    )
+
+
+def _title(cache: Cache, asked: Asked, what: str, weights: WeightFormat) -> str:
+    many = "" if asked.tensor_parallel_size == 1 else f"{asked.tensor_parallel_size} x "
+    cut = "" if asked.compression is None else f", {asked.compression}"
+    return f"{many}{what}, weights in {weights.name}, cache in {cache.form.name}{cut}"
+
+
+def _length(cache: Cache, asked: Asked) -> int:
+    """Of the sequences that are counted: those asked about, else the longest that the model has positions
+    for."""
+    return asked.context or asked.prefix + asked.own or cache.shape.max_position
+
+
+def _memory(
+    section: Section, cache: Cache, asked: Asked, card: Card | None, pool: Pool, weights: WeightFormat
+) -> None:
+    sizes = weight_bytes(cache.shape, weights)
+    estimated = " (estimated)" if asked.other_gib is None else ""
+    section.row("memory", f"{words.size(pool.memory_bytes)}, of which {pool.utilization:g} are used")
+    section.row("weights", words.size(pool.weight_bytes))
+    section.row("other", f"{words.size(pool.other_bytes)}{estimated}")
+    section.row("blocks", f"{pool.num_blocks:,}, {words.size(pool.num_blocks * pool.block_bytes)}")
+    if card is not None and asked.memory_bytes is None:
+        who = f"reported by {card.reported_by}" if card.reported_bytes else "the data sheet's"
+        section.step(f"memory of {card.name}: {card.usable_bytes:,} bytes, {who}; table of {card.date}")
+    why = f" ({weights.why})" if weights.why else ""
+    section.step(
+        f"weights: {words.billions(sizes.linear_params)} linear x {weights.bits:g} bits{why}, "
+        f"{words.billions(sizes.plain_params)} others (embedding, head, norms) = {sizes.total:,} bytes"
+        + ("" if asked.tensor_parallel_size == 1 else f", / {asked.tensor_parallel_size}")
+    )
+    if asked.other_gib is None:
+        section.step(
+            f"other: activations of {asked.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
+            "bytes, and 0.95 GiB for runtime and graphs; give --other-gib where it is known"
+        )
+    rows = f" - {pool.open_bytes:,} for open blocks" if pool.open_bytes else ""
+    section.step(
+        f"{pool.memory_bytes:,} x {pool.utilization:g} - {pool.weight_bytes:,} - {pool.other_bytes:,}{rows} "
+        f"= {pool.kv_bytes:,} bytes"
+    )
+    section.step(f"/ {pool.block_bytes:,} bytes a block = {pool.num_blocks:,} blocks")
+
+
+def _sequences(section: Section, cache: Cache, asked: Asked, pool: Pool, found: Fit) -> None:
+    limit = cache.shape.max_position
+    if found.max_tokens is None:
+        section.row("longest sequence", f"as long as it likes; the model has {limit:,} positions")
+    else:
+        section.row("longest sequence", f"{found.max_tokens:,} tokens; the model has {limit:,} positions")
+        section.step(
+            f"{pool.num_blocks:,} blocks x {pool.block_size} = {pool.num_slots:,} tokens of one sequence"
+        )
+    section.row("sequences at once", f"{found.max_sequences:,} of {found.each:,} tokens")
+    section.step(
+        f"{pool.num_blocks:,} blocks / {found.each_blocks:,} of each sequence of {found.each:,} tokens = "
+        f"{found.max_sequences:,} sequences"
+    )
+    if cache.footprint.way.evicts:
+        fits = "" if found.prompt_fits else ", more than there are: such a prompt never runs"
+        section.row("in a prompt", f"{words.count(found.prompt_blocks, 'block')}{fits}")
+    elif not found.prompt_fits:
+        section.row("does not fit", f"{found.each:,} tokens take {found.prompt_blocks:,} blocks")
+
+
+def _because(time: Linear | None, found: Fit, held: int) -> str:
+    num = found.max_sequences
+    if num == 0:
+        return ": not one such sequence fits"
+    if time is None:
+        return "; name a --gpu to compare with its bandwidth and FLOP/s"
+    step, keys = time.step_s(Load(num, num, num * held)), time.kv * num * held
+    return (
+        f": a step of {num:,} takes {1e3 * step:.1f} ms, of which {1e3 * keys:.1f} read keys and values "
+        f"({_source(time)})"
+    )
+
+
+def _source(time: Linear) -> str:
+    return str(time.facts.get("error") or time.facts.get("kind") or "calibrated")

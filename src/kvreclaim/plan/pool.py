@@ -1,0 +1,160 @@
+"""What a card's memory leaves for blocks, and what these hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.cards import Card
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.weights import WeightFormat, weight_bytes
+
+Binds = Literal["memory", "bandwidth", "compute"]
+ACTIVATION_FACTOR, EXPERT_FACTOR = 13, 22
+"""Bytes of activations at the peak are 2 T hidden x this: of vLLM 0.6 on a 3090 107 kB a token of an 8B model
+(issue 10517); with experts as AIConfigurator has it."""
+OTHER_BYTES = 1_020_000_000
+"""Runtime, graphs, logits: with the above 1.15 GiB, as vLLM 0.19 takes beside an 8B model on a 4090."""
+LEAST_ACTIVATION = 70 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory of one card (of each, where there are several), and its blocks.
+
+    open_bytes: rows for blocks that are not full, of formats that have them
+    block_bytes: of this card's part of a block
+    """
+
+    memory_bytes: int
+    utilization: float
+    weight_bytes: int
+    other_bytes: int
+    open_bytes: int
+    block_bytes: int
+    block_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """May be below 0, where the weights alone do not fit."""
+        taken = self.weight_bytes + self.other_bytes + self.open_bytes
+        return int(self.memory_bytes * self.utilization) - taken
+
+    @property
+    def num_blocks(self) -> int:
+        return max(0, self.kv_bytes // self.block_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def require_blocks(self, what: str) -> None:
+        """Raises: InvalidArgumentError with the bytes that are lacking, if there is no block."""
+        if self.num_blocks == 0:
+            raise InvalidArgumentError(
+                f"{what} has no room for a block of {self.block_bytes:,} bytes: {self.utilization:g} of "
+                f"{self.memory_bytes:,} bytes hold weights of {self.weight_bytes:,}, other "
+                f"{self.other_bytes + self.open_bytes:,}, and lack {self.block_bytes - self.kv_bytes:,}; "
+                "take weights in fewer bits, a larger card, or several."
+            )
+
+
+def activation_bytes(cache: Cache) -> int:
+    """Estimate of what one step of max_chunk tokens takes beside weights and blocks."""
+    factor = EXPERT_FACTOR if cache.shape.has_experts else ACTIVATION_FACTOR
+    return max(LEAST_ACTIVATION, 2 * cache.footprint.max_chunk * cache.shape.hidden_size * factor)
+
+
+def other_estimate(cache: Cache) -> int:
+    """Bytes beside weights and blocks, where the caller does not know better."""
+    return OTHER_BYTES + activation_bytes(cache)
+
+
+def make_pool(
+    cache: Cache,
+    memory_bytes: int,
+    weights: WeightFormat,
+    *,
+    utilization: float,
+    other_bytes: int | None = None,
+    num_cards: int = 1,
+    open_rows: int = 0,
+) -> Pool:
+    """num_cards: tensor parallel; weights and KV heads are divided, a latent is not."""
+    heads = min(layer.num_kv_heads for layer in cache.shape.layers)
+    parts = min(num_cards, heads)
+    row_bytes = cache.form.open_row_bytes(cache.shape.layers, cache.block_size)
+    return Pool(
+        memory_bytes=memory_bytes,
+        utilization=utilization,
+        weight_bytes=-(-weight_bytes(cache.shape, weights).total // num_cards),
+        other_bytes=other_estimate(cache) if other_bytes is None else other_bytes,
+        open_bytes=open_rows * row_bytes // parts,
+        block_bytes=-(-cache.block_bytes // parts),
+        block_size=cache.block_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a pool holds.
+
+    max_tokens:    of one sequence, whatever positions the model has; None: a budget sets no end
+    max_sequences: at once, each of `each` tokens while decoding
+    prompt_blocks: at most while one of their prompts is computed
+    """
+
+    max_tokens: int | None
+    max_sequences: int
+    each: int
+    each_blocks: int
+    prompt_blocks: int
+    prompt_fits: bool
+
+
+def fit(cache: Cache, pool: Pool, each: int, *, prefix: int = 0) -> Fit:
+    """Sequences of `each` tokens, a shared prefix of them counted once where nothing is evicted."""
+    blocks = cache.blocks(each)
+    full = prefix // cache.block_size if blocks * cache.block_size >= each else 0
+    at_once = max(0, pool.num_blocks - full) // max(1, blocks - full)
+    peak = cache.prompt_blocks(each)
+    bounded = cache.footprint.bounded
+    enough = cache.prompt_blocks(1 << 40) <= pool.num_blocks if bounded else True
+    return Fit(
+        max_tokens=None if bounded and enough else pool.num_slots,
+        max_sequences=at_once,
+        each=each,
+        each_blocks=blocks,
+        prompt_blocks=peak,
+        prompt_fits=peak <= pool.num_blocks,
+    )
+
+
+def binds(time: Linear, found: Fit, held: int) -> Binds:
+    """What more tokens a second lack while as many sequences decode as fit.
+
+    compute: their products take longer than reading weights and keys. bandwidth: reading their keys takes
+    longer than reading the weights, so another sequence adds to the time what it adds to the tokens. memory:
+    neither; with more of it more sequences would share one reading of the weights.
+    """
+    num = found.max_sequences
+    if num == 0:
+        return "memory"
+    keys = time.kv * num * held
+    read = time.step_s(Load(1, 1, 0))
+    longer = time.step_s(Load(num, num, 0))
+    knee = getattr(time, "dense", time.base) / getattr(time, "flop", time.beyond or 1e-30)
+    if num >= knee and longer - read >= keys:
+        return "compute"
+    return "bandwidth" if keys >= longer else "memory"
+
+
+def card_memory(card: Card | None, memory_bytes: int | None) -> int:
+    """Raises: InvalidArgumentError where neither is given."""
+    if memory_bytes is not None:
+        return memory_bytes
+    if card is None:
+        raise InvalidArgumentError("how much memory there is is not said; pass --gpu or --memory-bytes.")
+    return card.usable_bytes

@@ -1,0 +1,172 @@
+"""How many sequences may run at once, if computing a preempted one again is to stay below a time.
+
+A preempted sequence is computed again over its whole length, also where a budget had made it short.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.lengths import Lengths
+from kvreclaim.plan.roofline import DATA_SHEET, WithExperts
+from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.footprint import Footprint
+
+SHARE = 0.99
+_NORMAL = 2.3263478740408408
+"""Of a normal number, 99 % lie below so many standard deviations."""
+Counts = NDArray[np.float64]
+
+
+def per_token(time: Linear) -> float:
+    """Seconds of computing one token among many, attention apart."""
+    return time.token + (time.flop if isinstance(time, WithExperts) else time.beyond)
+
+
+def prefill_seconds(time: Linear, num_tokens: int, chunk: int) -> float:
+    """Of a prompt alone, chunk by chunk."""
+    total = 0.0
+    for start in range(0, num_tokens, chunk):
+        size = min(chunk, num_tokens - start)
+        total += time.step_s(Load(size, 1, 0, size * (start + size / 2)))
+    return total
+
+
+def longest_recompute(time: Linear, seconds: float, chunk: int) -> int:
+    """Most tokens that are computed again in this time. By a data sheet (2 P n + 2 L H D n^2) / FLOP/s, P
+    without the head; by a calibration step for step."""
+    if time.facts.get("kind") == DATA_SHEET:
+        return most_tokens(per_token(time) / 2, time.pair / 2, seconds)
+    low, high = 0, 1
+    while prefill_seconds(time, high, chunk) <= seconds:
+        low, high = high, 2 * high
+    return low + bisect_right(range(low + 1, high), seconds, key=lambda n: prefill_seconds(time, n, chunk))
+
+
+def most_tokens(params: float, square: float, products: float) -> int:
+    """Largest n with 2 params n + square n^2 <= products."""
+    return int((-2 * params + sqrt(4 * params**2 + 4 * square * products)) / (2 * square))
+
+
+def blocks_while_decoding(lengths: Lengths, footprint: Footprint) -> Counts:
+    """[b + 1] weights: the tokens that are decoded while a sequence holds b blocks. A request weighs as much
+    as its answer is long."""
+    if footprint.bounded:
+        held = _held_under_budget(lengths, footprint)
+    else:
+        held = _spread(lengths.prompts + 1, lengths.prompts + lengths.outputs)
+    tokens = np.arange(len(held))
+    return np.bincount(-(-tokens // footprint.block_size), weights=held).astype(np.float64)
+
+
+def _spread(first: NDArray[np.int64], last: NDArray[np.int64]) -> Counts:
+    """How many of the ranges first ... last, both included, hold each number."""
+    change = np.zeros(int(last.max(initial=0)) + 2)
+    np.add.at(change, first, 1.0)
+    np.add.at(change, last + 1, -1.0)
+    return change.cumsum()[:-1]
+
+
+def _held_under_budget(lengths: Lengths, footprint: Footprint) -> Counts:
+    """Slots before each pass: from what the prompt left up to the cap, then in teeth budget + 1 ... cap."""
+    budget, cap = footprint.budget, footprint.decode_cap
+    start = np.array([_after_prompt(int(n), footprint) for n in lengths.prompts], dtype=np.int64)
+    first = np.minimum(lengths.outputs, np.maximum(0, cap - start))
+    held = np.zeros(cap + 2)
+    rising = _spread(start + 1, start + first)
+    held[: len(rising)] += rising[: len(held)]
+    teeth, rest = np.divmod(lengths.outputs - first, cap - budget)
+    held[budget + 1 : cap + 1] += teeth.sum()
+    last = _spread(np.full_like(rest, budget + 1), budget + rest)
+    held[: len(last)] += last[: len(held)]
+    return held
+
+
+def _after_prompt(num_prompt: int, footprint: Footprint) -> int:
+    """Slots that a prompt leaves once it is computed, in chunks, with a pass wherever one is due."""
+    computed, account = 0, Account()
+    while computed < num_prompt:
+        most = footprint.tokens_until_pass(computed, num_prompt, account)
+        computed = min(num_prompt, computed + min(most, footprint.max_chunk))
+        if footprint.is_due(computed, num_prompt, account):
+            live = computed - account.num_evicted
+            account.num_evicted += live - footprint.kept(live)
+            account.last_computed = computed
+    return num_prompt - account.num_evicted
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Sequences at once.
+
+    p99, normal: so that at a random moment the pool is too small for them at most once in a hundred; exact,
+                 and as a normal distribution has it
+    worst, mean: by the longest request of the trace (under a budget: none is ever preempted), and by the mean
+    """
+
+    p99: int
+    normal: int
+    worst: int
+    mean: int
+    mean_blocks: float
+    sd_blocks: float
+
+
+def sequences_at_once(weights: Counts, num_blocks: int, longest_blocks: int) -> AtOnce:
+    """weights: of blocks_while_decoding; longest_blocks: of the largest request at its end."""
+    share = weights / weights.sum()
+    blocks = np.arange(len(share))
+    mean = float(share @ blocks)
+    deviation = sqrt(max(0.0, float(share @ blocks**2) - mean**2))
+    spread = _NORMAL * deviation
+    normal = ((-spread + sqrt(spread**2 + 4 * mean * num_blocks)) / (2 * mean)) ** 2
+    return AtOnce(
+        p99=_most_that_fit(share, num_blocks),
+        normal=int(normal),
+        worst=num_blocks // max(1, longest_blocks),
+        mean=int(num_blocks / mean),
+        mean_blocks=mean,
+        sd_blocks=deviation,
+    )
+
+
+def _most_that_fit(share: Counts, num_blocks: int) -> int:
+    """Largest N with P(b_1 + ... + b_N <= num_blocks) >= SHARE. Sums above num_blocks are cut off, which
+    changes none below; powers of two of the distribution are tried from the largest down."""
+    size = num_blocks + 1
+    power = _cut(share, size)
+    powers = []
+    while power.sum() >= SHARE:
+        powers.append(power)
+        power = _both(power, power, size)
+    found, total = 0, _cut(np.ones(1), size)
+    for exponent in reversed(range(len(powers))):
+        tried = _both(total, powers[exponent], size)
+        if tried.sum() >= SHARE:
+            found, total = found + (1 << exponent), tried
+    return found
+
+
+def _cut(values: Counts, size: int) -> Counts:
+    cut = np.zeros(size)
+    cut[: min(size, len(values))] = values[:size]
+    return cut
+
+
+def _both(a: Counts, b: Counts, size: int) -> Counts:
+    """The distribution of the sum of two, as far as it is below size."""
+    length = 1 << (2 * size - 1).bit_length()
+    return np.maximum(np.fft.irfft(np.fft.rfft(a, length) * np.fft.rfft(b, length), length)[:size], 0.0)
+
+
+def longest_blocks(lengths: Lengths, footprint: Footprint) -> int:
+    """Blocks of the largest request at its end; under a budget, between two passes."""
+    longest = int((lengths.prompts + lengths.outputs).max())
+    return blocks_for(footprint.slots_needed(1, longest), footprint.block_size)
