@@ -136,7 +136,13 @@ def test_eval_has_the_settings_of_its_plan_under_their_own_names() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["serve", "--help"], ["bench", "decode", "--help"], ["generate", "--top-p", "2"]],
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["plan", "--help"],
+        ["bench", "decode", "--help"],
+        ["generate", "--top-p", "2"],
+    ],
 )
 def test_neither_help_nor_a_mistake_imports_torch(arguments: list[str]) -> None:
     code = (

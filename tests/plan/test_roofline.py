@@ -8,8 +8,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.plan.cards import all_cards, find_card, price_of
 from kvreclaim.plan.configs import load_shape
-from kvreclaim.plan.cost import Load
-from kvreclaim.plan.roofline import BASE_S, WithExperts, roofline
+from kvreclaim.plan.cost import Load, WithExperts
+from kvreclaim.plan.roofline import BASE_S, roofline
 from kvreclaim.plan.weights import WEIGHTS
 
 BF16 = KV_BYTES["bf16"]

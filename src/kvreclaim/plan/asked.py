@@ -50,7 +50,7 @@ class Asked:
         "Share of the memory that the engine may take.",
         low=0.01,
         high=1.0,
-        flags=("--utilization", "--gpu-memory-utilization"),
+        flags=("--utilization", "--utilisation", "--gpu-memory-utilization"),
         panel=CARD,
     )
     other_gib: float | None = option(

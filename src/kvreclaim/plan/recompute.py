@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.plan.cost import Linear, Load, WithExperts
 from kvreclaim.plan.lengths import Lengths
-from kvreclaim.plan.roofline import DATA_SHEET, WithExperts
+from kvreclaim.plan.roofline import DATA_SHEET
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
 
