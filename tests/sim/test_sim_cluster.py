@@ -11,9 +11,10 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint, Way
 from kvreclaim.schedule.rates import Rates
+from kvreclaim.sim.report import report
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.routers import PrefixAware
-from kvreclaim.sim.run import Scenario
+from kvreclaim.sim.scenario import Scenario
 from kvreclaim.sim.search import Search
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.targets import parse_targets
@@ -133,7 +134,7 @@ def scenario(**fields) -> Scenario:
 
 
 def test_figures() -> None:
-    found = scenario(targets=parse_targets("ttft=300ms,tpot=1s"), price=3.6, num_replicas=2).report()
+    found = report(scenario(targets=parse_targets("ttft=300ms,tpot=1s"), price=3.6, num_replicas=2))
     assert found["requests"] == 200
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         assert list(found[name]) == ["mean", "p50", "p90", "p99"]
@@ -153,7 +154,7 @@ def test_figures() -> None:
 
 
 def test_bands_where_the_load_is_near_capacity() -> None:
-    calm, busy = (replace(scenario(), trace=scenario().trace.sped(x)).report() for x in (0.2, 6.0))
+    calm, busy = (report(replace(scenario(), trace=scenario().trace.sped(x))) for x in (0.2, 6.0))
     assert calm["bands"] is None
     assert calm["utilisation"] < 0.9 < busy["utilisation"]
     for name in ("ttft_s", "tpot_s", "e2e_s"):

@@ -40,7 +40,8 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Serve a trace in virtual time: latencies, hits, preemptions, blocks, money; or seek what it takes."""
-    from kvreclaim.sim.run import Scenario
+    from kvreclaim.sim.report import report
+    from kvreclaim.sim.scenario import Scenario
     from kvreclaim.sim.search import Search
 
     cost = machine.cost(serving.block_size)
@@ -64,9 +65,9 @@ def simulate(
     reports: dict[str, dict[str, Any]] = {}
     if compare:
         plain = without_compression(serving).settings(machine, cost)
-        reports["whole cache"] = replace(scenario, settings=plain).report()
+        reports["whole cache"] = report(replace(scenario, settings=plain))
     name = serving.compression or "whole cache"
-    reports[name] = scenario.report()
+    reports[name] = report(scenario)
     _show(reports, console)
     if chart is not None:
         from kvreclaim.sim.chart import chart as draw

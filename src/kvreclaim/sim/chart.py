@@ -19,7 +19,7 @@ PANELS = (
 
 
 def chart(reports: Mapping[str, dict[str, Any]], out: Path) -> None:
-    """reports: by the name of the run, what Scenario.report gave."""
+    """reports: by the name of the run, what sim.report gave."""
     figure = Figure(figsize=(9, 9.5), layout="constrained")
     grid = figure.subplots(len(PANELS), 1, sharex=True)
     for axis, (what, label) in zip(grid, PANELS, strict=True):

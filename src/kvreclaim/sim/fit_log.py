@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvreclaim.checks import require
 from kvreclaim.plan.cost import Linear
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.log import Logged
-from kvreclaim.sim.request import Record
+from kvreclaim.sim.request import Asked, Record
 from kvreclaim.sim.settings import Settings
 
 Array = NDArray[np.float64]
@@ -34,6 +35,8 @@ LONGEST = 1.0
 """Step of a logarithm: slopes far away are others."""
 MAX_ROUNDS = 12
 MIN_REQUESTS = 8
+LATEST = 1.5
+"""Times what is looked at: so long is simulated."""
 SHORTEST_S = 0.05
 """Times below are as exact as a step is long."""
 
@@ -56,7 +59,7 @@ class _Problem:
 
     def __init__(self, log: Sequence[Logged], settings: Settings, start: Linear, until_s: float) -> None:
         self.asked = [each.asked for each in log]
-        self.settings, self.start = settings, start
+        self.settings, self.start, self.until_s = settings, start, LATEST * until_s
         arrival, first, last = (
             np.array([getattr(each, name) for each in log])
             for name in ("arrival_s", "first_token_s", "end_s")
@@ -79,9 +82,11 @@ class _Problem:
 
     def errors(self, logs: Array) -> Array:
         """Relative, of all times."""
-        records = simulate_log(self.asked, self.settings, self.cost(logs))
-        first = np.array([each.first_token_s for each in records])
-        last = np.array([each.end_s for each in records])
+        records = simulate_log(self.asked, self.settings, self.cost(logs), until_s=self.until_s)
+        first, last = np.full(len(self.asked), self.until_s), np.full(len(self.asked), self.until_s)
+        for each in records:  # what has not come by then comes then: late enough
+            first[each.number] = self.until_s if each.first_token_s is None else each.first_token_s
+            last[each.number] = self.until_s if each.end_s is None else each.end_s
         found = np.concatenate([(first - self.first)[self.begun], (last - self.last)[self.ended]])
         return np.asarray(found / self.scales, dtype=np.float64)
 
@@ -89,9 +94,12 @@ class _Problem:
         return np.concatenate([self.errors(logs), PRIOR * (logs - logs.mean())])
 
 
-def simulate_log(asked: Sequence[Any], settings: Settings, cost: Linear) -> list[Record]:
-    """All requests on one engine. Raises: InvalidArgumentError if one of them can never run there."""
-    out = Cluster(settings, cost).run(asked)
+def simulate_log(
+    asked: Sequence[Asked], settings: Settings, cost: Linear, until_s: float = inf
+) -> list[Record]:
+    """All requests on one engine, or what came of them by until_s. Raises: InvalidArgumentError if one of
+    them can never run there."""
+    out = Cluster(settings, cost).run(asked, until_s=until_s)
     require(
         not out.refused,
         f"{len(out.refused)} requests of the log fit into no pool of {settings.num_blocks} blocks of "

@@ -10,7 +10,7 @@ from kvreclaim.checks import check_choice, require
 from kvreclaim.plan.cost import Load
 from kvreclaim.sim.report import distribution
 from kvreclaim.sim.request import Asked
-from kvreclaim.sim.run import Scenario
+from kvreclaim.sim.scenario import Scenario
 from kvreclaim.sim.targets import AXES
 
 PREEMPTED = 0.01

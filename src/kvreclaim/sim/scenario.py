@@ -1,23 +1,18 @@
-"""One simulation from its description to its figures."""
+"""One simulation: what it is of, and its run."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
-from typing import Any
 
 from kvreclaim.plan.cost import Linear, Load
 from kvreclaim.sim.cluster import Cluster, Outcome
-from kvreclaim.sim.report import describe, spread
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.targets import NONE, Targets
 from kvreclaim.sim.traces.trace import Trace
 
-NEAR = 0.9
-"""Share of what the replicas can do from which small errors of the cost model become large ones."""
-OFF = 0.1
 NUM_SAMPLES = 300
 
 
@@ -71,29 +66,3 @@ class Scenario:
             (r.num_prompt - r.hit_tokens) / chunk * prefill + r.num_output / seats * decode for r in records
         )
         return work / (self.num_replicas * self.trace.span_s)
-
-    def report(self, *, sampled: bool = True, bands: bool = True) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        outcome, wall_s = self.run(sampled=sampled)
-        load = self.utilisation(outcome)
-        found = describe(self, outcome, wall_s)
-        found["utilisation"] = load
-        found["bands"] = self._bands() if bands and load > NEAR else None
-        return found
-
-    def _bands(self) -> dict[str, Any]:
-        """The same with steps that begin later or earlier, and keys that are read faster or slower."""
-        runs = []
-        for factor in (1 - OFF, 1.0, 1 + OFF):
-            cost = replace(self.cost, base=self.cost.base * factor, kv=self.cost.kv * factor)
-            outcome, _ = replace(self, cost=cost).run()
-            runs.append(spread(outcome.records))
-        names = ("ttft_s", "tpot_s", "e2e_s")
-        return {
-            name: {
-                key: [min(run[name][key] for run in runs), max(run[name][key] for run in runs)]
-                for key in ("mean", "p50", "p99")
-                if all(run[name] for run in runs)
-            }
-            for name in names
-        }
