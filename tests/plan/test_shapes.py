@@ -195,13 +195,14 @@ def test_the_families_that_are_served_are_known() -> None:
     assert served <= {*FAMILIES, *COMPOSITE}
 
 
-def test_plans_load_without_torch() -> None:
+def test_plans_and_simulations_load_without_torch() -> None:
     code = (
         "import sys, pkgutil, importlib as lib\n"
         "for name in ('torch', 'transformers'): sys.modules[name] = None\n"
-        "import kvreclaim.plan as plan\n"
-        "found = pkgutil.walk_packages(plan.__path__, 'kvreclaim.plan.')\n"
-        "for each in found: lib.import_module(each.name)\n"
+        "import kvreclaim.plan, kvreclaim.sim\n"
+        "for room in (kvreclaim.plan, kvreclaim.sim):\n"
+        "    for each in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "        lib.import_module(each.name)\n"
         "from kvreclaim.plan.configs import load_shape\n"
         "print(load_shape('Qwen3-8B').num_layers)\n"
     )

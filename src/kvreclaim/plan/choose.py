@@ -127,11 +127,8 @@ class Chooser:
             return Bound(card, num, None, why, binds, {}, pool.num_blocks)
         shares = self._shares(time, pool)
         worst: Resource = max(shares, key=lambda name: shares[name])
-        why = (
-            f"{worst} is busy {shares[worst]:.2f} times over on one"
-            if shares[worst] > 1
-            else (f"{worst} is used most, {shares[worst]:.0%} of one")
-        )
+        load = f"{shares[worst]:.2f} times" if shares[worst] > 1 else f"{shares[worst]:.0%} of"
+        why = f"{worst} binds, {load} what one has"
         return Bound(card, num, ceil(shares[worst]), why, worst, shares, pool.num_blocks)
 
     def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> Pool:

@@ -20,6 +20,7 @@ from kvreclaim.plan.recompute import (
     per_token,
     sequences_at_once,
 )
+from kvreclaim.plan.roofline import DATA_SHEET
 from kvreclaim.plan.sections import Answer
 
 
@@ -47,11 +48,12 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, p
     verdict = "kept by 99 % of those preempted" if p99 <= longest else "broken by long requests"
     section.row("the bound", f"{verdict}; {bounded:,} sequences as long as it allows fit at once")
     section.row("by the longest, the mean", f"{found.worst:,}, {found.mean:,}")
-    section.step(
-        f"{1e6 * per_token(time):.3f} us x n + {1e6 * time.pair / 2:.6f} us x n^2 = "
-        f"{asked.recompute_p99_ms:g} ms at n = {longest:,}; a preempted sequence is computed "
-        "again whole, whatever its budget"
-    )
+    if time.facts.get("kind") == DATA_SHEET:
+        section.step(
+            f"{1e6 * per_token(time):.3f} us x n + {1e6 * time.pair / 2:.6f} us x n^2 = "
+            f"{asked.recompute_p99_ms:g} ms at n = {longest:,}"
+        )
+    section.step("a preempted sequence is computed again whole, whatever its budget")
     section.step(
         f"{pool.num_blocks:,} / {blocks_for(longest, cache.block_size):,} blocks of these = {bounded:,}"
     )

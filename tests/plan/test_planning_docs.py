@@ -1,0 +1,36 @@
+"""docs/planning.md: every command prints what stands there, and all types that are known stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim.cli.main import app
+from kvreclaim.plan.families import COMPOSITE, FAMILIES
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```console\n\$ kvreclaim (plan .*)\n((?:(?!```)(?:.*\n))*)```", DOCS)
+
+
+@pytest.mark.parametrize(("command", "printed"), BLOCKS, ids=[str(n) for n in range(len(BLOCKS))])
+def test_a_command_prints_what_stands_there(command: str, printed: str, monkeypatch) -> None:
+    """`python scripts/planning_docs.py` writes it anew."""
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    assert result.output == printed
+
+
+def test_there_are_commands() -> None:
+    assert len(BLOCKS) >= 12
+
+
+def test_all_types_are_named() -> None:
+    named = re.search(r"these model types are known: (.*?)\. Any other", DOCS)
+    assert named is not None
+    assert {*named[1].split(", ")} == {*FAMILIES, *COMPOSITE} - {"gemma3_text"}
