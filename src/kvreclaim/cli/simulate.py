@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvreclaim.cli.takes import Takes, takes
@@ -55,8 +56,8 @@ def simulate(
         targets=parse_targets(slo),
         price=machine.hourly(),
     )
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH)
+    console = Console(markup=False)
+    console = console if console.is_terminal else Console(markup=False, width=WIDTH)
     if search is not None:
         found = Search(scenario, search).run()
         _show_search(found, console)
@@ -86,11 +87,11 @@ def _write(found: dict[str, Any], path: Path | None) -> None:
 def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:
     first = next(iter(reports.values()))
     table = Table(title=f"{first['trace']}: {first['requests']:,} requests, {first['replicas']} x replica")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in reports:
         table.add_column(name, justify="right")
     for label, cell in _LINES.items():
-        table.add_row(label, *(cell(report) for report in reports.values()))
+        table.add_row(label, *(escape(cell(report)) for report in reports.values()))
     console.print(table)
     for note in _notes(first):
         console.print(note, style="dim")
@@ -139,7 +140,7 @@ def _preempted(report: dict[str, Any]) -> str:
 
 
 _LINES = {
-    "time to first token, s: mean / p50 / p90 / p99": _times("ttft_s"),
+    "to first token, s: mean / p50 / p90 / p99": _times("ttft_s"),
     "time between tokens, ms": _times("tpot_s", 1000),
     "end to end, s": _times("e2e_s"),
     "in the queue, s": _times("queue_s"),
@@ -163,12 +164,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes = [f"step times: {facts.get('kind', 'calibrated')}, {facts.get('error', 'no error is known')}."]
     if report["bands"]:
         notes.append(
-            "The load is near what the replicas can do: [p99 where a step's base and reading keys take 10 % "
-            "less and more]."
+            "The load is near what the replicas can do, or beyond: [p99 where a step's base and reading keys "
+            "take 10 % less and more]."
         )
     notes.append(
         "Time between tokens: (end - first token) / (tokens - 1). HTTP, tokenizer and network are not in it."
     )
+    if report["passes"] and not report["pass_s"]:
+        notes.append("Passes of the compression take no time here: calibrate to have them priced.")
     if report["passes"]:
         notes.append("What is lost of the answers' quality is not simulated: `kvreclaim eval` measures it.")
     return notes

@@ -14,6 +14,36 @@ from kvreclaim.sim.request import Record
 from kvreclaim.sim.scenario import Scenario
 
 PERCENTILES = (50, 90, 99)
+WINDOW = 16
+NEAR = 0.9
+"""Share of what the replicas can do from which small errors of the cost model become large ones."""
+OFF = 0.1
+
+
+def report(scenario: Scenario, *, sampled: bool = True) -> dict[str, Any]:
+    """Run it. Returns: all figures, ready for JSON."""
+    outcome, wall_s = scenario.run(sampled=sampled)
+    load = scenario.utilisation(outcome)
+    bands = _bands(scenario) if load > NEAR else None
+    return describe(scenario, outcome, wall_s) | {"utilisation": load, "bands": bands}
+
+
+def _bands(scenario: Scenario) -> dict[str, Any]:
+    """The same with steps that begin later or earlier, and keys that are read faster or slower."""
+    runs = []
+    for factor in (1 - OFF, 1.0, 1 + OFF):
+        cost = scenario.cost
+        cost = replace(cost, base=cost.base * factor, kv=cost.kv * factor)
+        outcome, _ = replace(scenario, cost=cost).run()
+        runs.append(spread(outcome.records))
+    return {
+        name: {
+            key: [min(run[name][key] for run in runs), max(run[name][key] for run in runs)]
+            for key in ("mean", "p50", "p99")
+            if all(run[name] for run in runs)
+        }
+        for name in ("ttft_s", "tpot_s", "e2e_s")
+    }
 
 
 NEAR = 0.9
@@ -94,6 +124,7 @@ def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, A
         **_hits(outcome, knows=trace.knows_content),
         "blocks_freed": sum(each.blocks_freed_by_compression for each in outcome.memory),
         "passes": sum(each.num_passes for each in replicas),
+        "pass_s": scenario.cost.compaction,
         "passes_postponed": sum(each.postponed for each in replicas),
         "tokens_evicted": sum(each.tokens_evicted for each in replicas),
         "num_blocks": settings.num_blocks,
@@ -173,18 +204,19 @@ def money(scenario: Scenario, outcome: Outcome) -> dict[str, Any] | None:
     }
 
 
-def timeline(outcome: Outcome) -> dict[str, list[float]]:
-    """All replicas together: blocks in use, running and waiting requests; share of the prompt tokens asked
-    for since the sample before that were found."""
-    samples, rates, before = outcome.samples, [], (0, 0)
-    for sample in samples:
-        hit, asked = sample.hit_tokens - before[0], sample.query_tokens - before[1]
-        rates.append(hit / asked if asked else float("nan"))
-        before = sample.hit_tokens, sample.query_tokens
+def timeline(outcome: Outcome) -> dict[str, Sequence[float | None]]:
+    """All replicas together: blocks in use, running and waiting requests; of the prompt tokens asked for in
+    the last 16 samples, the share that was found."""
+    samples, rates = outcome.samples, []
+    for i, sample in enumerate(samples):
+        before = samples[i - WINDOW] if i >= WINDOW else None
+        hit = sample.hit_tokens - (0 if before is None else before.hit_tokens)
+        asked = sample.query_tokens - (0 if before is None else before.query_tokens)
+        rates.append(hit / asked if asked else None)
     return {
         "at_s": [sample.time_s for sample in samples],
         "blocks": [sample.blocks for sample in samples],
         "running": [sample.running for sample in samples],
         "waiting": [sample.waiting for sample in samples],
-        "hit_rate": [None if rate != rate else rate for rate in rates],  # type: ignore[misc]
+        "hit_rate": rates,
     }
