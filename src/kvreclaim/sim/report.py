@@ -46,39 +46,6 @@ def _bands(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-NEAR = 0.9
-"""Share of what the replicas can do from which small errors of the cost model become large ones."""
-OFF = 0.1
-
-
-def report(scenario: Scenario, *, sampled: bool = True, bands: bool = True) -> dict[str, Any]:
-    """Run it. Returns: all figures, ready for JSON."""
-    outcome, wall_s = scenario.run(sampled=sampled)
-    load = scenario.utilisation(outcome)
-    found = describe(scenario, outcome, wall_s)
-    found["utilisation"] = load
-    found["bands"] = _bands(scenario) if bands and load > NEAR else None
-    return found
-
-
-def _bands(scenario: Scenario) -> dict[str, Any]:
-    """The same with steps that begin later or earlier, and keys that are read faster or slower."""
-    runs = []
-    for factor in (1 - OFF, 1.0, 1 + OFF):
-        cost = replace(scenario.cost, base=scenario.cost.base * factor, kv=scenario.cost.kv * factor)
-        outcome, _ = replace(scenario, cost=cost).run()
-        runs.append(spread(outcome.records))
-    names = ("ttft_s", "tpot_s", "e2e_s")
-    return {
-        name: {
-            key: [min(run[name][key] for run in runs), max(run[name][key] for run in runs)]
-            for key in ("mean", "p50", "p99")
-            if all(run[name] for run in runs)
-        }
-        for name in names
-    }
-
-
 def distribution(values: Iterable[float]) -> dict[str, float]:
     """mean, p50, p90, p99 (linear between neighbours); empty for none."""
     array = np.fromiter(values, dtype=np.float64)
