@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
-from kvreclaim.compression import Signal, make_policy, policy_names
+from kvreclaim.compression import Signal, make_policy, policy_class, policy_names
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.limits import footprint, traits
+from kvreclaim.schedule.limits import OPTIONS, footprint, traits
 from kvreclaim.schedule.way import Way
 
 SPECS = (
@@ -36,6 +38,46 @@ def test_the_table_says_what_the_classes_say(spec):
     assert (found.way, found.prompt_only, found.window) == (policy.way, policy.prompt_only, window)
 
 
+@pytest.mark.parametrize("name", policy_names())
+def test_the_options_are_those_of_the_classes(name):
+    assert OPTIONS[name] == tuple(field.name for field in fields(policy_class(name)) if field.init)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "knorm(kep=large)",
+        "tova(x=1)",
+        "snapkv(7)",
+        "segments(snapkv, n=4, n=5)",
+        "segments(4)",
+        "segments(snapkv, 4, 0.5, 3)",
+        "segments(n=4, snapkv)",
+        "snapkv(window=tova(a=1))",
+    ],
+)
+def test_what_the_classes_refuse_is_refused_with_their_words(spec):
+    with pytest.raises(InvalidArgumentError) as theirs:
+        make_policy(spec)
+    with pytest.raises(InvalidArgumentError) as ours:
+        traits(spec)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("inner", ["full", "paged_eviction", "evict-only(knorm)", "ada_kv", "quest", "knorm"])
+@pytest.mark.parametrize("wrapper", [name for name in policy_names() if OPTIONS[name][:1] == ("inner",)])
+def test_wrappers_take_what_their_classes_take(wrapper, inner):
+    spec = f"{wrapper}({inner})"
+    try:
+        make_policy(spec)
+    except InvalidArgumentError as error:
+        reason, _, _ = str(error).partition(";")
+        with pytest.raises(InvalidArgumentError, match=re.escape(reason)):
+            traits(spec)
+    else:
+        traits(spec)
+
+
 def test_a_spec_with_settings():
     found = footprint("triattention:budget=512,interval=64", block_size=32, max_chunk=256)
     assert (found.way, found.budget, found.interval, found.sinks) == (Way.COMPACT, 512, 64, 4)
@@ -58,6 +100,13 @@ def test_a_spec_with_settings():
         ("knorm:budget=100", r"sinks \+ recent = 132 are always kept"),
         ("knorm(", "it ends where a value must follow"),
         ("segments(4)", "is given 4 to wrap"),
+        ("knorm(kep=large)", "policy knorm has no option 'kep'; its options are keep"),
+        ("tova(x=1)", "policy tova has no option 'x'; it has no options"),
+        ("snapkv(7)", "wraps no other policy and takes its options by name"),
+        ("segments(snapkv, n=4, n=5)", "is given the option 'n' twice"),
+        ("ada_kv:budget=512,interval=8", "interval is 8 tokens, but under ada_kv heads trade whole blocks"),
+        ("paged_eviction:budget=140", "paged_eviction goes by whole blocks of 16"),
+        ("auto:budget=512", "policy auto stands for another one"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(text, message):

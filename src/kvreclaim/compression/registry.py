@@ -36,7 +36,8 @@ from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
+from kvreclaim.schedule.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
+from kvreclaim.schedule.spec import Spec, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
@@ -73,7 +74,6 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
         )
     }
 )
-_WRAPPED = "inner"
 
 
 def policy_names() -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def policy_spec(policy: CompressionPolicy) -> str:
     parts = []
     for field in _init_fields(type(policy)):
         value = getattr(policy, field.name)
-        if field.name == _WRAPPED:
+        if field.name == WRAPPED:
             parts.append(policy_spec(value))
         elif value != _default(field):
             parts.append(f"{field.name}={write_value(value)}")
@@ -132,54 +132,17 @@ def policy_spec(policy: CompressionPolicy) -> str:
 
 def _build(spec: Spec, options: Mapping[str, object]) -> CompressionPolicy:
     cls = policy_class(spec.name)
-    given = _named_arguments(cls, spec)
+    given = named_arguments(spec, [field.name for field in _init_fields(cls)])
     if not _wraps(cls):
         for option in given.keys() & options.keys():
             raise InvalidArgumentError(f"policy {cls.name} is given the option {option!r} twice; keep one.")
         return cls(**_known_options(cls, {**given, **options}))
-    inner = given.get(_WRAPPED, getattr(cls, "default_inner", Wrapper.default_inner))
-    if isinstance(inner, str):
-        inner = Spec(inner)
-    if not isinstance(inner, Spec):
-        raise InvalidArgumentError(
-            f"policy {cls.name} is given {inner!r} to wrap; write a policy first: {cls.name}(knorm, …)."
-        )
-    return cls(**_known_options(cls, {**given, _WRAPPED: _build(inner, options)}))
-
-
-def _named_arguments(cls: type[CompressionPolicy], spec: Spec) -> dict[str, Value]:
-    """Every argument under the name of its option."""
-    names = [field.name for field in _init_fields(cls)]
-    order = [_WRAPPED, *(name for name in names if name != _WRAPPED)] if _wraps(cls) else []
-    given: dict[str, Value] = {}
-    for place, (option, value) in enumerate(spec.args):
-        if option is None and not order:
-            raise InvalidArgumentError(
-                f"policy {cls.name} wraps no other policy and takes its options by name; "
-                + _takes(names, f"write {cls.name}({names[0]}=…)" if names else "")
-            )
-        if option is None and (place >= len(order) or any(name for name, _ in spec.args[:place])):
-            raise InvalidArgumentError(
-                f"policy {cls.name} is given {value!r} out of place; unnamed arguments come first, and it "
-                f"takes {len(order)}: {', '.join(order)}."
-            )
-        name = order[place] if option is None else option
-        if name in given:
-            raise InvalidArgumentError(f"policy {cls.name} is given the option {name!r} twice; keep one.")
-        if isinstance(value, Spec) and name != _WRAPPED and name in names:
-            raise InvalidArgumentError(
-                f"policy {cls.name}, option {name!r}: {value.name}(…) is a policy; write a plain value."
-            )
-        given[name] = value
-    return given
-
-
-def _takes(names: list[str], remedy: str) -> str:
-    return f"its options are {', '.join(names)}: {remedy}." if names else "it has no options."
+    inner = given.get(WRAPPED, getattr(cls, "default_inner", Wrapper.default_inner))
+    return cls(**_known_options(cls, {**given, WRAPPED: _build(wrapped(cls.name, inner), options)}))
 
 
 def _wraps(cls: type[CompressionPolicy]) -> bool:
-    return any(field.name == _WRAPPED for field in _init_fields(cls))
+    return any(field.name == WRAPPED for field in _init_fields(cls))
 
 
 def _init_fields(cls: type[CompressionPolicy]) -> list[Field[object]]:
@@ -193,11 +156,7 @@ def _default(field: Field[object]) -> object:
 
 def _known_options(cls: type[CompressionPolicy], options: Mapping[str, object]) -> dict[str, object]:
     allowed = {field.name: field for field in _init_fields(cls)}
-    for option in options:
-        if option not in allowed:
-            listed = [name for name in allowed if name != _WRAPPED]
-            takes = f"its options are {', '.join(listed)}" if listed else "it has no options"
-            raise InvalidArgumentError(f"policy {cls.name} has no option {option!r}; {takes}.")
+    refuse_unknown(cls.name, list(allowed), options)
     for name, field in allowed.items():
         if _default(field) is MISSING and name not in options:
             raise InvalidArgumentError(f"policy {cls.name} needs the option {name!r}; add it.")

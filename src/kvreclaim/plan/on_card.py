@@ -39,6 +39,10 @@ def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
     time = step_time(cache, asked, card, weights)
     bound = "memory" if time is None else binds(time, found, cache.held(each))
     section.row("what binds", f"{bound}{_because(time, found, cache.held(each))}")
+    if card is not None and card.price is not None:
+        low, high = (price * asked.tensor_parallel_size for price in card.price)
+        when = "given" if asked.price is not None else f"table of {card.date}"
+        section.row("price", f"${low:.2f}" + (f" to {high:.2f}" if high > low else "") + f" an hour, {when}")
     answer.set(
         gpu=None if card is None else card.name,
         memory_bytes=memory,

@@ -40,9 +40,8 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, p
     most = longest_blocks(lengths, cache.footprint)
     found = sequences_at_once(weights, pool.num_blocks, most)
     bounded = pool.num_blocks // max(1, blocks_for(longest, cache.block_size))
-    section = answer.section(
-        f"preempted at {asked.recompute_p99_ms:g} ms, lengths of {Path(asked.trace).name}"
-    )
+    name = Path(asked.trace).name
+    section = answer.section(f"recompute within {asked.recompute_p99_ms:g} ms, lengths of {name}")
     section.row("recomputed in that time", f"{longest:,} tokens; 99 % of the requests end below {p99:,}")
     section.row("max_num_seqs", f"{found.p99:,}: with so many the pool is too small 1 time in 100")
     verdict = "kept by 99 % of those preempted" if p99 <= longest else "broken by long requests"

@@ -17,8 +17,9 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
-from kvreclaim.schedule.spec import Spec, Value, parse_spec
+from kvreclaim.schedule.spec import Spec, parse_spec
 from kvreclaim.schedule.way import Way
 
 _PLAIN = Footprint(Way.COMPACT)
@@ -50,18 +51,53 @@ _TRAITS: Mapping[str, Footprint] = MappingProxyType(
         "full": Footprint(Way.KEEP),
     }
 )
-_WRAPPERS: Mapping[str, tuple[str, Way | None]] = MappingProxyType(
+_EQUAL = (Way.COMPACT,)
+_WRAPPERS: Mapping[str, tuple[str, Way | None, tuple[Way, ...]]] = MappingProxyType(
     {
-        "pyramidkv": ("snapkv", Way.CELLS),
-        "ada_kv": ("snapkv", Way.CELLS),
-        "shares": ("surrogate", Way.CELLS),
-        "evict-only": ("query_mixture", Way.MASK),
-        "critical": ("query_mixture", None),
-        "segments": ("query_mixture", None),
-        "protect": ("query_mixture", None),
+        "pyramidkv": ("snapkv", Way.CELLS, _EQUAL),
+        "ada_kv": ("snapkv", Way.CELLS, _EQUAL),
+        "shares": ("surrogate", Way.CELLS, _EQUAL),
+        "evict-only": ("query_mixture", Way.MASK, _EQUAL),
+        "critical": ("query_mixture", None, (*_EQUAL, Way.MASK)),
+        "segments": ("query_mixture", None, (*_EQUAL, Way.MASK)),
+        "protect": ("query_mixture", None, (*_EQUAL, Way.MASK, Way.BLOCKS)),
     }
 )
-"""The policy that each wraps where none is named, and its way, if that is not the inner one's."""
+"""The policy that each wraps where none is named, its way, if that is not the inner one's, and the ways
+that it may wrap."""
+_UNFIT: Mapping[Way, str] = MappingProxyType(
+    {
+        Way.KEEP: "keeps everything, so that there is nothing to rank",
+        Way.READS: "keeps everything, so that there is nothing to rank",
+        Way.MASK: "moves nothing",
+        Way.BLOCKS: "evicts whole blocks, not tokens",
+        Way.CELLS: "lets heads keep unequal numbers of tokens",
+    }
+)
+
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys((*_TRAITS, *_WRAPPERS), ()),
+        "query_mixture": ("offsets", "value_norm", "normalise", "form", "temperature"),
+        "triattention": ("aggregate", "use_trig", "use_norm"),
+        "expected_attention": ("horizon", "covariance", "value_norm", "group"),
+        "snapkv": ("window", "kernel", "pooling", "when", "group"),
+        "r_kv": ("weight", "window", "kernel", "threshold", "group", "similarity", "block"),
+        "lagkv": ("lag", "cross"),
+        "knorm": ("keep",),
+        "streaming_llm": ("positions",),
+        "random": ("seed",),
+        "oracle": ("aggregate", "horizon"),
+        "pyramidkv": (WRAPPED, "beta"),
+        "ada_kv": (WRAPPED, "alpha"),
+        "shares": (WRAPPED, "floor", "by"),
+        "evict-only": (WRAPPED,),
+        "critical": (WRAPPED, "first_stage"),
+        "segments": (WRAPPED, "n", "share"),
+        "protect": (WRAPPED, "first", "last", "spans"),
+    }
+)
+"""Of every policy, in their order; what values they take only the classes know."""
 
 SETTINGS = ("budget", "interval", "sinks", "recent")
 """Of CompressionSettings, those that a text may name."""
@@ -124,34 +160,30 @@ def _split(text: str) -> tuple[str, CompressionSettings]:
 
 
 def _traits(spec: Spec) -> Footprint:
-    if spec.name in _WRAPPERS:
-        default, way = _WRAPPERS[spec.name]
-        inner = _inner(spec, default)
-        return inner if way is None else replace(inner, way=way)
     require(
         spec.name != AUTO,
         "policy auto stands for another one, which the model's statistics name; write that one here "
         "(`kvreclaim calibrate --show FILE` says it).",
     )
-    if spec.name not in _TRAITS:
+    if spec.name not in OPTIONS:
         raise InvalidArgumentError(
             f"policy {spec.name!r} is not built in, and what it does to memory is not known without its "
             f"class; known are {', '.join((*_TRAITS, *_WRAPPERS))}."
         )
-    found, options = _TRAITS[spec.name], dict(spec.args)
-    if spec.name in ("snapkv", "r_kv") and isinstance(window := options.get("window"), int):
+    names = OPTIONS[spec.name]
+    given = named_arguments(spec, names)
+    refuse_unknown(spec.name, names, given)
+    if spec.name in _WRAPPERS:
+        default, way, takes = _WRAPPERS[spec.name]
+        what = wrapped(spec.name, given.get(WRAPPED, default))
+        inner = _traits(what)
+        require(
+            inner.way in takes,
+            f"{spec.name}({what.name}) is refused: {what.name} {_UNFIT.get(inner.way)}; wrap a policy that "
+            f"ranks tokens, such as {spec.name}({default}).",
+        )
+        return inner if way is None else replace(inner, way=way)
+    found = _TRAITS[spec.name]
+    if spec.name in ("snapkv", "r_kv") and isinstance(window := given.get("window"), int):
         found = replace(found, window=window)
-    return replace(found, prompt_only=True) if options.get("when") == "prefill" else found
-
-
-def _inner(spec: Spec, default: str) -> Footprint:
-    """Of the policy that a wrapper wraps: its first argument, or the one named inner."""
-    given: list[Value] = [value for name, value in spec.args if name == "inner"]
-    if not given and spec.args and spec.args[0][0] is None:
-        given = [spec.args[0][1]]
-    inner = given[0] if given else default
-    if isinstance(inner, str):
-        inner = Spec(inner)
-    require(isinstance(inner, Spec), f"policy {spec.name} is given {inner!r} to wrap; write a policy first.")
-    assert isinstance(inner, Spec)
-    return _traits(inner)
+    return replace(found, prompt_only=True) if given.get("when") == "prefill" else found

@@ -1,0 +1,67 @@
+"""Arguments of a policy as it is written, by its options: equal refusals with its class and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.spec import Spec, Value
+
+WRAPPED = "inner"
+"""The option of a wrapper that holds the policy that it wraps."""
+
+
+def named_arguments(spec: Spec, names: Sequence[str]) -> dict[str, Value]:
+    """Every argument under the name of its option.
+
+    names: the policy's options in their order; WRAPPED among them makes it a wrapper, whose arguments may
+           stand without names, the policy first
+
+    Raises: InvalidArgumentError for one out of place, given twice, or a policy where a value must stand.
+    """
+    order = [WRAPPED, *(name for name in names if name != WRAPPED)] if WRAPPED in names else []
+    given: dict[str, Value] = {}
+    for place, (option, value) in enumerate(spec.args):
+        if option is None and not order:
+            raise InvalidArgumentError(
+                f"policy {spec.name} wraps no other policy and takes its options by name; "
+                + _takes(names, f"write {spec.name}({names[0]}=…)" if names else "")
+            )
+        if option is None and (place >= len(order) or any(name for name, _ in spec.args[:place])):
+            raise InvalidArgumentError(
+                f"policy {spec.name} is given {value!r} out of place; unnamed arguments come first, and it "
+                f"takes {len(order)}: {', '.join(order)}."
+            )
+        name = order[place] if option is None else option
+        if name in given:
+            raise InvalidArgumentError(f"policy {spec.name} is given the option {name!r} twice; keep one.")
+        if isinstance(value, Spec) and name != WRAPPED and name in names:
+            raise InvalidArgumentError(
+                f"policy {spec.name}, option {name!r}: {value.name}(…) is a policy; write a plain value."
+            )
+        given[name] = value
+    return given
+
+
+def refuse_unknown(policy: str, names: Sequence[str], given: Iterable[str]) -> None:
+    """Raises: InvalidArgumentError for an option that the policy has not."""
+    for option in given:
+        if option not in names:
+            listed = [name for name in names if name != WRAPPED]
+            takes = f"its options are {', '.join(listed)}" if listed else "it has no options"
+            raise InvalidArgumentError(f"policy {policy} has no option {option!r}; {takes}.")
+
+
+def wrapped(policy: str, value: object) -> Spec:
+    """What stands under WRAPPED. Raises: InvalidArgumentError where that is no policy."""
+    if isinstance(value, str):
+        value = Spec(value)
+    if not isinstance(value, Spec):
+        raise InvalidArgumentError(
+            f"policy {policy} is given {value!r} to wrap; write a policy first: {policy}(knorm, …)."
+        )
+    return value
+
+
+def _takes(names: Sequence[str], remedy: str) -> str:
+    return f"its options are {', '.join(names)}: {remedy}." if names else "it has no options."
