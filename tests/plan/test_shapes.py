@@ -190,6 +190,14 @@ def test_a_directory_a_file_or_a_name(tmp_path) -> None:
         load_shape(tmp_path / "x.json")
 
 
+def test_a_config_without_a_dtype_says_so() -> None:
+    shape = shape_of({"model_type": "llama", **SMALL}, "m")
+    assert (shape.dtype, shape.notes) == ("bf16", ("the config says no dtype; bfloat16 is assumed",))
+    odd = shape_of({"model_type": "llama", **SMALL, "torch_dtype": "float8_e4m3fn"}, "m")
+    with pytest.raises(InvalidArgumentError, match="says float8_e4m3fn for its dtype"):
+        weight_format("auto", odd)
+
+
 def test_the_families_that_are_served_are_known() -> None:
     served = {tiny.config(family).model_type for family in tiny.FAMILIES}
     assert served <= {*FAMILIES, *COMPOSITE}

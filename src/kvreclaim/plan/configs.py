@@ -93,6 +93,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     dtype = _dtype(
         next((v for c in (config, outer) for k in ("dtype", "torch_dtype") if (v := c.get(k))), None)
     )
+    if dtype is None:
+        dtype = "bf16"
+        notes.append("the config says no dtype; bfloat16 is assumed")
     return ModelShape(
         name=name,
         model_type=reader.kind,

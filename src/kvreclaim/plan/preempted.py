@@ -39,6 +39,8 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, p
     weights = blocks_while_decoding(lengths, cache.footprint)
     most = longest_blocks(lengths, cache.footprint)
     found = sequences_at_once(weights, pool.num_blocks, most)
+    prompt = cache.prompt_blocks(int(lengths.prompts.max()))
+    beside = sequences_at_once(weights, max(0, pool.num_blocks - prompt), most).p99
     bounded = pool.num_blocks // max(1, blocks_for(longest, cache.block_size))
     name = Path(asked.trace).name
     section = answer.section(f"recompute within {asked.recompute_p99_ms:g} ms, lengths of {name}")
@@ -64,6 +66,7 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, p
         f"P(sum of N > {pool.num_blocks:,}) <= 1 % up to N = {found.p99:,}, by exact convolution; as a "
         f"normal distribution {found.normal:,}"
     )
+    section.step(f"beside the {prompt:,} blocks of the longest prompt in the making: {beside:,}")
     section.step("a bound at a moment, not over a request's life: `kvreclaim simulate` starts here")
     answer.set(
         recompute_p99_ms=asked.recompute_p99_ms,
@@ -71,6 +74,7 @@ def preempted(answer: Answer, cache: Cache, asked: Asked, time: Linear | None, p
         recompute_sequences=bounded,
         p99_request_tokens=p99,
         max_num_seqs=found.p99,
+        max_num_seqs_beside_prompt=beside,
         max_num_seqs_normal=found.normal,
         max_num_seqs_worst=found.worst,
         max_num_seqs_mean=found.mean,

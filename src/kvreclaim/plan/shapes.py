@@ -81,7 +81,7 @@ class LayerShape:
 class ModelShape:
     """A decoder. num_params and the like count numbers, not bytes.
 
-    dtype:        that the checkpoint is in, a name of KV_CACHE_DTYPES; None: its config does not say
+    dtype:        that the checkpoint is in; a name of KV_CACHE_DTYPES, or whatever its config says
     embedding:    numbers of the embedding; the head has as many, and is the same where tied
     quantization: how the checkpoint's linear weights are stored, as `plan.weights` names it; None: in dtype
     notes:        sentences that an answer should carry: what was not counted
@@ -89,7 +89,7 @@ class ModelShape:
 
     name: str
     model_type: str
-    dtype: str | None
+    dtype: str
     hidden_size: int
     vocab_size: int
     max_position: int

@@ -91,11 +91,10 @@ def dtype_of(shape: ModelShape) -> str:
     """What the checkpoint's plain weights are in. Raises: InvalidArgumentError where nothing says it."""
     if shape.dtype not in PLAIN_BITS:
         raise InvalidArgumentError(
-            f"config.json of {shape.name} says {shape.dtype or 'nothing'} for its dtype; write bfloat16, "
+            f"config.json of {shape.name} says {shape.dtype} for its dtype; write bfloat16, "
             "float16 or float32 there.",
             field="model",
         )
-    assert shape.dtype is not None
     return shape.dtype
 
 
