@@ -1,7 +1,8 @@
 """Requests served by this machine's engine in real time, and the same requests simulated.
 
-The engine's step time is fitted to a random load first; then other requests come at their times, at several
-rates. Exits with 1 where a mean is off by more than --most.
+In turns a random load is measured, to which the engine's step time is fitted, and other requests come at
+their times, at several rates: a machine is not equally fast all the time. Exits with 1 where a mean is off by
+more than --most.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import machine
-from kvreclaim.bench.speed.calibrate import calibrate, engine_of
+from kvreclaim.bench.speed.calibrate import engine_of, fit, observe
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.bench.speed.traffic import Served, Timed, draw, replay
+from kvreclaim.bench.speed.watch import Watched
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the load that is fitted")
     parser.add_argument("--rates", default="3,6,12", help="requests a second")
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rounds", type=int, default=3, help="of each rate; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="each of all rates")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--most", type=float, default=0.10)
     parser.add_argument("--json", type=Path)
@@ -85,22 +87,28 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     plan = SpeedPlan(model=given.model, seconds=given.seconds, threads=given.threads)
     llm = engine_of(plan)
-    fitted = calibrate(plan, llm)
-    console, table = Console(), Table("requests/s", "", "engine", "simulated", "off by")
+    rates = [float(rate) for rate in given.rates.split(",")]
+    seen, served = Watched(), {}
+    for turn in range(given.rounds):
+        seen.extend(observe(plan, llm, plan.seconds / given.rounds, seed=turn))
+        for rate in rates:
+            asked = requests(given.requests, rate, plan.longest, seed=turn)
+            served[rate, turn] = asked, means(asked, replay(llm, asked, random.Random(turn)))
+    fitted = fit(plan, llm, seen)
+    console, table = Console(), Table("requests/s", "", "engine", "simulated", "off by", "in each round")
     console.print(f"{fitted.num_steps} steps, off by {fitted.mape:.1%} each, {fitted.sum_error:+.1%} in all")
     rows = []
-    for rate in map(float, given.rates.split(",")):
-        rounds: list[dict[str, tuple[float, float]]] = []
-        for turn in range(given.rounds):
-            asked = requests(given.requests, rate, plan.longest, seed=turn)
-            real = means(asked, replay(llm, asked, random.Random(turn)))
-            made = means_of(simulated(llm, fitted.cost, asked))
-            rounds.append({name: (real[name], made[name]) for name in MEANS})
+    for rate in rates:
+        runs = [served[rate, turn] for turn in range(given.rounds)]
+        pairs = [(real, means_of(simulated(llm, fitted.cost, asked))) for asked, real in runs]
         for name in MEANS:
-            off = median(made / real - 1 for real, made in (each[name] for each in rounds))
-            real_s, made_s = (median(each[name][side] for each in rounds) for side in (0, 1))
-            rows.append({"rate": rate, "mean": name, "engine": real_s, "simulated": made_s, "error": off})
-            table.add_row(f"{rate:g}", name, f"{real_s:.4f}", f"{made_s:.4f}", f"{off:+.1%}")
+            real_s, made_s = (fmean(pair[side][name] for pair in pairs) for side in (0, 1))
+            each = [made[name] / real[name] - 1 for real, made in pairs]
+            row = {"rate": rate, "mean": name, "engine": real_s, "simulated": made_s}
+            rows.append({**row, "error": made_s / real_s - 1, "rounds": each})
+            told = " ".join(f"{error:+.1%}" for error in each)
+            figures = (f"{real_s:.4f}", f"{made_s:.4f}", f"{made_s / real_s - 1:+.1%}")
+            table.add_row(f"{rate:g}", name, *figures, told)
     console.print(table)
     if given.json is not None:
         facts = {"machine": machine(), "fit": dict(fitted.cost.facts), "rows": rows}

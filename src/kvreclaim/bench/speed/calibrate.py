@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvreclaim.bench.common import machine, versions
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.bench.speed.traffic import keep_busy
-from kvreclaim.bench.speed.watch import watching
+from kvreclaim.bench.speed.watch import Watched, watching
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.plan.fit import Fitted, fit_steps
 
@@ -27,12 +27,17 @@ def engine_of(plan: SpeedPlan) -> LLM:
     )
 
 
-def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
-    """Serve the load and fit. Raises: InvalidArgumentError if it made too few steps."""
+def observe(plan: SpeedPlan, llm: LLM, seconds: float, seed: int = 0) -> Watched:
+    """Steps of a random load."""
     longest = min(plan.longest, llm.engine.max_model_len // 2)
-    keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed))
+    keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed + 2 * seed))
     with watching(llm.engine) as seen:
-        keep_busy(llm, plan.seconds, longest=longest, rng=random.Random(plan.seed + 1))
+        keep_busy(llm, seconds, longest=longest, rng=random.Random(plan.seed + 2 * seed + 1))
+    return seen
+
+
+def fit(plan: SpeedPlan, llm: LLM, seen: Watched) -> Fitted:
+    """Raises: InvalidArgumentError for too few steps."""
     config, where = llm.engine.config, machine()
     facts = {
         "kind": "steps of kvreclaim's engine",
@@ -47,3 +52,8 @@ def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
     fitted = fit_steps(seen.loads, seen.seconds, **facts)
     per_pass = seen.pass_s / seen.passes if seen.passes else 0.0
     return replace(fitted, cost=replace(fitted.cost, compaction=per_pass))
+
+
+def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
+    """Serve the load and fit. Raises: InvalidArgumentError if it made too few steps."""
+    return fit(plan, llm, observe(plan, llm, plan.seconds))

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.face.llm import LLM
 
 TURN = 24
 """Requests that end before their number at once is drawn anew."""
-IDLE_S = 0.001
+IDLE_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> 
     until = perf_counter() + seconds
     while perf_counter() < until:
         while len(engine.requests) < at_once:
-            _add(engine, llm, number, draw(rng, 8, longest), draw(rng, 8, longest), rng)
+            _add(llm, number, _prompt(llm, draw(rng, 8, longest), rng), draw(rng, 8, longest))
             number += 1
         ended += sum(request.finished for request in engine.step().requests)
         if ended >= TURN:
@@ -59,14 +58,16 @@ def keep_busy(llm: LLM, seconds: float, *, longest: int, rng: random.Random) -> 
 
 def replay(llm: LLM, requests: Sequence[Timed], rng: random.Random) -> list[Served]:
     """Serve requests that come at their times, in that order, in real time."""
-    engine, coming = llm.engine, list(enumerate(requests))[::-1]
+    engine = llm.engine
+    prompts = [_prompt(llm, timed.num_prompt, rng) for timed in requests]
+    coming = list(enumerate(requests))[::-1]
     began = perf_counter()
     first: dict[str, float] = {}
     end: dict[str, float] = {}
     while coming or engine.has_unfinished:
         while coming and coming[-1][1].arrival_s <= perf_counter() - began:
             number, timed = coming.pop()
-            _add(engine, llm, number, timed.num_prompt, timed.num_output, rng)
+            _add(llm, number, prompts[number], timed.num_output)
         if not engine.has_unfinished:
             sleep(IDLE_S)
             continue
@@ -84,9 +85,12 @@ def _note(request: Request, now: float, first: dict[str, float], end: dict[str, 
         end[request.request_id] = now
 
 
-def _add(engine: Engine, llm: LLM, number: int, num_prompt: int, num_output: int, rng: random.Random) -> None:
+def _prompt(llm: LLM, num_tokens: int, rng: random.Random) -> list[int]:
     size = llm.loaded.model.config.get_text_config().vocab_size
-    prompt = [rng.randrange(5, size) for _ in range(num_prompt)]
+    return [rng.randrange(5, size) for _ in range(num_tokens)]
+
+
+def _add(llm: LLM, number: int, prompt: list[int], num_output: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     compressor = None if llm.compression is None else llm.compressor(llm.compression)
-    engine.add_request(str(number), prompt, params, compressor)
+    llm.engine.add_request(str(number), prompt, params, compressor)

@@ -26,6 +26,13 @@ class Watched:
     passes: int = 0
     pass_s: float = 0.0
 
+    def extend(self, more: Watched) -> None:
+        """Take in what was seen another time."""
+        self.loads += more.loads
+        self.seconds += more.seconds
+        self.passes += more.passes
+        self.pass_s += more.pass_s
+
 
 @contextmanager
 def watching(engine: Engine) -> Iterator[Watched]:
