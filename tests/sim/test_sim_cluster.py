@@ -8,9 +8,13 @@ import pytest
 from random_loads import COST, counters, simulate
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.plan.answer import plan
+from kvreclaim.plan.asked import Asked as AskedOfPlan
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint, Way
 from kvreclaim.schedule.rates import Rates
+from kvreclaim.sim.cluster import Cluster
+from kvreclaim.sim.options import Machine, Serving
 from kvreclaim.sim.report import report
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.routers import PrefixAware
@@ -36,8 +40,6 @@ def test_one_request_by_hand() -> None:
 
 
 def simulate_at(cost, settings, requests):
-    from kvreclaim.sim.cluster import Cluster
-
     return Cluster(settings, cost).run(requests).records
 
 
@@ -212,3 +214,11 @@ def test_the_same_twice() -> None:
     twice = [simulate(ROOMY, trace.requests, num_replicas=3, router="least") for _ in range(2)]
     assert counters(twice[0]) == counters(twice[1])
     assert COST.base > 0
+
+
+def test_the_pool_is_that_of_the_plan() -> None:
+    said = {"gpu": "4090", "kv_cache_dtype": "int4"}
+    planned = plan("Llama-3.1-8B", AskedOfPlan(context=4096, **said)).values
+    machine, serving = Machine(model="Llama-3.1-8B", **said), Serving()
+    settings = serving.settings(machine, machine.cost(16))
+    assert settings.num_blocks == planned["pool_blocks"]

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_loads import COST, counters, random_requests, random_settings, simulate, times
 
+from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
+from kvreclaim.sim.extents.pool import ExtentPool
+from kvreclaim.sim.request import Asked
+from kvreclaim.sim.settings import Settings
 
 
 @given(st.integers(0, 2**32))
@@ -37,6 +41,28 @@ def test_leaps_are_steps(seed: int) -> None:
     )
     assert counters(leaps) == counters(steps)
     assert times(leaps) == pytest.approx(times(steps), rel=1e-9, abs=1e-9)
+
+
+def test_small_blocks_cost_no_more_than_large_ones(monkeypatch) -> None:
+    """Counted, not timed: what is done for a prompt goes by pieces of content, not by blocks."""
+    calls: Counter[int] = Counter()
+    enter, size = ExtentPool._enter, 0
+
+    def counted(self, *args):
+        calls[size] += 1
+        return enter(self, *args)
+
+    monkeypatch.setattr(ExtentPool, "_enter", counted)
+    random = Random(1)
+    requests = [
+        Asked(i * 0.1, 512 * 12 + 100, 40, (*range(random.randrange(4)), *range(100 * i, 100 * i + 9)), 512)
+        for i in range(50)
+    ]
+    requests = [replace(each, num_ids=512 * len(each.ids)) for each in requests]
+    for size in (16, 512):
+        footprint = Footprint(block_size=size)
+        simulate(Settings(200_000 // size, size, footprint=footprint), requests)
+    assert 0 < calls[16] < 1.5 * calls[512]
 
 
 def test_the_random_loads_have_it_all() -> None:

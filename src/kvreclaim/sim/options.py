@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvreclaim.checks import require
-from kvreclaim.kv_bytes import kv_bytes
+from kvreclaim.kv_bytes import KVBytes, kv_bytes
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cards import find_card
 from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.cost import Linear
+from kvreclaim.plan.demand import Cache
+from kvreclaim.plan.pool import make_pool
 from kvreclaim.plan.roofline import roofline
-from kvreclaim.plan.weights import dtype_of, weight_bytes, weight_format
+from kvreclaim.plan.shapes import ModelShape
+from kvreclaim.plan.weights import dtype_of, weight_format
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.limits import footprint
 from kvreclaim.schedule.rates import Rates
@@ -30,21 +33,31 @@ class Machine:
     """Of one replica. Raises: InvalidArgumentError."""
 
     model: str = option(
-        "meta-llama/Llama-3.1-8B", "A config.json, its directory, or a config that comes along."
+        "meta-llama/Llama-3.1-8B", "A config.json, its directory, or one of the bundled names."
     )
     gpu: str | None = option(None, "The card: H100, 4090 and so on.")
-    cards: int = option(1, "Cards of a replica, tensor parallel.", low=1)
+    tensor_parallel_size: int = option(1, "Cards of a replica.", low=1, high=64)
     weights: str = option("auto", "As they are stored: auto (the checkpoint's), bf16, fp8, awq4 and so on.")
     kv_cache_dtype: str = option("auto", "Format of the KV cache.")
     memory_bytes: int | None = option(None, "That a card has, where the data sheet is wrong.", low=1)
-    utilisation: float = option(0.92, "Share of the memory that is used.", low=0.01, high=1.0)
-    other_gib: float = option(1.4, "Activations, graphs and the like, on each card.", low=0.0, high=1e4)
+    utilization: float = option(
+        0.92,
+        "Share of the memory that is used.",
+        low=0.01,
+        high=1.0,
+        flags=("--utilization", "--utilisation", "--gpu-memory-utilization"),
+    )
+    other_gib: float | None = option(
+        None, "Activations, graphs and the like, on each card; estimated where not said.", low=0.0, high=1e6
+    )
     num_blocks: int | None = option(
-        None, "Of the pool, where it is known; else what weights and the rest leave.", low=1
+        None,
+        "Of the pool, where it is known; else what weights and the rest leave.",
+        low=1,
+        flags=("--num-blocks", "--num-gpu-blocks-override"),
     )
     calibration: Path | None = option(
-        None,
-        "Step times measured by `kvreclaim calibrate-speed`; else the card's data sheet stands for them.",
+        None, "Step times that `kvreclaim calibrate-speed` measured; else the card's data sheet stands in."
     )
     price: float | None = option(None, "Dollars an hour of a card; else the lowest known.", low=0.0, high=1e6)
 
@@ -62,40 +75,44 @@ class Machine:
             return Linear.load(self.calibration)
         assert self.gpu is not None, "checked"
         shape = load_shape(self.model)
-        form = kv_bytes(self.kv_cache_dtype, dtype_of(shape))
         card, stored = find_card(self.gpu), weight_format(self.weights, shape)
-        return roofline(shape, card, stored, form, num_cards=self.cards, block_size=block_size)
+        parts = self.tensor_parallel_size
+        return roofline(shape, card, stored, self.form(shape), num_cards=parts, block_size=block_size)
+
+    def form(self, shape: ModelShape) -> KVBytes:
+        """Of keys and values."""
+        return kv_bytes(self.kv_cache_dtype, dtype_of(shape))
 
     def bytes_per_block(self, block_size: int) -> int:
         """On all cards together."""
         shape = load_shape(self.model)
-        return shape.block_bytes(kv_bytes(self.kv_cache_dtype, dtype_of(shape)), block_size)
+        return shape.block_bytes(self.form(shape), block_size)
 
-    def pool(self, block_size: int) -> int:
-        """Blocks."""
+    def pool(self, footprint: Footprint, max_num_seqs: int) -> int:
+        """Blocks, as `kvreclaim plan` counts them. Raises: InvalidArgumentError if there is no room."""
         if self.num_blocks is not None:
             return self.num_blocks
         assert self.gpu is not None, "checked"
-        shape, card = load_shape(self.model), find_card(self.gpu).overridden(memory_bytes=self.memory_bytes)
-        weights = weight_bytes(shape, weight_format(self.weights, shape)).total
-        there = card.usable_bytes * self.utilisation * self.cards
-        left = there - weights - self.other_gib * GIB * self.cards
-        blocks = int(left // self.bytes_per_block(block_size))
-        require(
-            blocks > 0,
-            f"{self.cards} x {card.name} hold {there / GIB:.2f} GiB at {self.utilisation:g}; weights take "
-            f"{weights / GIB:.2f} of them and other things {self.other_gib * self.cards:.2f}, so nothing "
-            "is left for the KV cache; take --weights awq4, a larger card, or more --cards.",
-            "gpu",
+        shape, card = load_shape(self.model), find_card(self.gpu)
+        form = self.form(shape)
+        found = make_pool(
+            Cache(shape, form, footprint),
+            card.overridden(memory_bytes=self.memory_bytes).usable_bytes,
+            weight_format(self.weights, shape),
+            utilization=self.utilization,
+            other_bytes=None if self.other_gib is None else int(self.other_gib * GIB),
+            num_cards=self.tensor_parallel_size,
+            open_rows=2 * max_num_seqs if form.has_open_blocks else 0,
         )
-        return blocks
+        found.require_blocks(card.name)
+        return found.num_blocks
 
     def hourly(self) -> float | None:
         """Dollars of a replica; None: not known."""
         if self.price is not None:
-            return self.price * self.cards
+            return self.price * self.tensor_parallel_size
         known = find_card(self.gpu).price if self.gpu is not None else None
-        return None if known is None else known[0] * self.cards
+        return None if known is None else known[0] * self.tensor_parallel_size
 
     def rates(self, block_size: int, cost: Linear) -> Rates:
         """What preemption is decided by."""
@@ -136,14 +153,14 @@ class Serving:
 
     def settings(self, machine: Machine, cost: Linear) -> Settings:
         """Of each replica."""
-        per_block = machine.bytes_per_block(self.block_size)
+        per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
         return Settings(
-            num_blocks=machine.pool(self.block_size),
+            num_blocks=machine.pool(footprint, self.max_num_seqs),
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            footprint=self.footprint(),
+            footprint=footprint,
             by_priority=self.scheduling_policy == "priority",
             victim_policy=self.victim_policy,
             preemption_mode=self.preemption_mode,

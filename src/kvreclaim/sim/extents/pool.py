@@ -163,7 +163,7 @@ class ExtentPool:
         numbers, counts = table.keys.groups
         while num_blocks:
             chain = table.chain
-            if chain is None or not self.is_live(chain):
+            if chain is None or not (table.follows_growing(chain) or self.is_live(chain)):
                 table.chain = None
                 return
             group, place = table.group, table.place

@@ -100,6 +100,11 @@ class Table:
         """Places, not ids: there are none."""
         return range(self.num_blocks)
 
+    def follows_growing(self, link: Link) -> bool:
+        """Whether this entry is in the run that this very table has entered last, and holds."""
+        growing = self.growing
+        return growing is not None and growing.epoch == link[1] and growing.node is not None
+
     def mark_inexact(self) -> None:
         self.exact, self.chain = False, None
 
