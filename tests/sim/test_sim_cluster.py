@@ -78,15 +78,29 @@ def test_prefix_aware_finds_more() -> None:
     assert hits["prefix"] > hits["rr"]
 
 
+def test_prefix_aware_keeps_a_conversation_where_it_began() -> None:
+    trace = Shape(12, prompt=90, output=20, prefix=64, turns=4, think_s=3.0).trace(Arrivals(0.4))
+    homes: dict[str, dict[object, set[int]]] = {}
+    for router in ("rr", "prefix"):
+        found = homes[router] = {}
+        for record in simulate(
+            ROOMY, trace.requests, num_replicas=3, router=router, follow=trace.follow()
+        ).records:
+            found.setdefault(record.session, set()).add(record.replica)
+        assert len(found) == 12
+    assert all(len(home) == 1 for home in homes["prefix"].values())
+    assert any(len(home) > 1 for home in homes["rr"].values())
+
+
 def test_a_prefix_router_remembers_as_much_as_a_replica_holds() -> None:
     router = PrefixAware(2, 4)
-    assert router.choose([1, 2, 3, 9], 3) == 0
+    assert router.choose([1, 2, 3]) == 0
     router.loads[0] = 1
-    assert router.choose([1, 2, 3, 8], 3) == 0
-    assert router.choose([4, 5, 6, 7], 3) == 1
-    assert router.choose([10, 11, 12, 7], 3) == 1
+    assert router.choose([1, 2, 3]) == 0
+    assert router.choose([4, 5, 6]) == 1
+    assert router.choose([10, 11, 12]) == 1
     router.loads[1] = 1
-    assert router.choose([4, 5, 6, 7], 3) == 0, "forgotten: the least loaded, the first of two"
+    assert router.choose([4, 5, 6]) == 0, "forgotten: the least loaded, the first of two"
 
 
 def test_swapping_keeps_what_recomputing_loses() -> None:

@@ -131,8 +131,11 @@ class Cluster:
 
     def _arrive(self, asked: Asked) -> None:
         number, now = next(self._numbers), asked.arrival_s
-        walked = self.links.walk(asked.tokens(number)) if self.needs_prefix else ([], [])
-        chosen = self.router.choose(walked[0], len(walked[1]))
+        known: list[int] = []
+        if self.needs_prefix:
+            numbers, counts = self.links.walk(asked.tokens(number))
+            known = numbers[: len(counts) + (asked.tail is not None)]
+        chosen = self.router.choose(known)
         replica = self.replicas[chosen]
         seq = replica.sequence(number, asked, now)
         if seq is None:

@@ -100,7 +100,7 @@ class Replica:
             footprint=footprint,
             priority=asked.priority,
             asked=asked,
-            record=Record(number, self.number, arrival_s, prompt, limit - prompt),
+            record=Record(number, self.number, arrival_s, prompt, limit - prompt, session=asked.session),
         )
 
     def _footprint(self, number: int) -> Footprint:

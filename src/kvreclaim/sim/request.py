@@ -60,6 +60,7 @@ class Record:
     blocks_freed: int = 0
     passes: int = 0
     peak_blocks: int = 0
+    session: int | None = None
 
     @property
     def ttft_s(self) -> float:

@@ -23,8 +23,8 @@ class Router(ABC):
         self.loads = [0] * num_replicas
 
     @abstractmethod
-    def choose(self, numbers: list[int], count: int) -> int:
-        """A replica for a prompt. numbers: of its first `count` pieces and what is behind (Links.walk)."""
+    def choose(self, numbers: list[int]) -> int:
+        """A replica for a prompt. numbers: of its pieces, and of its conversation (Links.walk)."""
 
 
 class RoundRobin(Router):
@@ -34,7 +34,7 @@ class RoundRobin(Router):
         super().__init__(num_replicas, pieces_per_replica)
         self._next = -1
 
-    def choose(self, numbers: list[int], count: int) -> int:
+    def choose(self, numbers: list[int]) -> int:
         self._next = (self._next + 1) % len(self.loads)
         return self._next
 
@@ -42,7 +42,7 @@ class RoundRobin(Router):
 class LeastLoaded(Router):
     """The one with the fewest unfinished requests, the first of several."""
 
-    def choose(self, numbers: list[int], count: int) -> int:
+    def choose(self, numbers: list[int]) -> int:
         return self.loads.index(min(self.loads))
 
 
@@ -57,22 +57,22 @@ class PrefixAware(Router):
         self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._holders: dict[int, set[int]] = {}
 
-    def choose(self, numbers: list[int], count: int) -> int:
+    def choose(self, numbers: list[int]) -> int:
         least = min(self.loads)
-        found = self._deepest(numbers, count, least)
+        found = self._deepest(numbers, least)
         chosen = self.loads.index(least) if found is None else found
-        self._note(chosen, numbers[:count])
+        self._note(chosen, numbers)
         return chosen
 
-    def _deepest(self, numbers: list[int], count: int, least: int) -> int | None:
+    def _deepest(self, numbers: list[int], least: int) -> int | None:
         depth, last = 0, None
-        for number in numbers[:count]:
+        for number in numbers:
             holders = self._holders.get(number)
             both = holders if last is None else holders and last & holders
             if not both:
                 break
             depth, last = depth + 1, both
-        if not last or depth < WORTH * max(1, count):
+        if not last or depth < WORTH * len(numbers):
             return None
         chosen = min(last, key=lambda replica: (self.loads[replica], replica))
         return chosen if self.loads[chosen] - least <= FEW else None
