@@ -23,6 +23,8 @@ from kvreclaim.sim.settings import Settings
 
 PIECE = 8
 CHUNK = 24
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 16 * 4
+"""K and V, 2 layers, 2 KV heads, 8 slots of 16 numbers in fp32."""
 POLICIES = {
     "full": None,
     "knorm": {"budget": 24, "interval": 8, "sinks": 2, "recent": 6},
@@ -96,6 +98,7 @@ def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> 
         "compactions": [m.compactions for m in metrics],
         "hits": [m.num_cached_tokens for m in metrics],
         "preempted": [m.preemptions for m in metrics],
+        "swaps": engine.totals.swaps,
     }
 
 
@@ -114,6 +117,7 @@ def simulated(outcome: Outcome) -> dict[str, Any]:
         "compactions": [record.passes for record in records],
         "hits": [record.hit_tokens for record in records],
         "preempted": [record.preemptions for record in records],
+        "swaps": replica.swaps,
     }
 
 
@@ -143,6 +147,32 @@ def test_counts_are_those_of_the_engine(policy: str, seed: int, tiny_dir) -> Non
             leaps=leaps,
         )
         assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("policy", ["full", "knorm"])
+@pytest.mark.parametrize("seed", range(2))
+def test_counts_with_slots_on_the_host(seed: int, policy: str, mode: str, tiny_dir) -> None:
+    """Prefixes come back from the host, preempted sequences are moved there or not."""
+    random = Random(f"host {policy} {seed}")
+    options = {"block_size": 8, "num_blocks": 16, "max_num_seqs": 4, "preemption_mode": mode}
+    load = random_load(random, 24)
+    size = 60 * BLOCK_BYTES / 2**30
+    engine = {**options, "max_num_batched_tokens": CHUNK, "kv_offloading_size": size}
+    found = serve(load, tiny_dir("qwen3"), policy, engine)
+    settings = Settings(
+        **options,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=512,
+        footprint=limits(policy, 8),
+        host_blocks=60,
+    )
+    outcome = Cluster(settings, Linear(1.0)).run(load.asked)
+    assert simulated(outcome) == found
+    assert sum(record.loaded_tokens for record in outcome.records) > 0
+    if policy == "full":  # a budget leaves room
+        assert outcome.preemptions.total() > 0
+        assert (outcome.replicas[0].swaps > 0) == (mode == "swap")
 
 
 def test_the_loads_share_and_preempt(tiny_dir) -> None:
