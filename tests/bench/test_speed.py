@@ -68,12 +68,23 @@ def test_requests_come_at_their_times(llm):
 
 def test_the_command_writes_what_simulations_read(tmp_path):
     out = tmp_path / "speed.json"
-    options = ["--model", str(demo_model()), "--dtype", "float32", "--seconds", "3", "--longest", "64"]
+    options = [
+        "--model",
+        str(demo_model()),
+        "--dtype",
+        "float32",
+        "--seconds",
+        "2",
+        "--longest",
+        "64",
+        "--threads",
+        "1",
+    ]
     result = CliRunner().invoke(app, ["calibrate-speed", *options, "-o", str(out)])
     assert result.exit_code == 0, result.output
     cost = Linear.load(out)
     assert cost.step_s(Load(1, 1, 100, 0.0, 1)) > 0
-    assert cost.facts["steps"] > 50
+    assert cost.facts["steps"] >= 50
     assert f"off by {cost.facts['mape']:.1%}" in " ".join(result.output.split())
 
 

@@ -10,7 +10,7 @@ from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.bench.speed.traffic import keep_busy
 from kvreclaim.bench.speed.watch import Watched, watching
 from kvreclaim.engine.face.llm import LLM
-from kvreclaim.plan.fit import Fitted, fit_steps
+from kvreclaim.plan.fit import MIN_STEPS, Fitted, fit_steps
 
 WARM_S = 3.0
 
@@ -28,11 +28,14 @@ def engine_of(plan: SpeedPlan) -> LLM:
 
 
 def observe(plan: SpeedPlan, llm: LLM, seconds: float, seed: int = 0) -> Watched:
-    """Steps of a random load."""
+    """Steps of a random load; on a slow machine for longer, until there are enough for a fit."""
     longest = min(plan.longest, llm.engine.max_model_len // 2)
     keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed + 2 * seed))
+    rng = random.Random(plan.seed + 2 * seed + 1)
     with watching(llm.engine) as seen:
-        keep_busy(llm, seconds, longest=longest, rng=random.Random(plan.seed + 2 * seed + 1))
+        keep_busy(llm, seconds, longest=longest, rng=rng)
+        while len(seen.loads) < MIN_STEPS:
+            keep_busy(llm, seconds, longest=longest, rng=rng)
     return seen
 
 
@@ -55,5 +58,5 @@ def fit(plan: SpeedPlan, llm: LLM, seen: Watched) -> Fitted:
 
 
 def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
-    """Serve the load and fit. Raises: InvalidArgumentError if it made too few steps."""
+    """Serve the load and fit."""
     return fit(plan, llm, observe(plan, llm, plan.seconds))
