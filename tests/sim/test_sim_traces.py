@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import pytest
@@ -12,6 +13,7 @@ from random_loads import COST
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
+from kvreclaim.sim.options import Traffic
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.traces.drawn import Arrivals, Shape
 from kvreclaim.sim.traces.files import read_trace
@@ -119,3 +121,16 @@ def test_a_conversation_finds_all_that_was_said_in_full_blocks() -> None:
     by_length = {(r.num_prompt, r.hit_tokens) for r in outcome.records}
     # 34 shared; then 54 + 12 - 1 computed of a turn: 64 in full blocks; then 86 + 12 - 1: 96
     assert by_length == {(54, 0), (54, 32), (86, 64), (118, 96)}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"trace": Path("x"), "prompt": 5}, "--prompt has no effect beside a file of requests"),
+        ({"trace": Path("x"), "arrivals": "even"}, "--arrivals has no effect beside the file's own times"),
+        ({"requests": 5, "rate": 1.0, "piece": 16}, "--piece has no effect without a file of requests"),
+    ],
+)
+def test_options_without_effect_are_refused(given, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        Traffic(**given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -200,6 +200,17 @@ class Traffic:
             "--trace is missing: name a file of requests, or draw some with --requests and --rate.",
             "trace",
         )
+        drawn = ("prompt", "output", "prefix", "vary", "turns", "think")
+        self._refuse(drawn if self.trace is not None else ("format", "piece"), "a file of requests")
+        if self.rate is None:
+            self._refuse(("arrivals", "burstiness"), "the file's own times, which --rate replaces")
+
+    def _refuse(self, names: tuple[str, ...], beside: str) -> None:
+        """What has no effect."""
+        given = {each.name: each.default for each in fields(self)}
+        useless = [f"--{name}" for name in names if getattr(self, name) != given[name]]
+        lack = "without" if self.trace is None else "beside"
+        require(not useless, f"{', '.join(useless)} has no effect {lack} {beside}; leave it out.", "trace")
 
     def requested(self) -> Trace:
         """All of them."""
