@@ -100,41 +100,6 @@ def test_forks(make_llm):
     swapped(make_llm, "query_mixture", answers(make_llm(), "query_mixture", n=3), n=3)
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize(("policy", "num_blocks"), [(None, 15), ("query_mixture", 16)])
-def test_outputs_of_a_request_give_way_together(mode, policy, num_blocks, make_llm):
-    """One after the other they would free only what they do not share; what they do share is moved once."""
-    where = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": mode}
-    found, plans = grouped(make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, **where), policy)
-    expected, calm = grouped(make_llm(num_blocks=200, max_num_batched_tokens=64), policy)
-    assert found == expected
-    assert not any(plan.preempted for plan in calm)
-    lost = [(plan, [each for each in plan.preempted if each.reason != "itself"]) for plan in plans]
-    lost = [(plan, gone) for plan, gone in lost if gone]
-    assert any(len(gone) == 4 for _, gone in lost), "outputs that need blocks themselves go one by one"
-    for plan, gone in lost:
-        assert all(each.parked == (mode == "swap") for each in gone)
-        assert len({block for block, _ in plan.outs}) == len(plan.outs)
-
-
-def grouped(llm, policy):
-    """Answers to one request that grows, and to another of four outputs that came later; all plans."""
-    engine, plans = llm.engine, []
-    schedule = engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
-    compressor = None if policy is None else llm.compressor(config(policy))
-    long, wide = tiny.prompts((33, 50), seed=8)
-    first = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    second = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, n=4)
-    requests = [engine.add_request("a", long, first), engine.add_request("b", wide, second, compressor)]
-    while engine.has_unfinished:
-        engine.step()
-        engine.memory.check()
-    assert_idle(llm)
-    assert all(request.error is None for request in requests)
-    return [seq.token_ids for request in requests for seq in request.sequences], plans
-
-
 def test_without_prefix_caching(make_llm):
     options = {"enable_prefix_caching": False}
     swapped(make_llm, None, answers(make_llm(**options), None), **options)

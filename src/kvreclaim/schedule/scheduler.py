@@ -232,7 +232,7 @@ class Scheduler(Generic[Seq]):
             victim = self._victim() if step.shares is None else step.shares.largest(self._victims)
             reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
-            self._give_way(victim, seq, "itself" if victim is seq else reason, step)
+            self._preempt(victim, seq, "itself" if victim is seq else reason, step)
             if victim is seq:
                 return
         step.add(seq, *self._grow(seq, num_tokens))
@@ -381,15 +381,6 @@ class Scheduler(Generic[Seq]):
 
     def _has_seat(self, seq: Seq) -> bool:
         return sum(other.seats for other in self.running) + seq.seats <= self.max_num_seqs
-
-    def _give_way(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
-        """All outputs of a request that run give way together: alone one frees only what it does not share
-        with the others. Outputs of the needy one's own request go one by one."""
-        group = [victim]
-        if victim.request_id != needy.request_id:
-            group = [seq for seq in self.running if seq.request_id == victim.request_id]
-        for seq in reversed(group):
-            self._preempt(seq, needy, reason, step)
 
     def _preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
         """Take a sequence's blocks and its seat for one that needs some, itself maybe."""

@@ -34,7 +34,6 @@ class TieredMemory(WriteThrough):
         self._num_own = 0
         self._outs: list[Move] = []
         self._copied: dict[int, int] = {}
-        self._leaving: dict[int, int] = {}
 
     @property
     def num_parked(self) -> int:
@@ -52,13 +51,8 @@ class TieredMemory(WriteThrough):
     def num_to_park(self, seq_id: int) -> int:
         """Slots that have to be filled to park a sequence: for blocks that no slot holds yet."""
         table = self.table(seq_id)
-        rest = self._sources(table, len(self._slots_below(seq_id, table)))
-        return sum(block is not None and block not in self._leaving for block in rest)
-
-    def _sources(self, table: BlockTable, first: int) -> list[int | None]:
-        """Where the tokens of its entries from there on lie before this step's copies; None: a hole."""
-        held = table.block_ids[first : blocks_for(table.physical_len, self.block_size)]
-        return [None if block is None else self._copied.get(block, block) for block in held]
+        held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
+        return len(held) - held.count(None) - len(self._slots_below(seq_id, table))
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
         """Slots that hold, to the bit, what the first blocks of an exact sequence do: the same tokens,
@@ -77,8 +71,7 @@ class TieredMemory(WriteThrough):
 
     def park(self, seq_id: int) -> bool:
         """Let a sequence give its blocks back and keep what they hold, which is to be moved (`outs`) before
-        anything is written. Blocks that others have left in this step, too, are moved once. Returns: whether
-        there were slots; if not, nothing has changed.
+        anything is written. Returns: whether there were slots; if not, nothing has changed.
 
         One that has come back in this step has its slots still, and nothing is moved.
         """
@@ -87,20 +80,18 @@ class TieredMemory(WriteThrough):
             self._parked[seq_id] = self._resumed.pop(seq_id)
             self.free(seq_id)
             return True
-        below = self._slots_below(seq_id, table)
-        rest = self._sources(table, len(below))
-        there = [*below, *(self._leaving[block] for block in rest if block in self._leaving)]
-        new = [block for block in rest if block is not None and block not in self._leaving]
-        num_own = len(new)
-        for slot in there:
-            self.host.pool.touch(slot)
+        num_own = self.num_to_park(seq_id)
         if num_own > self.host.pool.num_free or self._num_own + num_own > self.max_parked:
-            self.host.pool.release(reversed(there))
             return False
-        moves = list(zip(new, self.host.pool.allocate(num_own), strict=True))
-        self._outs += moves
-        self._leaving.update(moves)
-        slots = (*below, *(None if block is None else self._leaving[block] for block in rest))
+        below = self._slots_below(seq_id, table)
+        for slot in below:
+            self.host.pool.touch(slot)
+        rest = table.block_ids[len(below) : blocks_for(table.physical_len, self.block_size)]
+        own = self.host.pool.allocate(num_own)
+        held = [block for block in rest if block is not None]
+        self._outs += ((self._copied.get(block, block), slot) for block, slot in zip(held, own, strict=True))
+        supply = iter(own)
+        slots = (*below, *(None if block is None else next(supply) for block in rest))
         self._num_own += num_own
         tail = table.begun(self.block_size)
         tail = None if tail is None else self._copied.get(tail, tail)
@@ -177,7 +168,6 @@ class TieredMemory(WriteThrough):
     def take_outs(self) -> list[Move]:
         """(block, slot) of sequences that were parked."""
         outs, self._outs = self._outs, []
-        self._leaving.clear()
         return outs
 
     def settle(self) -> None:
