@@ -65,7 +65,7 @@ class OneTenant(Scheduler[Sequence]):
             self._queue(victim, 0)
             if victim is seq:
                 return
-        step.add(seq, *self._grow(seq, num_tokens))
+        self._state.compute(seq, num_tokens, step)
 
     def _begins(self, seq, step) -> bool:
         if sum(other.seats for other in self.running) + seq.seats > self.max_num_seqs:
@@ -80,5 +80,5 @@ class OneTenant(Scheduler[Sequence]):
         seq.status = Status.RUNNING
         seq.num_computed = match.num_tokens
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens))
-        step.add(seq, *self._grow(seq, min(seq.next_chunk, step.budget)))
+        self._state.compute(seq, min(seq.next_chunk, step.budget), step)
         return True

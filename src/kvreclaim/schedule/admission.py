@@ -1,0 +1,153 @@
+"""Who that waits begins, and with what that is there already."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Generic
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.giving_way import GivingWay
+from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.room import known_growth, own_slots, slots_of_fork
+from kvreclaim.schedule.sequence import Status
+from kvreclaim.schedule.shares import Shares
+from kvreclaim.schedule.state import State
+from kvreclaim.schedule.step import Admitted
+
+
+class Admission(Generic[Seq]):
+    """Sequences that wait begin in their turn (Queue, Shares), as long as there is room for them."""
+
+    def __init__(self, state: State[Seq], giving_way: GivingWay[Seq]) -> None:
+        self.state = state
+        self.giving_way = giving_way
+
+    def all(self, step: Draft[Seq]) -> None:
+        """Let those that wait begin, in their turn, while there is room for them and their tokens."""
+        state = self.state
+        while not (step.pressed or step.failed) and step.budget > 0:
+            seq = state.waiting.next(step.num_running, step.skipped, step.deferred)
+            if seq is None or (step.refused and seq.priority > step.refused[0].seqs[0].priority):
+                break
+            if (tiers := state.tiers) is not None and tiers.must_wait(seq.seq_id):
+                step.deferred.add(seq.seq_id)
+                continue
+            if not step.room(seq):
+                step.skipped.add(seq.tenant)
+                continue
+            try:
+                if self._admit(seq, step):
+                    for line in step.refused:
+                        line.passed += 1
+                elif not self._may_pass(seq, step):
+                    break
+            except Exception as error:
+                state.fail(seq, step, error)
+
+    def hold_back(self, step: Draft[Seq], shares: Shares[Seq]) -> None:
+        """Where a tenant's first sequences begin, its first token waits for all that the step computes: no
+        other tenant decodes more tokens than these have, or half a part of the seats."""
+        state = self.state
+        ids = {one.seq_id for one in step.admitted}
+        begun = [seq for seq in state.running if seq.seq_id in ids]
+        counts = Counter(seq.tenant for seq in begun)
+        new = {tenant for tenant, count in counts.items() if shares.num_running(tenant) == count}
+        first = [seq for seq in begun if seq.tenant in new]
+        if not first:
+            return
+        most = max(shares.seats // 2, sum(step.rows[seq.seq_id][0].num_tokens for seq in first))
+        least, counts = max(seq.priority for seq in first), Counter()
+        for seq in state.running:
+            if seq.tenant not in new and seq.seq_id in step.rows and seq.priority >= least:
+                counts[seq.tenant] += 1
+                if counts[seq.tenant] > most and not seq.is_prefill:
+                    step.postpone(seq.seq_id)
+
+    def _may_pass(self, seq: Seq, step: Draft[Seq]) -> bool:
+        """Whether sequences of other tenants may begin though there is no room for this one, whose turn it
+        is: not for ever, unless it is its own tenant's that are in its way."""
+        state = self.state
+        line = state.waiting.line(seq.tenant)
+        if step.shares is None or step.tokens is None:
+            return False
+        step.skipped.add(seq.tenant)
+        step.tokens.forget_waiting(seq.tenant)
+        if step.shares.fills_itself(seq):
+            return True
+        step.refused.append(line)
+        return line.passed < state.max_num_seqs
+
+    def _admit(self, seq: Seq, step: Draft[Seq]) -> bool:
+        """Let one that waits begin. Returns: whether there was room, or others have given way."""
+        state = self.state
+        shares = step.shares
+        has_seat = shares.has_seat(seq) if shares is not None else self._has_seat(seq)
+        if not has_seat and (shares is None or not shares.may_ask_for_seat(seq)):
+            return False
+        snapshot = state.snapshots.find(seq) if not seq.num_computed else None
+        if snapshot is not None and has_seat:
+            return self._begin_as_fork(seq, snapshot, step)
+        parked, match = state.parked_in(seq), state.match(seq)
+        own, with_prompts = own_slots(seq, match, state.memory), shares is not None
+
+        def needed(running: Iterable[Seq]) -> int:
+            return own + known_growth(running, state.memory, prompts=with_prompts)
+
+        fits = has_seat and state.memory.can_admit(match, needed(state.running))
+        while has_seat and not fits and state.snapshots.give_way():
+            match = state.match(seq)
+            fits = state.memory.can_admit(match, needed(state.running))
+        if not fits:
+            victims = shares.victims(seq, match, needed) if shares is not None else []
+            if not victims:
+                return False
+            for victim in victims:
+                self.giving_way.preempt(victim, seq, "fairness", step)
+            match = state.match(seq)  # victims may have taken slots of the host
+        if parked is not None:
+            parked.resume(seq.seq_id, match)
+        else:
+            state.memory.admit(seq.seq_id, match, priority=seq.priority)
+            seq.num_computed = match.num_tokens
+        num_loaded = len(match.lower) * state.memory.block_size
+        self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None), step)
+        return True
+
+    def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
+        """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
+        state = self.state
+        size, shares = state.memory.block_size, step.shares
+
+        def fits() -> bool:
+            slots = slots_of_fork(seq, snapshot, state.memory)
+            slots += known_growth(state.running, state.memory, prompts=shares is not None)
+            return blocks_for(slots, size) <= state.memory.num_free
+
+        while not fits():
+            if not state.snapshots.give_way(snapshot):
+                if not state.running:  # it would hold its own snapshot's room for ever
+                    state.snapshots.drop(snapshot.snapshot_key)
+                    return self._admit(seq, step)
+                return False
+        parked = state.parked_in(snapshot)
+        if parked is not None:
+            parked.resume(snapshot.seq_id, parked.match_parked(snapshot.seq_id))
+        state.snapshots.begin(snapshot, seq)
+        begun = Admitted(seq.seq_id, seq.num_computed, snapshot=snapshot.seq_id, unparked=parked is not None)
+        self._begin(seq, begun, step)
+        return True
+
+    def _begin(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
+        """It has its blocks: it leaves the queue and computes its next tokens."""
+        state = self.state
+        state.waiting.begin(seq)
+        room = step.room(seq)
+        state.running.append(seq)
+        seq.status, seq.last_step = Status.RUNNING, state.num_steps
+        step.admitted.append(begun)
+        state.compute(seq, min(seq.next_chunk, room), step)
+
+    def _has_seat(self, seq: Seq) -> bool:
+        return sum(other.seats for other in self.state.running) + seq.seats <= self.state.max_num_seqs

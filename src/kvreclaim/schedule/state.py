@@ -1,0 +1,54 @@
+"""What all parts of the scheduler look at: who runs, who waits, and the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.queue import Queue, Seq
+from kvreclaim.schedule.snapshots import Snapshots
+from kvreclaim.schedule.step import Row
+
+
+@dataclass(slots=True, eq=False)
+class State(Generic[Seq]):
+    """running: in the order of admission; num_steps: planned so far, the one in the making included."""
+
+    memory: MemoryManager
+    max_num_seqs: int
+    waiting: Queue[Seq]
+    snapshots: Snapshots[Seq]
+    running: list[Seq] = field(default_factory=list)
+    num_steps: int = 0
+
+    @property
+    def tiers(self) -> TieredMemory | None:
+        """The memory, if there is something below the pool."""
+        return self.memory if isinstance(self.memory, TieredMemory) else None
+
+    def parked_in(self, seq: Seq) -> TieredMemory | None:
+        """The memory, if it keeps what this sequence's blocks held."""
+        tiers = self.tiers
+        return tiers if tiers is not None and tiers.is_parked(seq.seq_id) else None
+
+    def match(self, seq: Seq) -> PrefixMatch:
+        """What need not be computed of one that waits."""
+        if (parked := self.parked_in(seq)) is not None:
+            return parked.match_parked(seq.seq_id)
+        assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+        return self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+
+    def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
+        """Have a sequence compute its next tokens; there is room for them."""
+        row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=not seq.reads_sparsely)
+        step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens))
+
+    def fail(self, seq: Seq, step: Draft[Seq], error: Exception) -> None:
+        """Keep a sequence out of this step and of the queue; the caller ends its request."""
+        step.lose(seq.seq_id)
+        step.failed.append((seq.seq_id, error))
+        self.waiting.remove(seq)
