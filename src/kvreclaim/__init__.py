@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.config import SamplingParams
 from kvreclaim.places import real_model
 
@@ -13,7 +14,15 @@ if TYPE_CHECKING:
     from kvreclaim.engine.face.llm import LLM
 
 __version__ = version("kvreclaim")
-__all__ = ["LLM", "CompressionConfig", "SamplingParams", "__version__", "demo_model", "real_model"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompressionConfig",
+    "SamplingParams",
+    "__version__",
+    "demo_model",
+    "real_model",
+]
 
 _HOMES = {"LLM": "kvreclaim.engine.face.llm", "CompressionConfig": "kvreclaim.compression"}
 

@@ -103,7 +103,7 @@ class Admission(Generic[Seq]):
             victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
                 return False
-            for victim in victims:
+            for victim in (seq for seq in victims if seq.seq_id not in step.lost):
                 self.giving_way.preempt(victim, seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:

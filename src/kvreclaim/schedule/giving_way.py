@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as ListLike
+from itertools import islice
 from typing import Generic
 
 from kvreclaim.schedule.draft import Draft
@@ -31,8 +33,31 @@ class GivingWay(Generic[Seq]):
 
     def preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
         """Take a sequence's blocks and its seat for one that needs some, itself maybe."""
+        if victim.together:
+            self._preempt_all(victim, needy, reason, step)
+        else:
+            self._preempt(victim, needy, reason, step, self._park(victim, step))
+            self.state.waiting.add_back(victim)
+
+    def _preempt_all(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
+        """Sequences that run together: the first one waits for all of them, and is computed again up to where
+        they part; there the others fork from it."""
+        group = [seq for seq in self.state.running if seq.first_id == victim.first_id]
+        first = min(group, key=lambda seq: seq.index)
+        unborn = first.followers  # it was on its way to where they part
+        for seq in reversed(group):
+            self._preempt(seq, needy, reason, step, parked=False)
+        if len(group) > 1:
+            first.followers = [seq for seq in group if seq is not first]
+            first.seats = len(group)
+            first.fork_at = common_length([seq.token_ids for seq in group])
+        assert len(group) == 1 or not unborn, f"sequence {first.seq_id} runs beside those that wait for it"
+        self.state.waiting.add_back(first)
+
+    def _preempt(
+        self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq], parked: bool
+    ) -> None:
         state = self.state
-        parked = self._park(victim, step)
         logger.info(
             "request %s (output %d, priority %d) is preempted for request %s (priority %d), reason %s: "
             "%d of %d blocks in use, %d tokens to %s",
@@ -52,7 +77,6 @@ class GivingWay(Generic[Seq]):
             state.memory.free(victim.seq_id)
             victim.reset()
         victim.status = Status.WAITING
-        state.waiting.add_back(victim)
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
     def _park(self, victim: Seq, step: Draft[Seq]) -> bool:
@@ -65,3 +89,10 @@ class GivingWay(Generic[Seq]):
         if begun is not None:
             return begun.resumed and tiers.park(victim.seq_id)
         return self.preemption.swaps(victim, tiers) and tiers.park(victim.seq_id)
+
+
+def common_length(tokens: ListLike[ListLike[int]]) -> int:
+    """Leading tokens that all have, less than the shortest one's."""
+    least = min(map(len, tokens)) - 1
+    places = zip(*(islice(each, least) for each in tokens), strict=True)
+    return next((place for place, each in enumerate(places) if len(set(each)) > 1), least)

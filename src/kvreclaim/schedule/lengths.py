@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.footprint import Footprint
 
 
@@ -16,3 +17,15 @@ def longest_output(num_prompt: int, limit: int, footprint: Footprint, num_blocks
     if excess <= 0:
         return limit
     return num_blocks * footprint.block_size if footprint.bounded else limit - excess
+
+
+def most_blocks(width: int, num_prompt: int, length: int, footprint: Footprint) -> int:
+    """That so many sequences of this length take, which share a prompt's full blocks until a pass makes a
+    block their own."""
+    size = footprint.block_size
+    each = blocks_for(footprint.slots_needed(num_prompt, length), size)
+    first_pass = footprint.first_pass(num_prompt)
+    if footprint.way.moves and first_pass is not None and first_pass < length:
+        return width * each
+    shared = num_prompt // size
+    return shared + width * (blocks_for(length, size) - shared)

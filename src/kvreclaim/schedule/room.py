@@ -21,7 +21,20 @@ def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
     if seq.footprint.way.moves and first_pass is not None and first_pass < known:
         # Its blocks are its own from then on, while others go on holding those that it shared.
         slots += memory.num_shared(match) * memory.block_size
-    return slots + len(match.lower) * memory.block_size
+    return slots + len(match.lower) * memory.block_size + _slots_of_followers(seq, memory.block_size)
+
+
+def _slots_of_followers(seq: Sequence, size: int) -> int:
+    """Of those that will fork from it: what comes behind the common tokens, all where passes make blocks
+    their own."""
+    slots = 0
+    for follower in seq.followers:
+        known = len(follower.token_ids)
+        if seq.footprint.way.moves and seq.footprint.bounded:
+            slots += blocks_for(seq.footprint.slots_needed(seq.num_prompt, known), size) * size
+        else:
+            slots += (blocks_for(known, size) - seq.fork_at // size) * size
+    return slots
 
 
 def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> int:

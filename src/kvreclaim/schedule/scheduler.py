@@ -105,12 +105,24 @@ class Scheduler(Generic[Seq]):
         if len(self.running) >= self.max_num_seqs:
             self.waiting.insert(child)
             return False
+        self._run_as_fork(parent, child)
+        return True
+
+    def fork_followers(self, leader: Seq) -> list[Seq]:
+        """Let those that wait for it run, too: it has computed the tokens that all of them have."""
+        followers, leader.followers, leader.seats = leader.followers, [], 1
+        for seq in followers:  # its later blocks are other ones: no key of its leader's beyond is its own
+            seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
+            self._run_as_fork(leader, seq)
+        return followers
+
+    def _run_as_fork(self, parent: Seq, child: Seq) -> None:
+        assert child.keys is not None, f"sequence {child.seq_id} has no keys"
         child.num_computed = parent.num_computed
         child.account = parent.account.fork()
         self.memory.fork(parent.seq_id, child.seq_id, child.keys)
-        child.status = Status.RUNNING
+        child.status, child.last_step = Status.RUNNING, self.num_steps
         self.running.append(child)
-        return True
 
     def remove(self, seq: Seq) -> None:
         """Forget a sequence wherever it is and return its blocks; one that is not known is ignored."""
@@ -237,6 +249,6 @@ class Scheduler(Generic[Seq]):
             reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
             giving_way.preempt(victim, seq, "itself" if victim is seq else reason, step)
-            if victim is seq:
+            if seq.seq_id in step.lost:
                 return
         self._state.compute(seq, num_tokens, step)

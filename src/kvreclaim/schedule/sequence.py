@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.schedule.account import Account
@@ -36,6 +37,10 @@ class Sequence:
     lasting:      its blocks' bytes are all that belongs to them
     snapshot_key: names all that what a pass at its footprint's compress_at leaves depends on; None: it is not
                   to be kept, nor found
+    together:     its request's sequences run all or none: seats for its forks are kept whoever wants them, and
+                  one that gives way takes the others with it
+    followers:    of one of these that is computed again: the others, which fork from it behind their common
+                  tokens, fork_at of them
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
     """
 
@@ -58,12 +63,20 @@ class Sequence:
     last_step: int = 0
     lasting: bool = True
     snapshot_key: Hashable = None
+    together: bool = False
+    followers: list[Self] = field(default_factory=list)
+    fork_at: int = 0
     keys: BlockKeys | None = None
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Its place by importance and arrival, the least first; a request's outputs stand together."""
         return self.priority, self.first_id, self.index
+
+    @property
+    def kept_seats(self) -> int:
+        """Of its seats those that nobody else may take, whatever they are waited for."""
+        return self.seats if self.together else 1
 
     @property
     def num_generated(self) -> int:
@@ -97,12 +110,16 @@ class Sequence:
     def next_chunk(self) -> int:
         """Tokens that may be computed in one go."""
         limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)
+        if self.followers:
+            limit = min(limit, self.fork_at - self.num_computed)
         return min(self.num_uncomputed, limit)
 
     @property
     def hit_limit(self) -> int:
         """Leading tokens that a prefix hit may cover."""
         limit = self.footprint.hit_limit(self.num_prompt, len(self.token_ids))
+        if self.followers:
+            limit = min(limit, self.fork_at - 1)
         return limit if self.most_hit is None else min(limit, self.most_hit)
 
     def reset(self) -> None:

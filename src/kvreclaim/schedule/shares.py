@@ -10,6 +10,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq, Tenant
+from kvreclaim.schedule.sequence import Sequence
 from kvreclaim.schedule.victims import VictimOrder
 
 FRACTION = 32
@@ -44,7 +45,7 @@ class Shares(Generic[Seq]):
     def has_seat(self, seq: Seq) -> bool:
         """Whether there is one now. Seats kept for forks to come are kept from their own tenant, and from
         those that have their part; forks that find none left wait."""
-        if len(self._running) >= self._max_num_seqs:
+        if _kept_seats(self._running) + seq.kept_seats > self._max_num_seqs:
             return False
         every = sum(other.seats for other in self._running) + seq.seats
         return every <= self._max_num_seqs or self.may_ask_for_seat(seq)
@@ -77,7 +78,8 @@ class Shares(Generic[Seq]):
         rest, gone = list(self._running), []
         released, freed, refs = Counter[int](), 0, self._memory.pool.refs
         hits, spare, size = set(match.block_ids), self._memory.num_spare(match), self._memory.block_size
-        while (crowded := len(rest) >= self._max_num_seqs) or blocks_for(needed(rest), size) > spare + freed:
+        most = self._max_num_seqs - seq.kept_seats
+        while (crowded := _kept_seats(rest) > most) or blocks_for(needed(rest), size) > spare + freed:
             above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, rest)
             if not above:
                 return []
@@ -91,7 +93,9 @@ class Shares(Generic[Seq]):
 
     def _above_seats(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
         """Tenants that hold more seats than their part, while this one's has not got its part."""
-        counts = Counter(other.tenant for other in rest)
+        counts = Counter[Tenant]()
+        for other in rest:
+            counts[other.tenant] += other.kept_seats
         if counts[seq.tenant] >= self.seats:
             return {}
         least = {other.tenant for other in rest if other.priority >= seq.priority}
@@ -102,7 +106,7 @@ class Shares(Generic[Seq]):
         slots = seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids))
         if self._held(seq.tenant, rest) + blocks_for(slots, self._memory.block_size) > self.blocks:
             return {}
-        counts = Counter(other.tenant for other in rest)
+        counts = Counter(tenant for tenant, _ in {(other.tenant, _unit(other)) for other in rest})
         least = {other.tenant for other in rest if other.priority >= seq.priority}
         may = [each for each in least if each != seq.tenant and counts[each] > 1]
         held = {each: self._held(each, rest) for each in may}
@@ -163,3 +167,12 @@ def _last(running: list[Seq], tenant: Tenant) -> Seq:
     """Of a tenant's the least important, and of these the one admitted last."""
     own = [(seq.priority, place) for place, seq in enumerate(running) if seq.tenant == tenant]
     return running[max(own)[1]]
+
+
+def _kept_seats(running: Iterable[Sequence]) -> int:
+    return sum(seq.kept_seats for seq in running)
+
+
+def _unit(seq: Sequence) -> int:
+    """What gives way with it: those that run together are one."""
+    return seq.first_id if seq.together else seq.seq_id

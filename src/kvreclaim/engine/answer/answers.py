@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.engine.answer.logprobs import report_prompt
 from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
 from kvreclaim.engine.core.lifecycle import Lifecycle
-from kvreclaim.engine.core.request import Request, Scheduled, Sequence
+from kvreclaim.engine.core.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.memory.blocks import blocks_for
@@ -69,6 +69,8 @@ class Answers:
     def take(self, looked: Looked) -> None:
         """After the step's tokens have been committed: draw, score, and compress who is due."""
         draws: list[tuple[Sequence, int]] = []
+        self._part([item.seq for item, _, _ in looked.sound])
+        searches: dict[str, tuple[Request, Beams]] = {}
         for item, positions, rows in looked.sound:
             seq, request = item.seq, item.seq.request
             if not positions or seq.finish_reason is not None:
@@ -78,12 +80,57 @@ class Answers:
                 self._note_prompt(seq, positions, looked.logits[rows])
             if request.scores is not None:
                 self._score(seq, positions, looked.logits[rows])
-            elif positions.stop == len(seq.token_ids):
+            elif positions.stop < len(seq.token_ids):
+                continue
+            elif request.beams is not None:
+                request.beams.rows[seq.seq_id] = looked.logits[rows.stop - 1]
+                searches[request.request_id] = request, request.beams
+            else:
                 draws.append((seq, rows.stop - 1))
         self._draw(draws, looked.logits, looked.best)
+        self._search(list(searches.values()))
         computed = {item.seq.seq_id: item.seq for item, _, _ in looked.sound}
         waiting = (seq for seq in self.lifecycle.scheduler.running if seq.seq_id not in computed)
         self.compress([*computed.values(), *(seq for seq in waiting if seq.is_due)])
+
+    def _part(self, sequences: list[Sequence]) -> None:
+        """Those that others fork from, and that have come to where these part, after a pass that is due."""
+        leaders = [seq for seq in sequences if seq.followers and seq.num_computed == seq.fork_at]
+        self.compress(leaders)
+        for seq in leaders:
+            if seq.finish_reason is None:
+                with self.lifecycle.contained(seq.request, "forking the beams of"):
+                    self.lifecycle.fork_followers(seq)
+
+    def _search(self, searches: list[tuple[Request, Beams]]) -> None:
+        """The next beams of requests all of whose beams have been computed; others keep what they have."""
+        ready = []
+        for request, beams in searches:
+            if request.finished:
+                continue
+            if all(seq.seq_id in beams.rows for seq in request.sequences):
+                ready.append((request, beams))
+            else:  # the logits' place may be written again
+                beams.rows = {seq_id: row.clone() for seq_id, row in beams.rows.items()}
+        self.compress([request.sequences[0] for request, beams in ready if not beams.begun])
+        for request, beams in ready:
+            if not request.finished:
+                with self.lifecycle.contained(request, "searching for"):
+                    self._choose(request, beams)
+
+    def _choose(self, request: Request, beams: Beams) -> None:
+        rows = torch.stack([beams.rows[seq.seq_id] for seq in request.sequences])
+        beams.rows.clear()
+        if not beams.begun:
+            beams.begun = True
+            rows = rows.expand(request.num_seats, -1)
+            request.metrics.ttft_s = time.perf_counter() - request.arrival_s
+        chosen = beams.search.step(rows)
+        if chosen:
+            self.lifecycle.reorder(request, chosen)
+            self.totals.generation_tokens += len(chosen)
+        else:
+            self.lifecycle.conclude(request)
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Bring those that are due back to their budgets."""

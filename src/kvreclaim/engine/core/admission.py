@@ -9,11 +9,12 @@ from zlib import crc32
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.lengths import excess_slots, longest_output
+from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
 from kvreclaim.schedule.limits import check_blocks
 
 
@@ -155,3 +156,34 @@ def output_limit(
     assert config.num_blocks is not None, "the engine's limits are set"
     limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
     return longest_output(num_prompt, limit, footprint, config.num_blocks)
+
+
+def check_beams(
+    search: BeamSearch, num_prompt: int, footprint: Footprint, config: EngineConfig, vocab_size: int
+) -> None:
+    """Raise InvalidArgumentError or RequestTooLongError for a beam search that can never run to its end: all
+    its beams run at once."""
+    width = search.params.beam_width
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        require(
+            width <= getattr(config, name),
+            f"beam_width is {width}, but {name} is {getattr(config, name)}, and all beams run at once; lower "
+            f"beam_width or raise {name}.",
+            "beam_width",
+        )
+    candidates = search.num_candidates(width, len(search.eos))
+    require(
+        candidates <= width * vocab_size,
+        f"beam_width is {width}: its steps choose from {candidates} candidates, but the vocabulary has "
+        f"{vocab_size} tokens a beam; use a model with more, or ignore_eos.",
+        "beam_width",
+    )
+    assert config.num_blocks is not None, "the engine's limits are set"
+    needed = most_blocks(width, num_prompt, num_prompt + search.max_tokens, footprint)
+    if needed > config.num_blocks:
+        raise RequestTooLongError(
+            f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
+            f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the prompt, "
+            "or raise num_blocks.",
+            field="beam_width",
+        )

@@ -10,10 +10,13 @@ from functools import cached_property
 
 import torch
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.answers import Answers, Looked
+from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.core.admission import (
+    check_beams,
     check_length,
     check_priority,
     check_prompt,
@@ -22,7 +25,7 @@ from kvreclaim.engine.core.admission import (
 )
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
-from kvreclaim.engine.core.request import Request, Scheduled, Scores
+from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
 from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
@@ -152,6 +155,7 @@ class Engine:
         retention: Sequence[Retention] = (),
         tenant: str | None = None,
         compress_at: int | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
@@ -160,6 +164,7 @@ class Engine:
         tenant:    for whom: tenants get fair shares of the engine
         compress_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
                    kept for requests that begin with the same tokens and say the same
+        beams:     search instead of drawing; params are then its `sampling`
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -174,10 +179,16 @@ class Engine:
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
         max_len = output_limit(*lengths, params.max_tokens, footprint, self.config)
+        search = None
+        if beams is not None:
+            eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
+            search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
+            check_beams(search, len(prompt_token_ids), footprint, self.config, self.loaded.vocab_size)
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
+        request.beams = None if search is None else Beams(search)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
         elif params.prompt_logprobs is not None:

@@ -14,6 +14,7 @@ import torch
 
 from kvreclaim.compression import Signal
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.answer.beam_search import Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
@@ -63,7 +64,7 @@ class Lifecycle:
     def begin(self, request: Request, token_ids: list[int], footprint: Footprint) -> None:
         """Queue the request with its first sequence."""
         seq = self._new_sequence(request, 0, token_ids, footprint)
-        seq.seats = request.params.n
+        seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
             beginning = array("q", token_ids[: footprint.compress_at]).tobytes()
             seq.snapshot_key = seq.cache_salt, request.compressor.config, beginning
@@ -81,10 +82,79 @@ class Lifecycle:
         for index in range(1, request.params.n):
             child = self._new_sequence(request, index, list(parent.token_ids), parent.footprint)
             if self.scheduler.fork(parent, child):
-                child.state = parent.state.fork()
-                self.signals.fork(parent.seq_id, child.seq_id)
+                self._copy(parent, child)
             children.append(child)
         return children
+
+    def fork_followers(self, leader: Sequence) -> None:
+        """One that is computed again for others, too, has the tokens that all of them have."""
+        for follower in self.scheduler.fork_followers(leader):
+            self._copy(leader, follower)
+
+    def reorder(self, request: Request, chosen: list[tuple[int, int]]) -> None:
+        """The next beams, the best one first: each goes on from one of the sequences with a token. A sequence
+        that none goes on from gives its blocks back, one that several go on from is forked."""
+        before, beams = request.sequences, request.beams
+        assert beams is not None, f"request {request.request_id} is no beam search"
+        parents = [before[min(beam, len(before) - 1)] for beam, _ in chosen]
+        for seq in before:
+            seq.seats = 1
+            if seq not in parents:
+                beams.retire(seq)
+                seq.finish_reason = "abort"
+                self._release(seq)
+        request.sequences = list(dict.fromkeys(parents))
+        moved: set[int] = set()
+        after = []
+        for parent in parents:
+            is_free = parent.seq_id not in moved
+            moved.add(parent.seq_id)
+            after.append(parent if is_free else self._branch(parent))
+        for index, (seq, (_, token)) in enumerate(zip(after, chosen, strict=True)):
+            seq.index = index
+            seq.token_ids.append(token)
+        request.sequences = after
+
+    def conclude(self, request: Request) -> None:
+        """A beam search is over: its outputs take the place of the beams."""
+        beams = request.beams
+        assert beams is not None, f"request {request.request_id} is no beam search"
+        for seq in request.sequences:
+            beams.retire(seq)
+        found = [self._concluded(request, *item) for item in enumerate(beams.search.best())]
+        self.end_request(request, "stop" if beams.search.best()[0].ended else "length")
+        request.sequences = found
+
+    def _branch(self, parent: Sequence) -> Sequence:
+        child = self._new_sequence(parent.request, 0, list(parent.token_ids), parent.footprint)
+        has_run = self.scheduler.fork(parent, child)
+        assert has_run, f"no seat is left for a beam of request {parent.request_id}"
+        self._copy(parent, child)
+        return child
+
+    def _copy(self, parent: Sequence, child: Sequence) -> None:
+        """It holds its parent's blocks: it begins with all that goes with them."""
+        child.state = parent.state.fork()
+        self.signals.fork(parent.seq_id, child.seq_id)
+
+    def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
+        seq = Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request.request_id,
+            token_ids=[*request.prompt_token_ids, *found.token_ids],
+            num_prompt=len(request.prompt_token_ids),
+            max_len=request.max_len,
+            index=index,
+            request=request,
+            finish_reason="stop" if found.ended else "length",
+            hypothesis=found,
+        )
+        if self.loaded.tokenizer is not None:
+            seq.detokenizer = Detokenizer(self.loaded.tokenizer, ())
+            for token in found.token_ids:
+                seq.detokenizer.append(token, may_stop=False)
+            seq.detokenizer.finish()
+        return seq
 
     def follow(self, plan: StepPlan) -> list[Scheduled]:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
@@ -95,6 +165,8 @@ class Lifecycle:
                 self.totals.swaps += 1
             else:
                 self.signals.drop(lost.seq_id)
+            if seq.request.beams is not None:
+                seq.request.beams.rows.clear()
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
         for seq_id in plan.parked:
@@ -208,6 +280,9 @@ class Lifecycle:
         if request.finished:
             request.metrics.e2e_s = time.perf_counter() - request.arrival_s
             self.requests.pop(request.request_id, None)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
         try:
             self.scheduler.remove(seq)
@@ -215,7 +290,7 @@ class Lifecycle:
             if self.tiers is not None:
                 self.tiers.parking.drop(seq.seq_id)
         except Exception:
-            logger.exception("returning the blocks of request %s failed", request.request_id)
+            logger.exception("returning the blocks of request %s failed", seq.request_id)
 
     def _new_sequence(
         self, request: Request, index: int, token_ids: list[int], footprint: Footprint
@@ -224,7 +299,9 @@ class Lifecycle:
         generator = None
         if params.temperature > 0:
             generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
-        detokenizer = Detokenizer(tokenizer, params.stop_strings) if tokenizer is not None else None
+        detokenizer = None
+        if tokenizer is not None and request.beams is None:
+            detokenizer = Detokenizer(tokenizer, params.stop_strings)
         seq_id = next(self._seq_ids)
         seq = Sequence(
             seq_id=seq_id,
@@ -233,7 +310,7 @@ class Lifecycle:
             num_prompt=len(request.prompt_token_ids),
             max_len=request.max_len,
             index=index,
-            first_id=request.sequences[0].seq_id if request.sequences else seq_id,
+            first_id=request.sequences[0].first_id if request.sequences else seq_id,
             footprint=footprint,
             priority=request.priority,
             tenant=request.tenant,
@@ -242,6 +319,7 @@ class Lifecycle:
             request=request,
             generator=generator,
             detokenizer=detokenizer,
+            together=request.beams is not None,
         )
         self.sequences[seq_id] = seq
         request.sequences.append(seq)

@@ -53,6 +53,8 @@ class CompletionOutput:
                     everything again at each token copies nothing
     logprobs:       None unless they were asked for
     stop_reason:    the stop string or token id that ended it; None for end-of-sequence or a length limit
+    cumulative_logprob: of a beam search: of its tokens
+    sequences_scores: of a beam search: the same over the tokens' number to the power of length_penalty
     """
 
     index: int
@@ -61,6 +63,8 @@ class CompletionOutput:
     reports: Grown[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    sequences_scores: float | None = None
 
     @cached_property
     def token_ids(self) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from kvreclaim import schedule
 from kvreclaim.compression import Compressor
 from kvreclaim.config import SamplingParams
+from kvreclaim.engine.answer.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.answer.sampler import SampleRow
 from kvreclaim.engine.core.outputs import (
@@ -26,6 +27,7 @@ from kvreclaim.engine.core.outputs import (
 )
 from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
+from kvreclaim.schedule.account import Account
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,6 +37,7 @@ class Sequence(schedule.Sequence):
     state:      what its way of compressing remembers
     row_cache:  (version, block ids) of the block table as the kernels want it
     cell_cache: (version, cells of each head), where heads have their own tables
+    hypothesis: that it says, where it is what a beam search has come to
     """
 
     token_ids: list[int]
@@ -49,6 +52,7 @@ class Sequence(schedule.Sequence):
     answer_blocks: int = 0
     row_cache: tuple[int, np.ndarray] | None = None
     cell_cache: tuple[int, np.ndarray] | None = None
+    hypothesis: Hypothesis | None = None
 
     @property
     def waits_for_fork(self) -> bool:
@@ -86,6 +90,8 @@ class Sequence(schedule.Sequence):
             reports=Grown(self.logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            cumulative_logprob=self.hypothesis and self.hypothesis.cumulative,
+            sequences_scores=self.hypothesis and self.hypothesis.score,
         )
 
 
@@ -125,6 +131,34 @@ class Scores:
 
 
 @dataclass(slots=True, eq=False)
+class Beams:
+    """A request's beam search, and what its sequences, the beams, have come to.
+
+    rows:   by seq_id: logits [V] of beams whose siblings have to be computed before anything is chosen
+    begun:  the first choice has been made: before, one sequence stands for all beams
+    spent:  what compression did to beams that are no more, and what rounding moved there
+    """
+
+    search: BeamSearch
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    begun: bool = False
+    spent: Account = field(default_factory=Account)
+    rounded: int = 0
+    peak_blocks: int = 0
+    answer_blocks: int = 0
+
+    def retire(self, seq: Sequence) -> None:
+        """A beam ends."""
+        gone, spent = seq.account, self.spent
+        spent.num_evicted += gone.num_evicted - gone.inherited_evicted
+        for name in ("blocks_freed", "blocks_perfect", "compactions", "postponed"):
+            setattr(spent, name, getattr(spent, name) + getattr(gone, name))
+        self.rounded += seq.state.rounded
+        self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
+        self.answer_blocks = max(self.answer_blocks, seq.answer_blocks)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt on its way through the engine.
 
@@ -136,6 +170,7 @@ class Request:
     scores:    None for generation; else the given continuation is scored and nothing is drawn
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
+    beams:     None unless it is a beam search
     """
 
     request_id: str
@@ -155,6 +190,17 @@ class Request:
     arrival_s: float = field(default_factory=time.perf_counter)
     error: str | None = None
     prompt_done: bool = False
+    beams: Beams | None = None
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that it will have at a time."""
+        return self.params.n if self.beams is None else self.beams.search.params.beam_width
+
+    @property
+    def shown(self) -> list[Sequence]:
+        """The outputs that a caller sees: beams may all be others in the end."""
+        return [] if self.beams is not None and not self.finished else self.sequences
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -173,14 +219,19 @@ class Request:
         m.num_prompt_tokens = len(self.prompt_token_ids)
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
         accounts = [seq.account for seq in self.sequences]
+        peaks = [(seq.peak_blocks, seq.answer_blocks) for seq in self.sequences]
+        m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)
+        if self.beams is not None:
+            accounts.append(self.beams.spent)
+            peaks.append((self.beams.peak_blocks, self.beams.answer_blocks))
+            m.tokens_lost_to_rounding += self.beams.rounded
         m.tokens_evicted = sum(a.num_evicted - a.inherited_evicted for a in accounts)
         m.blocks_freed = sum(a.blocks_freed for a in accounts)
         m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
-        m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)
         m.compactions = sum(a.compactions for a in accounts)
         m.compactions_postponed = sum(a.postponed for a in accounts)
-        m.peak_blocks = max((seq.peak_blocks for seq in self.sequences), default=0)
-        m.answer_blocks = max((seq.answer_blocks for seq in self.sequences), default=0)
+        m.peak_blocks = max((peak for peak, _ in peaks), default=0)
+        m.answer_blocks = max((peak for _, peak in peaks), default=0)
         return replace(m)
 
     def output(self) -> RequestOutput:
@@ -188,7 +239,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[seq.output() for seq in sorted(self.sequences, key=lambda s: s.index)],
+            outputs=[seq.output() for seq in sorted(self.shown, key=lambda s: s.index)],
             finished=self.finished,
             metrics=self.collect_metrics(),
             error=self.error,

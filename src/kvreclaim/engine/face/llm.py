@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.core.engine import Engine
@@ -137,6 +138,36 @@ class LLM:
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = False,
+        on_step: OnStep | None = None,
+    ) -> list[RequestOutput]:
+        """The likeliest outputs of each prompt, as transformers' generate(num_beams=...) finds them; of each
+        the best num_return_sequences, with cumulative_logprob and sequences_scores.
+
+        Beams share the blocks of what they have in common. Arguments as `generate` has them.
+
+        Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
+        """
+        batch = _as_list(prompts)
+        given = BeamSearchParams() if params is None else params
+        beams = _one_each(given, len(batch), "params")
+        for each in beams:
+            _check_type(each, BeamSearchParams, "params")
+        none = [None] * len(batch)
+        configs = _one_each(compression, len(batch), "compression")
+        ranks = _one_each(priority, len(batch), "priority")
+        sampling = [each.sampling for each in beams]
+        requests = self._add_all(list(zip(batch, sampling, configs, ranks, none, none, beams, strict=True)))
+        self._run(requests, use_tqdm, on_step)
+        return [request.output() for request in requests]
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -255,6 +286,7 @@ class LLM:
         priority: int = 0,
         continuation: list[int] | None = None,
         compress_at: int | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
         config = config if config is not None else self.compression
@@ -271,6 +303,7 @@ class LLM:
             continuation=continuation,
             priority=priority,
             compress_at=compress_at,
+            beams=beams,
         )
 
     def _tokens(self, prompt: Prompt) -> list[int]:

@@ -184,9 +184,9 @@ class Cursor:
     def advance(self) -> Update:
         """Everything that is new since the last call."""
         request, finished = self.request, self.request.finished
-        if len(self.places) < len(request.sequences):
+        if len(self.places) < len(shown := request.shown):
             num_prompt = len(request.prompt_token_ids)
-            self.places += [Place(seq, num_prompt) for seq in request.sequences[len(self.places) :]]
+            self.places += [Place(seq, num_prompt) for seq in shown[len(self.places) :]]
         deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
         if self.begun and not finished:
             return Update(deltas, error=request.error)
