@@ -37,8 +37,8 @@ class Sequence:
     lasting:      its blocks' bytes are all that belongs to them
     snapshot_key: names all that what a pass at its footprint's compress_at leaves depends on; None: it is not
                   to be kept, nor found
-    together:     its request's sequences run all or none: seats for its forks are kept whoever wants them, and
-                  one that gives way takes the others with it
+    together:     its request's sequences run all or none: nobody else gets the seats of its forks, and one
+                  that gives way takes the others with it
     followers:    of one of these that is computed again: the others, which fork from it behind their common
                   tokens, fork_at of them
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow

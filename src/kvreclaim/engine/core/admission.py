@@ -183,7 +183,7 @@ def check_beams(
     if needed > config.num_blocks:
         raise RequestTooLongError(
             f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
-            f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the prompt, "
-            "or raise num_blocks.",
+            f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
+            "prompt, or raise num_blocks.",
             field="beam_width",
         )

@@ -83,6 +83,7 @@ class Sequence(schedule.Sequence):
         return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
 
     def output(self) -> CompletionOutput:
+        found = self.hypothesis
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text if self.detokenizer else "",
@@ -90,8 +91,8 @@ class Sequence(schedule.Sequence):
             reports=Grown(self.logprobs) if self.request.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            cumulative_logprob=self.hypothesis and self.hypothesis.cumulative,
-            sequences_scores=self.hypothesis and self.hypothesis.score,
+            cumulative_logprob=None if found is None else found.cumulative,
+            sequences_scores=None if found is None else found.score,
         )
 
 
