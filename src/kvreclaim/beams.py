@@ -60,7 +60,7 @@ class BeamSearchParams:
     def sampling(self) -> SamplingParams:
         """What else of a request goes by these."""
         return SamplingParams(
-            temperature=0.0,
+            n=self.num_return_sequences,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             cache_salt=self.cache_salt,

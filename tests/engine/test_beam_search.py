@@ -106,7 +106,7 @@ def test_ids_and_scores_are_those_of_transformers(ending_dir):
             assert found.sequences_scores == pytest.approx(found.cumulative_logprob / length, rel=1e-6)
             assert (found.finish_reason == "stop") == (found.token_ids[-1] in (7, 100, 30))
             ended += found.finish_reason == "stop"
-    assert ended > 10, "the end tokens were to be met"
+    assert ended > 5, "the end tokens were to be met"
     assert_idle(llm)
 
 

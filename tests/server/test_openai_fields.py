@@ -13,7 +13,7 @@ from steering import Asking, paused, until
 from talking import GREEDY, OTHER_NAME, PROMPT, Talker, talker
 from test_openai_sampling import SAMPLING
 
-from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim import BeamSearchParams, CompressionConfig, SamplingParams
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 
@@ -252,6 +252,37 @@ def check_compress_at(server: Talker) -> None:
         given = server.completion(prompt=prompt, **GREEDY, **extra)
         assert given["choices"][0]["text"] == expected.outputs[0].text
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def beams(server: Talker, **fields) -> list[tuple[str, float]]:
+    given = server.completion(prompt=PROMPT, max_tokens=12, use_beam_search=True, **fields)
+    return [(choice["text"], round(choice["sequences_scores"], 3)) for choice in given["choices"]]
+
+
+def searched(server: Talker, **params) -> list[tuple[str, float]]:
+    (found,) = server.oracle.beam_search(PROMPT, BeamSearchParams(max_tokens=12, **params))
+    return [(each.text, round(each.sequences_scores, 3)) for each in found.outputs]
+
+
+def check_use_beam_search(server: Talker) -> None:
+    assert beams(server, n=2) == searched(server, beam_width=2, num_return_sequences=2)
+
+
+def check_beam_width(server: Talker) -> None:
+    assert beams(server, beam_width=4) == searched(server, beam_width=4)
+
+
+def check_length_penalty(server: Talker) -> None:
+    assert beams(server, n=2, length_penalty=0.0) == searched(
+        server, beam_width=2, num_return_sequences=2, length_penalty=0.0
+    )
+
+
+def check_early_stopping(server: Talker) -> None:
+    for early in (True, "never"):
+        assert beams(server, beam_width=3, early_stopping=early) == searched(
+            server, beam_width=3, early_stopping=early
+        )
 
 
 CHECKS: dict[str, Callable[[Talker], None]] = {

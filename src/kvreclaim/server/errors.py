@@ -50,7 +50,16 @@ PROMPT_FIELDS = {
 }
 ENGINE_FIELDS = {"compression": "kv_compression"} | {
     name: name
-    for name in ("n", "priority", "stop", "stop_token_ids", "logit_bias", "prompt_logprobs", "compress_at")
+    for name in (
+        "n",
+        "priority",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "prompt_logprobs",
+        "compress_at",
+        "beam_width",
+    )
 }
 """The engine's arguments, the prompt apart, and what requests call them."""
 

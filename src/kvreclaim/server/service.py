@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_text
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
@@ -46,6 +47,12 @@ class Prompt:
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
     compress_at: int | None = None
+    beams: BeamSearchParams | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """That run for it at once."""
+        return self.params.n if self.beams is None else self.beams.beam_width
 
 
 class Service:
@@ -154,7 +161,7 @@ class Service:
 
         Their ids are request_id, or request_id-0, request_id-1, ... of several.
         """
-        tenant, n = prompts[0].tenant, prompts[0].params.n
+        tenant, n = prompts[0].tenant, prompts[0].num_sequences
         self.check_room(tenant, len(prompts), n)
         with self.room.take(tenant, len(prompts) * n):
             async with self._queued(request_id, prompts) as streams:
@@ -172,6 +179,7 @@ class Service:
                 retention=prompt.retention,
                 tenant=prompt.tenant,
                 compress_at=prompt.compress_at,
+                beams=prompt.beams,
             )
             for index, prompt in enumerate(prompts)
         ]

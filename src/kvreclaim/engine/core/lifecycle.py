@@ -297,7 +297,7 @@ class Lifecycle:
     ) -> Sequence:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
-        if params.temperature > 0:
+        if params.temperature > 0 and request.beams is None:
             generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = None
         if tokenizer is not None and request.beams is None:

@@ -69,6 +69,7 @@ class Host:
                     retention=new.retention,
                     tenant=new.tenant,
                     compress_at=new.compress_at,
+                    beams=new.beams,
                 )
                 requests.append(request)
         except BaseException:
@@ -218,4 +219,6 @@ class Place:
         if seq.finish_reason is not None:
             delta.finish_reason, delta.stop_reason = seq.finish_reason, seq.stop_reason
             self.ended = True
+        if seq.hypothesis is not None:
+            delta.scores = seq.hypothesis.cumulative, seq.hypothesis.score
         return delta

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
@@ -25,6 +26,7 @@ class NewRequest:
     retention:   how long the prompt's blocks are worth keeping
     tenant:      for whom: tenants get fair shares of the engine
     compress_at: tokens of the prompt behind which it is compressed at once; what is left is kept for others
+    beams:       search instead of drawing; params are then its `sampling`
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class NewRequest:
     retention: tuple[Retention, ...] = ()
     tenant: str | None = None
     compress_at: int | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class OutputDelta:
 
     text may be empty although tokens came: the beginning of a stop string or of a character is held back
     logprobs: of the tokens, None where there are none
+    scores:   of what a beam search has found: cumulative_logprob and sequences_scores
     """
 
     index: int
@@ -51,6 +55,7 @@ class OutputDelta:
     logprobs: Reports[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    scores: tuple[float, float] | None = None
 
     def extend(self, later: OutputDelta) -> None:
         """Take in what came after."""
@@ -61,6 +66,7 @@ class OutputDelta:
         else:
             self.logprobs = self.logprobs or later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.scores = later.scores
 
 
 @dataclass(slots=True)

@@ -182,6 +182,14 @@ class Answer(ABC):
         }
 
 
+def scores_of(delta: OutputDelta) -> dict[str, float]:
+    """What a choice says of what a beam search has found."""
+    if delta.scores is None:
+        return {}
+    cumulative, score = delta.scores
+    return {"cumulative_logprob": cumulative, "sequences_scores": score}
+
+
 def _updates(streams: Sequence[RequestStream]) -> Updates:
     """Updates as they come, each with the place of its stream. Raises: ApiError 500 if a request failed."""
     return _one(streams[0]) if len(streams) == 1 else _merged(streams)

@@ -16,7 +16,8 @@ from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.openai.answer import Answer
+from kvreclaim.server.openai.answer import Answer, scores_of
+from kvreclaim.server.openai.beams import beams_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
@@ -57,7 +58,7 @@ async def chat_completions(
     """The assistant's next turn."""
     check_options(body, service, request.scope)
     _check(body)
-    service.check_room(tenant.name, n=body.n)
+    service.check_room(tenant.name, n=body.num_sequences)
     prompt = await _prompt(body, service, tenant)
     return await ChatAnswer(body, service, request_id_of(request.scope), [prompt]).respond(request)
 
@@ -75,17 +76,18 @@ def _check(body: ChatRequest) -> None:
 
 
 async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt:
-    params = sampling_params(
-        body,
-        tenant,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    limit = body.max_completion_tokens or body.max_tokens
+    beams = beams_of(body, limit or service.max_model_len, tenant)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = (
+        sampling_params(body, tenant, max_tokens=limit, logprobs=logprobs)
+        if beams is None
+        else beams.sampling
     )
-
     with_tools = body.tool_choice != "none"
     work = partial(render, body.messages, body, service, with_tools=with_tools)
     ids = await service.workers.run(tenant.name, work)
-    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant)], service)
+    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant, beams)], service)
     return prompt
 
 
@@ -142,7 +144,7 @@ class ChatAnswer(Answer):
         about["stop_reason"] = delta.stop_reason
         if self.fields.return_token_ids:
             about["token_ids"] = delta.token_ids
-        return about
+        return about | scores_of(delta)
 
     def _said(self, index: int, delta: OutputDelta) -> tuple[str, list[dict[str, Any]]]:
         """What has settled of an output: text and tool calls."""

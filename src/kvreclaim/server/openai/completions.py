@@ -15,7 +15,8 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.joint import joint
-from kvreclaim.server.openai.answer import Answer
+from kvreclaim.server.openai.answer import Answer, scores_of
+from kvreclaim.server.openai.beams import beams_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
@@ -61,7 +62,7 @@ async def completions(
 ) -> Response:
     """Continue a text, or each of several."""
     check_options(body, service, request.scope)
-    service.check_room(tenant.name, len(body.prompt), body.n)
+    service.check_room(tenant.name, len(body.prompt), body.num_sequences)
     answer = CompletionAnswer(
         body, service, request_id_of(request.scope), await _prompts(body, service, tenant)
     )
@@ -81,7 +82,8 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
     more = {"max_tokens": max(1, limit), "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
-    params = sampling_params(body, tenant, **more)
+    beams = beams_of(body, max(1, limit), tenant)
+    params = sampling_params(body, tenant, **more) if beams is None else beams.sampling
     special = body.add_special_tokens is not False
 
     def encode() -> list[list[int]]:
@@ -92,7 +94,8 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
         if isinstance(text, str):
             service.check_chars(len(text), "prompt")
     ids = await service.workers.run(tenant.name, encode, size=sum(map(len, body.prompt)))
-    return bounded([engine_prompt(tokens, params, body, service, tenant) for tokens in ids], service)
+    prompts = [engine_prompt(tokens, params, body, service, tenant, beams) for tokens in ids]
+    return bounded(prompts, service)
 
 
 class CompletionAnswer(Answer):
@@ -147,6 +150,7 @@ class CompletionAnswer(Answer):
             choice["logprobs"] = self._logprobs(index, delta, stream, first=first)
         if fields.return_token_ids:
             choice["token_ids"] = delta.token_ids
+        choice |= scores_of(delta)
         return choice | self.of_prompt(stream) if first else choice
 
     def _echo(self, index: int, delta: OutputDelta, stream: RequestStream) -> str:

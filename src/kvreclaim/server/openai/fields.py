@@ -28,6 +28,10 @@ class GenerationFields(GeneratingFields):
     model: str
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
+    use_beam_search: bool | None = None
+    beam_width: int | None = Field(None, ge=1)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -36,3 +40,8 @@ class GenerationFields(GeneratingFields):
     prompt_cache_retention: PromptCacheRetention | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of each prompt, that run at once."""
+        return max(self.n or 1, self.beam_width or 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import Scope
 
+from kvreclaim.beams import BeamSearchParams
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.server.errors import ApiError
@@ -23,8 +24,12 @@ def check_options(fields: GenerationFields, service: Service, scope: Scope) -> N
     scope["state"]["model"] = service.check_model(fields.model)
     _check_stream(fields)
     most = service.config.max_n
-    if fields.n is not None and fields.n > most:
-        raise ApiError(400, f"n is {fields.n}, but this server gives at most {most} outputs; lower it.", "n")
+    for name in ("n", "beam_width"):
+        wanted = getattr(fields, name)
+        if wanted is not None and wanted > most:
+            raise ApiError(
+                400, f"{name} is {wanted}, but this server gives at most {most} outputs; lower it.", name
+            )
     users = {name for name in (fields.user, fields.safety_identifier) if name is not None}
     if len(users) > 1:
         raise ApiError(400, "user and safety_identifier differ; pass one of them.", "user")
@@ -39,7 +44,12 @@ def sampling_params(fields: GenerationFields, tenant: Tenant, **more: Any) -> Sa
 
 
 def engine_prompt(
-    token_ids: list[int], params: SamplingParams, fields: GenerationFields, service: Service, tenant: Tenant
+    token_ids: list[int],
+    params: SamplingParams,
+    fields: GenerationFields,
+    service: Service,
+    tenant: Tenant,
+    beams: BeamSearchParams | None = None,
 ) -> Prompt:
     """One prompt with everything that its request says about it. Raises: ApiError."""
     check_priority(fields.priority, tenant, service.config)
@@ -51,6 +61,7 @@ def engine_prompt(
         retention=_retention(fields, len(token_ids)),
         tenant=tenant.name,
         compress_at=fields.compress_at,
+        beams=beams,
     )
 
 

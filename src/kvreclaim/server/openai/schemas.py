@@ -60,6 +60,8 @@ class CompletionChoice(Shape):
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    cumulative_logprob: float | None = None
+    sequences_scores: float | None = None
 
 
 class Completion(Shape):
@@ -114,6 +116,8 @@ class ChatChoice(Shape):
     finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    cumulative_logprob: float | None = None
+    sequences_scores: float | None = None
 
 
 class ChatChunkChoice(Shape):
