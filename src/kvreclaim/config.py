@@ -75,7 +75,10 @@ class EngineConfig:
     )
     seed: int = option(0, "Of requests that bring none.", low=0)
     scheduling_policy: str = option(
-        "fcfs", "Who runs first: fcfs, or priority (the lowest number).", choices=("fcfs", "priority")
+        "fcfs",
+        "Who runs first: fcfs; priority (the lowest number); or cache (priority, and of equal ones who has "
+        "most of its prompt in the cache, as long as nobody waits much longer for that).",
+        choices=("fcfs", "priority", "cache"),
     )
     eviction_policy: str = option(
         "lru", "Which cached block is used again first: lru, slru, lfu, priority or gdsf."

@@ -136,7 +136,7 @@ def test_a_key_may_come_from_the_environment(started: list, monkeypatch) -> None
         (["--max-kv-query-window", "-1"], "max_kv_query_window is -1"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout_s is -1.0"),
         (["--chat-template", "nonesuch.jinja"], "nonesuch.jinja is no file of UTF-8 text"),
-        (["--scheduling-policy", "nonesuch"], "fcfs, priority"),
+        (["--scheduling-policy", "nonesuch"], "fcfs, priority, cache"),
         (["--eviction-policy", "nonesuch"], "lru"),
         (["--max-pinned-fraction", "2"], "max_pinned_fraction is 2.0"),
         (["--kv-compression", "nonesuch"], "nonesuch"),

@@ -32,11 +32,13 @@ def finish(engine, requests):
     return order
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("fcfs", "abcdef"), ("priority", "dfbeac")])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("fcfs", "abcdef"), ("priority", "dfbeac"), ("cache", "dfbeac")]
+)
 def test_the_order_in_which_waiting_requests_run(policy, expected, make_llm):
     engine = make_llm(scheduling_policy=policy, max_num_seqs=1).engine
     given = {"a": 3, "b": 0, "c": 3, "d": -7, "e": 0, "f": -1}
-    ranked = policy == "priority"
+    ranked = policy != "fcfs"
     requests = [add(engine, name, priority if ranked else 0) for name, priority in given.items()]
     assert "".join(finish(engine, requests)) == expected
 
@@ -155,7 +157,7 @@ def test_a_priority_that_nothing_would_go_by_is_refused(make_llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'.*fcfs, priority"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'.*fcfs, priority, cache"),
         ({"eviction_policy": "mru"}, "mru.*lru"),
         ({"eviction_policy": None}, "eviction_policy is None"),
         ({"max_pinned_fraction": 1.5}, "max_pinned_fraction is 1.5"),

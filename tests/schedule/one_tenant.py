@@ -22,7 +22,7 @@ class OneTenant(Scheduler[Sequence]):
     def add(self, seq):
         self._known[seq.seq_id] = seq
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt)
-        seq.status = Status.WAITING
+        seq.status, seq.arrived_at = Status.WAITING, self._state.clock
         self._queue(seq, len(self.waiting))
 
     def remove(self, seq):
@@ -44,9 +44,24 @@ class OneTenant(Scheduler[Sequence]):
         for seq in sorted(self.running, key=self._turn):
             if step.budget and seq.seq_id not in step.lost:
                 self._continue(seq, step)
-        while not step.lost and step.budget and self.waiting and self._begins(self.waiting[0], step):
-            pass
+        left = [] if step.lost else list(self.waiting)
+        self.in_flight.num_waiting = 0
+        while left and step.budget:
+            seq = left.pop(0) if self.policy != "cache" else left.pop(self._least(left))
+            if self.in_flight.must_wait(seq):
+                continue
+            if not self._begins(seq, step):
+                break
         return step.plan(self.memory)
+
+    def _least(self, left) -> int:
+        first = min(seq.priority for seq in left)
+        keys = [(seq.priority, self._key(seq) if seq.priority == first else 0, seq.rank) for seq in left]
+        return keys.index(min(keys))
+
+    def _key(self, seq) -> int:
+        found = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit).num_tokens
+        return seq.arrived_at - min(found, 8 * self.max_num_batched_tokens)
 
     def _continue(self, seq, step):
         prefill = seq.is_prefill

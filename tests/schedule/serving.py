@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.schedule import Scheduler, Sequence, StepDone, StepPlan
@@ -30,7 +31,8 @@ class Asked:
 
 
 class Serving:
-    """rows: of the last step, in tokens by tenant. preempted: of all steps, by (tenant, reason)."""
+    """rows: of the last step, in tokens by tenant; computed: of all, by request. preempted: of all, by
+    (tenant, reason); begun: names, in this order."""
 
     def __init__(
         self,
@@ -38,18 +40,21 @@ class Serving:
         *,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
-        by_priority: bool = False,
+        policy: str = "fcfs",
+        **options: Any,
     ) -> None:
-        self.memory = MemoryManager(num_blocks, SIZE)
+        self.memory = MemoryManager(num_blocks, SIZE, **options)
         self.scheduler: Scheduler[Sequence] = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            by_priority=by_priority,
+            policy=policy,
         )
         self.asked: dict[str, Asked] = {}
         self.sequences: dict[int, Sequence] = {}
         self.rows: Counter[str | None] = Counter()
+        self.computed: Counter[str] = Counter()
+        self.begun: list[str] = []
         self.preempted: Counter[tuple[str | None, str]] = Counter()
         self.num_steps = 0
         self._ids = count()
@@ -61,16 +66,22 @@ class Serving:
         max_tokens: int = 4000,
         num_outputs: int = 1,
         priority: int = 0,
+        prompt: list[int] | None = None,
+        **others: Any,
     ) -> Asked:
+        """prompt: num_prompt tokens that nobody else has where it is not said; others: of Sequence"""
         name = f"{tenant}-{len(self.asked)}"
+        prompt = list(prompt or [1000 + len(self.asked)] * num_prompt)
+        num_prompt = len(prompt)
         asked = self.asked[name] = Asked(name, tenant, num_prompt, num_outputs, self.num_steps)
-        prompt = [len(self.asked)] * num_prompt  # shared with nobody
-        seq = self._sequence(asked, prompt, num_prompt + max_tokens, priority)
+        seq = self._sequence(asked, prompt, num_prompt + max_tokens, priority, **others)
         seq.seats = num_outputs
         self.scheduler.add(seq)
         return asked
 
-    def _sequence(self, asked: Asked, tokens: list[int], max_len: int, priority: int) -> Sequence:
+    def _sequence(
+        self, asked: Asked, tokens: list[int], max_len: int, priority: int, **others: Any
+    ) -> Sequence:
         seq_id = next(self._ids)
         first_id = asked.sequences[0].seq_id if asked.sequences else seq_id
         seq = Sequence(
@@ -83,6 +94,7 @@ class Serving:
             first_id,
             priority=priority,
             tenant=asked.tenant,
+            **others,
         )
         asked.sequences.append(seq)
         self.sequences[seq_id] = seq
@@ -95,6 +107,8 @@ class Serving:
         self.rows = Counter()
         for row in plan.rows:
             self.rows[self.sequences[row.seq_id].tenant] += row.num_tokens
+            self.computed[self.sequences[row.seq_id].request_id] += row.num_tokens
+        self.begun += [self.sequences[one.seq_id].request_id for one in plan.admitted]
         self.preempted.update((self.sequences[one.seq_id].tenant, one.reason) for one in plan.preempted)
         assert not self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
         for row in plan.rows:

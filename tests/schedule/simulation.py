@@ -236,6 +236,7 @@ class World:
         random: Random,
         scheduler: type[Scheduler[Sequence]] = Scheduler,
         num_host_slots: int | None = 0,
+        policies: tuple[str, ...] = ("fcfs", "priority", "cache"),
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.random = random
@@ -249,14 +250,15 @@ class World:
             num_host_slots=0 if num_host_slots == 0 else random.choice((1, 5, 20, 100)),
         )
         self.max_num_seqs = random.choice((1, 3, 6))
-        self.by_priority = random.random() < 0.5
+        self.policy = random.choice(policies)
         self.scheduler: Scheduler[Sequence] = scheduler(
             self.memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_chunk,
-            by_priority=self.by_priority,
+            policy=self.policy,
             **self._preemption(num_host_slots),
         )
+        self.scheduler.in_flight.least_tokens = random.choice((1, 1, 3, 64))
         self.worker = ListWorker(self.memory, random)
         self.sequences: dict[int, Sequence] = {}
         self.asked: dict[str, Ask] = {}
@@ -317,7 +319,7 @@ class World:
             index=index,
             first_id=first_id,
             footprint=ask.footprint,
-            priority=ask.priority if self.by_priority else 0,
+            priority=ask.priority if self.policy != "fcfs" else 0,
             cache_salt=ask.salt,
             tenant=ask.tenant,
         )
@@ -462,6 +464,7 @@ class World:
             self.step()
         assert not self.sequences, "some sequences never end"
         assert self.memory.stats().in_use == 0
+        self.counts["waits"] += self.scheduler.in_flight.num_waits
         if isinstance(self.memory, TieredMemory):
             while self.memory.disk is not None and (self.memory.disk.num_storing or self.worker.transfers):
                 self.worker.transfer()

@@ -53,7 +53,7 @@ def test_the_step_of_a_first_short_prompt_is_short():
 
 
 def test_the_more_important_are_not_held_back():
-    serving = flooded(Serving(by_priority=True), prompts=40, priority=-1)
+    serving = flooded(Serving(policy="priority"), prompts=40, priority=-1)
     serving.ask("other", num_prompt=20, priority=0)
     serving.step()
     assert serving.rows == {"flood": 40, "other": 20}
@@ -237,7 +237,7 @@ def test_memory_pressure_takes_from_the_tenant_that_holds_most():
 
 @pytest.mark.parametrize(("priority", "gives_way"), [(1, False), (0, True), (-1, True)])
 def test_only_what_is_at_least_as_important_gives_way(priority, gives_way):
-    serving = flooded(Serving(by_priority=True))
+    serving = flooded(Serving(policy="priority"))
     other = serving.ask("other", priority=priority)
     serving.steps(5)
     assert (other.first_token == 1) == gives_way

@@ -25,7 +25,7 @@ class Pair:
     def __post_init__(self):
         self.memory = MemoryManager(self.num_blocks, SIZE)
         self.scheduler: Scheduler[Sequence] = Scheduler(
-            self.memory, max_num_seqs=4, max_num_batched_tokens=2 * CHUNK, by_priority=False
+            self.memory, max_num_seqs=4, max_num_batched_tokens=2 * CHUNK
         )
         footprint = Footprint(Way.COMPACT, budget=64, interval=8, block_size=SIZE, max_chunk=CHUNK)
         self.whole = Sequence(0, "whole", PROMPT[:104], 104, 130)

@@ -96,7 +96,7 @@ def test_every_block_holds_what_its_sequences_must_find(part: int) -> None:
     for seed in range(part * WORLDS_PER_PART, (part + 1) * WORLDS_PER_PART):
         total += run_world(seed, STEPS_PER_WORLD)
     assert total["steps"] >= WORLDS_PER_PART * STEPS_PER_WORLD
-    for what in ("preemptions", "hits", "copies", "passes", "failed passes"):
+    for what in ("preemptions", "hits", "copies", "passes", "failed passes", "waits"):
         assert total[what] > 200, f"{total} has hardly any {what}"
     for what in ("fairness", "forks that wait"):
         assert total[what] >= 10, f"{total} has hardly any {what}"
@@ -110,7 +110,7 @@ def test_with_slots_on_the_host(part: int) -> None:
     for seed in range(part * WORLDS_PER_PART, (part + 1) * WORLDS_PER_PART):
         total += run_world(10_000 + seed, STEPS_PER_WORLD, None)
     for what in ("gone", "from disk"):
-        assert total[what] >= 5, f"{total} has hardly any {what}"
+        assert total[what] >= 2, f"{total} has hardly any {what}"
     for what in ("parked", "resumed", "loaded", "preemptions", "hits", "passes", "failed passes"):
         assert total[what] > 100, f"{total} has hardly any {what}"
 
@@ -127,7 +127,7 @@ def test_one_tenant_is_served_as_if_there_were_no_tenants(part: int, tenant: str
         assert found.plans == plain.plans
         total += found.counts
     assert total["fairness"] == 0
-    assert min(total[what] for what in ("preemptions", "hits", "passes", "failed passes")) > 0
+    assert min(total[what] for what in ("preemptions", "hits", "passes", "failed passes", "waits")) > 0
 
 
 def test_decisions_need_no_torch() -> None:

@@ -34,7 +34,7 @@ def random_settings(random: Random) -> Settings:
         max_num_seqs=random.choice((1, 3, 6)),
         max_num_batched_tokens=chunk,
         footprint=footprint,
-        by_priority=random.random() < 0.3,
+        scheduling_policy=random.choice(("fcfs", "fcfs", "priority", "cache")),
         victim_policy=random.choice(("auto", "auto", "lru", "cost")),
         enable_prefix_caching=random.random() < 0.9,
         spread=random.random() < 0.3,

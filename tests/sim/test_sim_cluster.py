@@ -126,7 +126,7 @@ def test_the_host_finds_what_the_pool_has_lost() -> None:
 
 def test_important_ones_run_first() -> None:
     asked = [Asked(0.0, 30, 20, priority=i % 2) for i in range(8)]
-    alone = replace(ROOMY, max_num_seqs=1, by_priority=True)
+    alone = replace(ROOMY, max_num_seqs=1, scheduling_policy="priority")
     records = simulate(alone, asked).records
     assert max(r.end_s for r in records[::2]) <= min(r.scheduled_s for r in records[1::2])
 

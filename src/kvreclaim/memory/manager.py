@@ -106,6 +106,15 @@ class MemoryManager:
         if they have been evicted, compressed or forgotten since."""
         return len(self.table(seq_id).entries) * self.block_size
 
+    def publishes(self, seq_id: int) -> bool:
+        """Whether the next full block of the sequence enters the prefix index."""
+        return self.table(seq_id).chain is not None
+
+    @property
+    def index_version(self) -> int:
+        """Grows whenever a match may have changed."""
+        return self.pool.index.version
+
     def follows_itself(self, seq_id: int) -> bool:
         """Whether the next full block of the sequence, if it is entered, follows one that the sequence holds:
         then it makes no difference what becomes of other blocks before, provided that nobody else draws the

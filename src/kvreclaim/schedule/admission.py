@@ -9,6 +9,7 @@ from typing import Generic
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
+from kvreclaim.schedule.in_flight import InFlight
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.room import known_growth, own_slots, slots_of_fork
 from kvreclaim.schedule.sequence import Status
@@ -23,24 +24,30 @@ class Admission(Generic[Seq]):
     def __init__(self, state: State[Seq], giving_way: GivingWay[Seq]) -> None:
         self.state = state
         self.giving_way = giving_way
+        self.in_flight = InFlight(state)
 
     def all(self, step: Draft[Seq]) -> None:
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
         state = self.state
+        self.in_flight.num_waiting = 0
+        if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
+            return  # nobody need be looked up
+        state.waiting.begin_step()
         while not (step.pressed or step.failed) and step.budget > 0:
             seq = state.waiting.next(step.num_running, step.skipped, step.deferred)
-            if seq is None or (step.refused and seq.priority > step.refused[0].seqs[0].priority):
+            if seq is None or (step.refused and seq.priority > step.refused[0].priority):
                 break
             if (tiers := state.tiers) is not None and tiers.must_wait(seq.seq_id):
                 step.deferred.add(seq.seq_id)
                 continue
-            if not step.room(seq):
-                step.skipped.add(seq.tenant)
-                continue
             try:
-                if self._admit(seq, step):
-                    for line in step.refused:
-                        line.passed += 1
+                if self.in_flight.must_wait(seq):
+                    step.deferred.add(seq.seq_id)
+                elif not step.room(seq):
+                    step.skipped.add(seq.tenant)
+                elif self._admit(seq, step):
+                    for refused in step.refused:
+                        state.waiting.line(refused.tenant).passed += 1
                 elif not self._may_pass(seq, step):
                     break
             except Exception as error:
@@ -76,7 +83,7 @@ class Admission(Generic[Seq]):
         step.tokens.forget_waiting(seq.tenant)
         if step.shares.fills_itself(seq):
             return True
-        step.refused.append(line)
+        step.refused.append(seq)
         return line.passed < state.max_num_seqs
 
     def _admit(self, seq: Seq, step: Draft[Seq]) -> bool:
@@ -150,4 +157,8 @@ class Admission(Generic[Seq]):
         state.compute(seq, min(seq.next_chunk, room), step)
 
     def _has_seat(self, seq: Seq) -> bool:
-        return sum(other.seats for other in self.state.running) + seq.seats <= self.state.max_num_seqs
+        return seq.seats <= self._num_seats_left
+
+    @property
+    def _num_seats_left(self) -> int:
+        return self.state.max_num_seqs - sum(other.seats for other in self.state.running)

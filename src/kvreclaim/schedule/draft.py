@@ -8,7 +8,7 @@ from typing import Generic
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.queue import Line, Seq, Tenant
+from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import PromptTokens, Shares
 from kvreclaim.schedule.snapshots import Snapshots
@@ -23,8 +23,8 @@ class Draft(Generic[Seq]):
     shares:  of the tenants, if there are several; tokens: of their prompts, once decodes have theirs
     lost:    ids of sequences that have been preempted or failed
     pressed: running sequences lack blocks, so nobody else begins
-    deferred: ids of sequences that wait for what is being loaded
-    skipped: tenants whose turn is over; refused: lines of those whose first sequence found no room
+    deferred: ids of sequences that wait for what is being loaded, or computed
+    skipped: tenants whose turn is over; refused: sequences of such that found no room
     """
 
     budget: int
@@ -35,7 +35,7 @@ class Draft(Generic[Seq]):
     pressed: bool = False
     deferred: set[int] = field(default_factory=set)
     skipped: set[Tenant] = field(default_factory=set)
-    refused: list[Line[Seq]] = field(default_factory=list)
+    refused: list[Seq] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)

@@ -144,6 +144,12 @@ class Footprint:
             return known
         return 0 if self.window is None else min(known, max(0, first - max(1, self.window)))
 
+    def exact_until(self, num_prompt: int, known: int) -> int:
+        """Leading tokens that are computed by full attention over all that there are."""
+        if self.way is Way.READS:
+            return min(known, max(num_prompt, self.budget))
+        return min(known, self.first_pass(num_prompt) or known)
+
     def slots_needed(self, num_prompt: int, known: int) -> int:
         """Slots that a sequence holds at most on its way to these lengths."""
         if not self.way.reclaims:

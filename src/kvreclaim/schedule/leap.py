@@ -15,10 +15,10 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
     is compressed, and before one that lacks blocks. 0: none, or not known.
 
     blocked: the step before this one has let nobody begin, and since then no block has come back, so whoever
-             waits goes on waiting
+             waits goes on waiting, unless whose turn it is depends on what is cached
     """
     memory, running = scheduler.memory, scheduler.running
-    if len(scheduler.waiting) and not blocked:
+    if len(scheduler.waiting) and (not blocked or scheduler.policy == "cache"):
         return 0
     if not 0 < len(running) <= scheduler.max_num_batched_tokens or isinstance(memory, TieredMemory):
         return 0

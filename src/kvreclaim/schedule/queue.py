@@ -7,12 +7,22 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvreclaim.schedule.sequence import Sequence
 
 Seq = TypeVar("Seq", bound=Sequence)
 Tenant = str | None
+WINDOW = 128
+"""Of a line, so many are put in another order at a time."""
+
+
+class Order(Protocol[Seq]):
+    """In which order those of a line are next, where that is not the line's own."""
+
+    def begin_step(self) -> None: ...
+
+    def sorted(self, window: list[Seq]) -> list[Seq]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -21,15 +31,22 @@ class Line(Generic[Seq]):
 
     since:  its place among tenants that hold as many seats; grows with each sequence that leaves to run
     passed: times that another tenant's sequence began because the first one did not fit
+    ranked: of the first num_ranked, those that may be next in this step, the first one last
     """
 
     since: int
     seqs: list[Seq] = field(default_factory=list)
     passed: int = 0
+    ranked: list[Seq] = field(default_factory=list)
+    num_ranked: int = 0
+
+    def rewind(self) -> None:
+        self.ranked, self.num_ranked = [], 0
 
 
 class Queue(Generic[Seq]):
-    """Waiting sequences: a line for each tenant, by arrival, or by rank.
+    """Waiting sequences: a line for each tenant, by arrival, or by rank. order: who of a line is next, if it
+    is not the first one; it is asked for WINDOW of them at a time.
 
     Whose turn it is costs O(tenants that wait), a place in a line one shift of that line.
     """
@@ -38,6 +55,7 @@ class Queue(Generic[Seq]):
         self._by_rank = by_rank
         self._lines: dict[Tenant, Line[Seq]] = {}
         self._num_begun = 0
+        self.order: Order[Seq] | None = None
 
     def __len__(self) -> int:
         return sum(len(line.seqs) for line in self._lines.values())
@@ -59,24 +77,29 @@ class Queue(Generic[Seq]):
         if self._by_rank:
             self.insert(seq)
         else:
-            self._line_for(seq).append(seq)
+            self._line_for(seq).seqs.append(seq)
 
     def add_back(self, seq: Seq) -> None:
         """One that ran: in front of its line, or where its rank belongs."""
         if self._by_rank:
             self.insert(seq)
         else:
-            self._line_for(seq).insert(0, seq)
+            line = self._line_for(seq)
+            line.seqs.insert(0, seq)
+            line.rewind()
 
     def insert(self, seq: Seq) -> None:
         """Where its rank belongs."""
-        insort(self._line_for(seq), seq, key=attrgetter("rank"))
+        line = self._line_for(seq)
+        insort(line.seqs, seq, key=attrgetter("rank"))
+        line.rewind()
 
     def remove(self, seq: Seq) -> None:
         """One that may be here or not."""
         line = self._lines.get(seq.tenant)
         if line is not None and seq in line.seqs:
             line.seqs.remove(seq)
+            line.rewind()
             if not line.seqs:
                 del self._lines[seq.tenant]
 
@@ -87,6 +110,13 @@ class Queue(Generic[Seq]):
         line.since, line.passed = self._num_begun + 1, 0  # behind whoever comes before the next one begins
         self.remove(seq)
 
+    def begin_step(self) -> None:
+        """Whoever was left out may be next again."""
+        for line in self._lines.values():
+            line.rewind()
+        if self.order is not None:
+            self.order.begin_step()
+
     def next(
         self, num_running: Callable[[Tenant], int], skip: Set[Tenant], deferred: Set[int] = frozenset()
     ) -> Seq | None:
@@ -96,7 +126,7 @@ class Queue(Generic[Seq]):
         found, least = None, None
         for tenant, line in self._lines.items():
             if tenant not in skip:
-                first = next((seq for seq in line.seqs if seq.seq_id not in deferred), None)
+                first = self._first(line, deferred)
                 if first is None:
                     continue
                 turn = first.priority, num_running(tenant), line.since, first.first_id, first.index
@@ -104,8 +134,21 @@ class Queue(Generic[Seq]):
                     found, least = first, turn
         return found
 
-    def _line_for(self, seq: Seq) -> list[Seq]:
+    def _first(self, line: Line[Seq], deferred: Set[int]) -> Seq | None:
+        while True:
+            while line.ranked and line.ranked[-1].seq_id in deferred:
+                line.ranked.pop()
+            if line.ranked:
+                return line.ranked[-1]
+            window = line.seqs[line.num_ranked : line.num_ranked + WINDOW]
+            if not window:
+                return None
+            line.num_ranked += len(window)
+            window = [seq for seq in window if seq.seq_id not in deferred]
+            line.ranked = (window if self.order is None else self.order.sorted(window))[::-1]
+
+    def _line_for(self, seq: Seq) -> Line[Seq]:
         line = self._lines.get(seq.tenant)
         if line is None:
             line = self._lines[seq.tenant] = Line(self._num_begun)
-        return line.seqs
+        return line

@@ -9,11 +9,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic
 
+from kvreclaim.checks import check_choice
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.admission import Admission
+from kvreclaim.schedule.cache_first import CREDIT_STEPS, CacheFirst
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
+from kvreclaim.schedule.in_flight import InFlight
 from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
@@ -26,6 +29,9 @@ from kvreclaim.schedule.way import Way
 
 logger = logging.getLogger(__name__)
 
+POLICIES = ("fcfs", "priority", "cache")
+"""Who of those that wait is next."""
+
 
 class Scheduler(Generic[Seq]):
     """Decodes before prefill chunks; who comes first among them, and who is preempted, says the policy.
@@ -34,6 +40,10 @@ class Scheduler(Generic[Seq]):
     priority: by priority, the lowest number first, then by arrival. The last in this order is preempted
               first, when a running sequence needs blocks. Who waits preempts nobody, however important: it
               is admitted before all less important ones as soon as there is room (as in vLLM).
+    cache:    the same, but of those that wait and are equally important the one comes first that has most of
+              its prompt in the cache, as long as nobody waits much longer for that (CacheFirst).
+
+    Under each of them a prompt waits for what another one is computing for both (InFlight).
 
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
     and tenant. Where the memory has host slots it may keep what its blocks hold, too (`preemption`): it is
@@ -54,7 +64,7 @@ class Scheduler(Generic[Seq]):
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        by_priority: bool,
+        policy: str = "fcfs",
         preemption: Preemption | None = None,
         victim_policy: str = "auto",
         max_snapshot_blocks: int = 0,
@@ -62,6 +72,8 @@ class Scheduler(Generic[Seq]):
         self.memory = memory
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        check_choice("scheduling_policy", policy, POLICIES)
+        self.policy, by_priority = policy, policy != "fcfs"
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
         self.preemption = preemption or Preemption()
@@ -72,6 +84,8 @@ class Scheduler(Generic[Seq]):
         )
         self.giving_way = GivingWay(self._state, order, self.preemption)
         self._admission = Admission(self._state, self.giving_way)
+        if policy == "cache":
+            self.waiting.order = CacheFirst(self._state, CREDIT_STEPS * max_num_batched_tokens)
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
 
@@ -84,11 +98,16 @@ class Scheduler(Generic[Seq]):
     def num_steps(self, value: int) -> None:
         self._state.num_steps = value
 
+    @property
+    def in_flight(self) -> InFlight[Seq]:
+        """Who waits for whom."""
+        return self._admission.in_flight
+
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""
         self._known[seq.seq_id] = seq
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
-        seq.status = Status.WAITING
+        seq.status, seq.arrived_at = Status.WAITING, self._state.clock
         self.waiting.add(seq)
         if isinstance(self.memory, TieredMemory):
             self.memory.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
@@ -100,7 +119,7 @@ class Scheduler(Generic[Seq]):
         preempted.
         """
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
-        child.keys = parent.keys.fork(child.token_ids)
+        child.keys, child.arrived_at = parent.keys.fork(child.token_ids), parent.arrived_at
         self._known[child.seq_id] = child
         if len(self.running) >= self.max_num_seqs:
             self.waiting.insert(child)
@@ -175,6 +194,7 @@ class Scheduler(Generic[Seq]):
                 try:
                     self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
                     seq.num_computed += row.num_tokens
+                    self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
                     seq.last_step = self.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:

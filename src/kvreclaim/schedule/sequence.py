@@ -20,6 +20,16 @@ class Status(Enum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """Leading tokens that a running sequence computes and another one waits for. as_snapshot: what a pass
+    leaves of them, not their blocks"""
+
+    owner: Sequence
+    num_tokens: int
+    as_snapshot: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One output in the making. The scheduler changes num_computed, account and status, nobody else.
@@ -42,6 +52,9 @@ class Sequence:
     followers:    of one of these that is computed again: the others, which fork from it behind their common
                   tokens, fork_at of them
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
+    arrived_at:   prompt tokens that had been computed, of all sequences, when it came
+    num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
+    awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
     """
 
     seq_id: int
@@ -67,6 +80,11 @@ class Sequence:
     followers: list[Self] = field(default_factory=list)
     fork_at: int = 0
     keys: BlockKeys | None = None
+    arrived_at: int = 0
+    num_cached: int = 0
+    looked_up: int = -1
+    awaits: Awaited | None = None
+    num_awaited: int = 0
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -16,7 +16,8 @@ from kvreclaim.schedule.step import Row
 
 @dataclass(slots=True, eq=False)
 class State(Generic[Seq]):
-    """running: in the order of admission; num_steps: planned so far, the one in the making included."""
+    """running: in the order of admission; num_steps: planned so far, the one in the making
+    included; clock: prompt tokens computed so far."""
 
     memory: MemoryManager
     max_num_seqs: int
@@ -24,6 +25,7 @@ class State(Generic[Seq]):
     snapshots: Snapshots[Seq]
     running: list[Seq] = field(default_factory=list)
     num_steps: int = 0
+    clock: int = 0
 
     @property
     def tiers(self) -> TieredMemory | None:
@@ -41,6 +43,14 @@ class State(Generic[Seq]):
             return parked.match_parked(seq.seq_id)
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         return self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+
+    def num_cached(self, seq: Seq) -> int:
+        """Leading tokens that need not be computed of one that waits."""
+        if self.parked_in(seq) is not None:
+            return seq.num_computed
+        if not seq.num_computed and (snapshot := self.snapshots.find(seq)) is not None:
+            return snapshot.num_computed
+        return self.match(seq).num_tokens
 
     def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import zip_longest
 from struct import Struct
 
 from kvreclaim.checks import require
@@ -89,6 +90,16 @@ class TraceKeys(BlockKeys):
     def groups(self) -> tuple[list[int], list[int]]:
         """As Links.walk."""
         return self._numbers, self._counts
+
+    def num_shared(self, other: BlockKeys, most: int) -> int:
+        assert isinstance(other, TraceKeys), f"{type(other).__name__} are no keys of a trace"
+        found, pieces = 0, zip(self._numbers, other._numbers, strict=False)
+        counts = zip(self._counts, other._counts, strict=False)
+        for (mine, theirs), pair in zip_longest(pieces, counts, fillvalue=(most, most)):
+            if mine != theirs:
+                break
+            found += min(pair)
+        return min(found, most)
 
     def __getitem__(self, index: int) -> BlockKey:
         known = self._known

@@ -19,6 +19,7 @@ from kvreclaim.plan.weights import dtype_of, weight_format
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.limits import footprint
 from kvreclaim.schedule.rates import Rates
+from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings
 from kvreclaim.sim.traces.drawn import ARRIVALS, Arrivals, Shape
 from kvreclaim.sim.traces.files import FORMATS, read_trace
@@ -133,7 +134,7 @@ class Serving:
     )
     spread_compression: bool = option(True, "Requests are compressed at different steps.")
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
-    scheduling_policy: str = option("fcfs", "fcfs, or priority.", choices=("fcfs", "priority"))
+    scheduling_policy: str = option("fcfs", "fcfs, priority or cache.", choices=POLICIES)
     eviction_policy: str = option("lru", "Which cached block is used again first.")
     preemption_mode: str = option("auto", "auto, swap or recompute.", choices=("auto", "swap", "recompute"))
     victim_policy: str = option("auto", "Who gives way.", choices=("auto", "last", "priority", "lru", "cost"))
@@ -161,7 +162,7 @@ class Serving:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             footprint=footprint,
-            by_priority=self.scheduling_policy == "priority",
+            scheduling_policy=self.scheduling_policy,
             victim_policy=self.victim_policy,
             preemption_mode=self.preemption_mode,
             eviction_policy=self.eviction_policy,

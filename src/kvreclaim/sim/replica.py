@@ -175,7 +175,7 @@ class Replica:
         rows, settings = plan.rows, self.settings
         self._calm = (
             len(rows) == len(self.scheduler.running) < settings.max_num_batched_tokens
-            and not (plan.admitted or plan.preempted)
+            and not (plan.admitted or plan.preempted or self.scheduler.in_flight.num_waiting)
             and all(row.num_tokens == 1 for row in rows)
         )
 

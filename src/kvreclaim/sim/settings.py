@@ -36,7 +36,7 @@ class Settings:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     footprint: Footprint = field(default_factory=Footprint)
-    by_priority: bool = False
+    scheduling_policy: str = "fcfs"
     victim_policy: str = "auto"
     preemption_mode: str = "auto"
     eviction_policy: str = DEFAULT_ORDER
@@ -102,7 +102,7 @@ class Settings:
             memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            by_priority=self.by_priority,
+            policy=self.scheduling_policy,
             preemption=Preemption(self.preemption_mode, self.bytes_per_block, self.rates),
             victim_policy=self.victim_policy,
         )

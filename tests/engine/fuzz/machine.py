@@ -76,7 +76,7 @@ class Machine:
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
-        return self._first.sibling(
+        llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             num_blocks=setup.num_blocks,
@@ -96,6 +96,8 @@ class Machine:
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
         )
+        llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
+        return llm
 
     def _new_directory(self) -> str:
         return tempfile.mkdtemp(dir=self._first.stats_file.parent)

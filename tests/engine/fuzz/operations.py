@@ -51,7 +51,8 @@ POLICIES = (
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine. shadow: every attention call is compared, else answers alone."""
+    """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
+    worth waiting for while others compute them."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -69,6 +70,7 @@ class Setup:
     compressed_prefix_fraction: float = 0.25
     disk_slots: int = 0
     load_policy: str = "timeout"
+    least_shared: int = 64
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def random_setup(random: Random) -> Setup:
         num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
         max_num_seqs=random.choice((2, 4, 6)),
         max_num_batched_tokens=random.choice((6, 16, 40)),
-        scheduling_policy=random.choice(("fcfs", "priority")),
+        scheduling_policy=random.choice(("fcfs", "priority", "cache")),
         eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
         prefix_caching=prefix_caching,
         shadow=kv_format != "fp32" or random.random() < 0.3,
@@ -188,6 +190,7 @@ def random_setup(random: Random) -> Setup:
         disk_slots=random.choice((0, 20, 200)) if host_slots and prefix_caching else 0,
         load_policy=random.choice(("timeout", "wait_complete", "best_effort", "race")),
         write_policy=random.choice(("write_through", "write_through_selective")),
+        least_shared=random.choice((1, 4, 8, 64)),
     )
 
 
@@ -219,7 +222,8 @@ def random_operations(random: Random, num_steps: int) -> list[Operation]:
     habits = Habits.draw(random)
     for _ in range(num_steps):
         if random.random() < habits.asks:
-            walk += [random_ask(random, habits) for _ in range(random.choice((1, 1, 3)))]
+            asks = [random_ask(random, habits) for _ in range(random.choice((1, 1, 3)))]
+            walk += asks * random.choice((1, 1, 1, 3))  # several alike at once
         if random.random() < 0.03:
             walk.append(Abort(random.randrange(8)))
         if random.random() < habits.raises:

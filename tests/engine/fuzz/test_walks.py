@@ -75,7 +75,8 @@ SETUP = st.builds(
     num_blocks=st.integers(8, 30),
     max_num_seqs=st.integers(3, 6),
     max_num_batched_tokens=st.sampled_from([6, 16, 40]),
-    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+    least_shared=st.sampled_from([1, 4, 64]),
+    scheduling_policy=st.sampled_from(["fcfs", "priority", "cache"]),
 )
 FAULT = st.one_of(
     st.builds(Raise, st.integers(1, 2)),

@@ -122,7 +122,7 @@ class World:
                 question.params(),
                 self.machine.compressor(self.llm, question),
                 continuation=list(question.continuation) or None,
-                priority=ask.priority if self.setup.scheduling_policy == "priority" else 0,
+                priority=ask.priority if self.setup.scheduling_policy != "fcfs" else 0,
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
                 tenant=ask.tenant,
                 compress_at=question.compress_at,
@@ -205,6 +205,7 @@ class World:
         totals = self.engine.totals
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
+        self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
         self.counts["postponed passes"] += totals.compactions_postponed

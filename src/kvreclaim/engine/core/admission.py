@@ -66,10 +66,11 @@ def check_priority(priority: int, config: EngineConfig) -> None:
         raise InvalidArgumentError(
             f"priority is {priority!r}; it must be an integer, lower runs first.", field="priority"
         )
-    if priority and config.scheduling_policy != "priority":
+    if priority and config.scheduling_policy == "fcfs":
         raise InvalidArgumentError(
             f"priority is {priority}, but scheduling_policy is {config.scheduling_policy}, which runs "
-            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority'.",
+            "requests as they come; leave it at 0 or start the engine with scheduling_policy='priority' or "
+            "'cache'.",
             field="priority",
         )
 

@@ -51,7 +51,7 @@ class Lifecycle:
             memory,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            by_priority=config.scheduling_policy == "priority",
+            policy=config.scheduling_policy,
             preemption=Preemption(config.preemption_mode),
             victim_policy=config.victim_policy,
             max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),

@@ -74,6 +74,8 @@ class PrefixIndex:
         self._firsts: dict[bytes, int] = {}
         self._evicted: set[bytes] = set()
         self._evicted_before: set[bytes] = set()
+        self.version = 0
+        """Grows whenever an answer of find may have changed."""
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -114,6 +116,7 @@ class PrefixIndex:
         assert digest not in self._by_digest, f"block {block}: its key leads to another block"
         assert block not in self._by_block, f"block {block} is indexed already"
         assert self.is_live(parent), f"block {block}: its parent (serial {parent.serial}) is gone"
+        self.version += 1
         entry = Entry(next(self._serials), parent.salt, digest, block, tokens, parent.serial)
         self._by_digest[digest] = entry
         self._by_block[block] = entry
@@ -123,6 +126,7 @@ class PrefixIndex:
 
     def remove(self, block: int) -> None:
         """Forget a block that is indexed."""
+        self.version += 1
         entry = self._by_block.pop(block)
         del self._by_digest[entry.digest]
         if entry.parent == self._root_serial:
@@ -130,6 +134,7 @@ class PrefixIndex:
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Forget blocks that are indexed, but remember for a while that they were there."""
+        self.version += 1
         by_block, by_digest, root = self._by_block, self._by_digest, self._root_serial
         for block in blocks:
             entry = by_block.pop(block)
@@ -161,6 +166,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget everything, and let no chain that began before go on."""
+        self.version += 1
         self._by_digest.clear()
         self._by_block.clear()
         self._firsts.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import NamedTuple
@@ -127,6 +128,12 @@ class BlockKeys:
             parent = known[-1].digest if known else self._hashing.root(self.salt)
             known.append(self._hashing.key(parent, self._token_ids[i * size : (i + 1) * size]))
         return known[index]
+
+    def num_shared(self, other: BlockKeys, most: int) -> int:
+        """Leading blocks, of `most` that both know all tokens of, whose keys are those of another sequence,
+        too. A key stands for all before it: O(log most), once they are made."""
+        places = range(most)
+        return bisect_left(places, True, key=lambda index: self[index] != other[index])
 
     def name(self, index: int) -> BlockName:
         """What the block is called on disk."""

@@ -102,6 +102,10 @@ class WriteThrough(MemoryManager):
         limit = keys.num_tokens - 1 if max_tokens is None else min(keys.num_tokens - 1, max_tokens)
         return self._with_lower(match, limit // self.block_size)
 
+    @property
+    def index_version(self) -> int:
+        return super().index_version + self.host.pool.index.version
+
     def _with_lower(self, match: PrefixMatch, limit: int) -> PrefixMatch:
         """The match with the host's slots behind it, `limit` blocks at most in all."""
         known = len(match.entries)

@@ -59,6 +59,10 @@ class ExtentMemory(MemoryManager):
         assert isinstance(token_ids, TraceTokens), f"{type(token_ids).__name__} are no tokens of a trace"
         return TraceKeys(self._links, token_ids)
 
+    @property
+    def index_version(self) -> int:
+        return int(self.pool.version)
+
     def match_prefix(self, keys: Any, *, max_tokens: int | None = None) -> ExtentMatch:
         if not self._enabled:
             return ExtentMatch(keys, (), INELIGIBLE)

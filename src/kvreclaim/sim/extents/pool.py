@@ -53,6 +53,7 @@ class ExtentPool:
         self.nodes: dict[int, Node] = {}
         self.evicted = Evicted(max(1, min(num_blocks, NUM_REMEMBERED)))
         self._epochs = count()
+        self.version = 0
 
     @property
     def num_in_use(self) -> int:
@@ -68,6 +69,7 @@ class ExtentPool:
             taken = min(n, run.count)
             node = run.node
             if node is not None:
+                self.version += 1
                 self.evicted.add(node.number, run.start + run.count - taken, run.start + run.count)
                 self.num_cached -= taken
                 self.num_evictions += taken
@@ -137,6 +139,7 @@ class ExtentPool:
 
     def strip(self, run: Run, num_blocks: int) -> None:
         """Let no hit find the first blocks of a run any more, wherever they are."""
+        self.version += 1
         first = self.split(run, num_blocks) if num_blocks < run.count else run
         node = first.node
         assert node is not None, "a run is stripped that nobody finds"
@@ -179,6 +182,7 @@ class ExtentPool:
 
     def _enter(self, table: Table, number: int, chain: Link, wanted: int) -> int:
         """Some of the blocks that belong from table.place on. Returns: how many."""
+        self.version += 1
         node, place = self.nodes.get(number), table.place
         if node is None:
             node = self.nodes[number] = Node(number)

@@ -1,0 +1,45 @@
+"""The order of the scheduling policy `cache`: who has most in the cache comes earlier, within a bound."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from kvreclaim.schedule.queue import WINDOW, Seq
+from kvreclaim.schedule.state import State
+
+CREDIT_STEPS = 8
+"""Steps full of prompt tokens that a sequence comes earlier at most."""
+
+
+class CacheFirst(Generic[Seq]):
+    """Those that wait in the order of arrival - aging * min(cached, credit), the least first, behind those
+    that are more important. The clock counts the prompt tokens that have been computed, so nobody is
+    overtaken by what arrives more than aging * credit of these later.
+
+    credit: tokens of a prompt found in the cache that count at most
+    aging:  by how many tokens of the clock a cached one comes earlier
+
+    A prompt is looked up again when the index has changed, WINDOW times a step at most.
+    """
+
+    def __init__(self, state: State[Seq], credit: int, aging: float = 1.0) -> None:
+        self.state = state
+        self.credit = credit
+        self.aging = aging
+        self._left = WINDOW
+
+    def begin_step(self) -> None:
+        self._left = WINDOW
+
+    def sorted(self, window: list[Seq]) -> list[Seq]:
+        """These, the first one first."""
+        version = self.state.memory.index_version
+        for seq in window:
+            if seq.looked_up != version and self._left:
+                self._left -= 1
+                seq.looked_up, seq.num_cached = version, self.state.num_cached(seq)
+        return sorted(window, key=lambda seq: (seq.priority, self.key(seq), seq.rank))
+
+    def key(self, seq: Seq) -> float:
+        """Its place on the clock."""
+        return seq.arrived_at - self.aging * min(seq.num_cached, self.credit)

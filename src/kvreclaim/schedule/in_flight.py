@@ -1,0 +1,100 @@
+"""What is being computed right now is waited for, instead of being computed twice."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.sequence import Awaited, Sequence, Status
+from kvreclaim.schedule.state import State
+
+LEAST_SHARED = 64
+MOST_WAITS = 8
+
+
+class InFlight(Generic[Seq]):
+    """A sequence does not begin while a running one computes the very blocks that come next in its prompt, or
+    the prefix whose snapshot it could begin with.
+
+    It waits as long as that one gets on and what it computes is going to be found, at most until all that
+    both share is there. Whatever ends that, a preemption, an abort, a failure, a pass, is seen in the next
+    step, and no sequence waits more than MOST_WAITS times: nobody waits for ever.
+
+    least_tokens: below which it is not worth it, counted from what need not be computed anyway
+    num_waits:    begun so far; num_waiting: sequences that wait, by the last step
+    """
+
+    def __init__(self, state: State[Seq]) -> None:
+        self.state = state
+        self.least_tokens = LEAST_SHARED
+        self.num_waits = self.num_waiting = 0
+
+    def must_wait(self, seq: Seq) -> bool:
+        """Whether one that is next had better begin later."""
+        if seq.awaits is None or not self._comes(seq.awaits):
+            seq.awaits = self._find(seq) if seq.num_awaited < MOST_WAITS else None
+            if seq.awaits is None:
+                return False
+            seq.num_awaited += 1
+            self.num_waits += 1
+        self.num_waiting += 1
+        return True
+
+    def _comes(self, awaited: Awaited) -> bool:
+        """Whether it is still being computed, for others to find."""
+        owner = awaited.owner
+        if owner.num_computed >= awaited.num_tokens or not self._gets_on(owner):
+            return False
+        return awaited.as_snapshot or self.state.memory.publishes(owner.seq_id)
+
+    def _gets_on(self, owner: Sequence) -> bool:
+        return owner.status is Status.RUNNING and self.state.num_steps - owner.last_step <= 1
+
+    def _find(self, seq: Seq) -> Awaited | None:
+        """Something that is worth waiting for."""
+        state = self.state
+        if state.parked_in(seq) is not None:
+            return None
+        if seq.snapshot_key is not None and not seq.num_computed:
+            if state.snapshots.find(seq) is not None:
+                return None
+            if (awaited := self._snapshot(seq)) is not None:
+                return awaited
+        return self._blocks(seq)
+
+    def _snapshot(self, seq: Seq) -> Awaited | None:
+        at, size = seq.footprint.compress_at, self.state.memory.block_size
+        kept = blocks_for(seq.footprint.kept(at), size)
+        if kept > self.state.snapshots.max_blocks or (seq.most_hit is not None and seq.most_hit < at):
+            return None
+        for owner in self.state.running:
+            if owner.snapshot_key == seq.snapshot_key:
+                awaited = Awaited(owner, at, as_snapshot=True)
+                if self._comes(awaited):
+                    return awaited
+        return None
+
+    def _blocks(self, seq: Seq) -> Awaited | None:
+        """The most that a running sequence computes next and this one would compute, too."""
+        state, best, match = self.state, None, None
+        size, known = state.memory.block_size, min(len(seq.token_ids) - 1, seq.hit_limit)
+        for owner in state.running if known >= self.least_tokens else ():
+            there = owner.num_computed // size * size
+            if not owner.is_prefill or known - there < self.least_tokens:
+                continue
+            awaited = Awaited(owner, self._shared(seq, owner, known))
+            if awaited.num_tokens - there < self.least_tokens or not self._comes(awaited):
+                continue
+            match = match or state.match(seq)
+            if match.num_tokens == there and (best is None or awaited.num_tokens > best.num_tokens):
+                best = awaited
+        return best
+
+    def _shared(self, seq: Seq, owner: Seq, known: int) -> int:
+        """Leading tokens in equal blocks that the owner will have computed as everybody would."""
+        assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+        assert owner.keys is not None, f"sequence {owner.seq_id} was not added"
+        size, ends = self.state.memory.block_size, len(owner.token_ids)
+        most = min(known, owner.footprint.exact_until(owner.num_prompt, ends))
+        return seq.keys.num_shared(owner.keys, most // size) * size
