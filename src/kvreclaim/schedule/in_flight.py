@@ -95,6 +95,7 @@ class InFlight(Generic[Seq]):
         """Leading tokens in equal blocks that the owner will have computed as everybody would."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         assert owner.keys is not None, f"sequence {owner.seq_id} was not added"
-        size, ends = self.state.memory.block_size, len(owner.token_ids)
+        size = self.state.memory.block_size
+        ends = owner.fork_at if owner.followers else len(owner.token_ids)
         most = min(known, owner.footprint.exact_until(owner.num_prompt, ends))
         return seq.keys.num_shared(owner.keys, most // size) * size
