@@ -12,7 +12,7 @@ DOCS = (Path(__file__).parents[1] / "docs" / "beams.md").read_text(encoding="utf
 
 
 def test_every_parameter_is_in_the_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", DOCS, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\S+) \|", DOCS, re.MULTILINE)
     params = BeamSearchParams()
     assert dict(rows) == {each.name: str(getattr(params, each.name)) for each in fields(params)}
 

@@ -52,6 +52,16 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BeamsPlan(ModelPlan):
+    """prompt, max_tokens: tokens; rounds: in turns, of which medians are taken."""
+
+    beams: tuple[int, ...] = option((4,), "Beam widths, comma-separated.")
+    prompt: int = option(2048, "Tokens of the prompt.", low=1)
+    max_tokens: int = option(64, "Tokens of each output.", low=1)
+    rounds: int = option(3, "Timed, in turns.", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyPlan(ModelPlan):
     """One with policies, all at one budget."""
 

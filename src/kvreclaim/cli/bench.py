@@ -10,6 +10,7 @@ import typer
 from kvreclaim.bench.plans import (
     KERNELS,
     THREADS,
+    BeamsPlan,
     CompressPlan,
     DecodePlan,
     LatentPlan,
@@ -189,6 +190,17 @@ def step(
 
         rows = step.run(plan)
         publish(rows, [step.step_table(rows)], json_file)
+
+
+@bench_app.command("beams")
+@takes
+def beams(plan: Annotated[BeamsPlan, Takes(config=BeamsPlan)], json_file: Json = None) -> None:
+    """Beam search beside transformers' own: equal outputs first, then seconds and blocks."""
+    with ready(plan.threads):
+        from kvreclaim.bench import beams
+
+        rows = beams.run(plan)
+        publish(rows, [beams.beams_table(rows)], json_file)
 
 
 @bench_app.command("tiers")
