@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvreclaim import SamplingParams
+from kvreclaim import BeamSearchParams, SamplingParams
 from kvreclaim.engine.core.request import Request
 
 if TYPE_CHECKING:
@@ -36,7 +36,22 @@ class Question:
     compress_at: int | None = None
     max_len: int | None = None
 
+    @property
+    def beams(self) -> BeamSearchParams | None:
+        if self.kind != "beams":
+            return None
+        width = 2 + self.seed
+        return BeamSearchParams(
+            beam_width=width,
+            num_return_sequences=width,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            cache_salt=self.salt,
+        )
+
     def params(self) -> SamplingParams:
+        if self.beams is not None:
+            return self.beams.sampling
         greedy = self.kind in ("greedy", "score", "prompt_logprobs")
         return SamplingParams(
             n=3 if self.kind == "many" else 1,
@@ -70,6 +85,13 @@ class Answer:
             known = [(t, p) for t, p in zip(scores.predicted, scores.logprobs, strict=True) if t >= 0]
             return cls((tuple(t for t, _ in known),), (tuple(p for _, p in known),), found)
         outputs = request.output().outputs
+        if request.beams is not None:
+            found_all = [out for out in outputs if out.cumulative_logprob is not None]
+            return cls(
+                tuple(tuple(out.token_ids) for out in found_all),
+                tuple((out.cumulative_logprob,) for out in found_all),
+                (),
+            )
         return cls(
             tuple(tuple(out.token_ids) for out in outputs),
             tuple(

@@ -111,7 +111,7 @@ class Machine:
             kind=ask.kind,
             seed=ask.seed,
             max_tokens=1 if scored else ask.max_tokens,
-            stop=() if scored else ask.stop,
+            stop=() if scored or ask.kind == "beams" else ask.stop,
             salt=ask.salt,
             policy=ask.policy,
             budget=ask.budget,
@@ -169,6 +169,7 @@ class Machine:
             self.compressor(llm, question),
             continuation=list(question.continuation) or None,
             compress_at=question.compress_at,
+            beams=question.beams,
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4", "kivi4")
-KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs")
+KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs", "beams")
 POLICIES = (
     "query_mixture",
     "triattention",

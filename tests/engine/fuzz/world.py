@@ -126,6 +126,7 @@ class World:
                 retention=(Retention(ask.retention, 3600.0),) if ask.retention else (),
                 tenant=ask.tenant,
                 compress_at=question.compress_at,
+                beams=question.beams,
             )
         except KVReclaimError:
             self.counts["refused"] += 1
@@ -210,6 +211,7 @@ class World:
         self.counts["passes"] += totals.compactions
         self.counts["postponed passes"] += totals.compactions_postponed
         self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens
+        self.counts["searches"] += sum(asked.question.kind == "beams" for asked in self.asked)
         self.counts["copies"] += self.engine.memory.stats().cow_copies
         self.counts["errors"] += sum(asked.request.error is not None for asked in self.asked)
 
