@@ -114,6 +114,25 @@ def test_the_pool_changes_while_a_request_runs(page_server: Running, open_page: 
     expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
 
 
+def test_who_shares_what_is_drawn(page_server: Running, open_page: OpenPage) -> None:
+    page = open_page(page_server)
+    panel, rows = page.locator("#sharing"), page.locator("#sharing .tree li")
+    expect(panel).to_be_hidden()
+    with halted(page_server), running_request(page_server):
+        expect(page.locator("#requests tbody tr")).to_have_count(1)
+        expect(panel).to_be_hidden()  # it shares nothing with itself
+        with running_request(page_server):
+            expect(panel).to_be_visible()
+            expect(rows.first).to_contain_text("shared by 2 sequences")
+            expect(rows.first).to_have_attribute("aria-level", "1")
+            expect(rows.first.locator(".holders .swatch")).to_have_count(2)
+            titles = rows.first.locator(".holders .swatch").evaluate_all("all => all.map((e) => e.title)")
+            ids = page.locator("#requests .who").evaluate_all("all => all.map((e) => e.title.split(':')[0])")
+            assert titles == ids
+            expect(page.locator("#sharing-note")).to_contain_text("blocks spared")
+    expect(panel).to_be_hidden()
+
+
 def test_the_moment_of_compaction_shows(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server, reduced_motion="reduce")
     expect(page.locator("#passes-empty")).to_be_visible()

@@ -142,6 +142,14 @@ class Engine:
         if self.tiers is not None:
             self.tiers.close()
 
+    def block_holders(self) -> dict[int, tuple[str, ...]]:
+        """Block to the requests whose running sequences hold it, a request once for each of them."""
+        found: dict[int, list[str]] = {}
+        for seq in self.scheduler.running:
+            for block in self.memory.table(seq.seq_id).blocks():
+                found.setdefault(block, []).append(seq.request.request_id)
+        return {block: tuple(names) for block, names in found.items()}
+
     def add_request(
         self,
         request_id: str,

@@ -23,6 +23,7 @@ from kvreclaim.engine.face.chat import Message, render_chat
 from kvreclaim.engine.face.compressors import Compressors
 from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
+from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.places import STATS_FILE
 
@@ -240,6 +241,15 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request and return its blocks. Raises: UnknownRequestError."""
         self.engine.abort(request_id)
+
+    def prefix_tree(self) -> tuple[PrefixNode, ...]:
+        """What prompts are found to begin with, as radix trees, those of different salts apart: tokens,
+        blocks, and which running requests hold them. A copy, of this moment; O(cached blocks).
+        `node.lines()` draws it.
+
+        Compressed prefixes (compress_at) and what only lies on the host or on disk are not in it.
+        """
+        return prefix_tree(self.engine.memory.pool.index, self.engine.block_holders())
 
     def save_session(
         self, prompt: Prompt, path: str | os.PathLike[str], *, cache_salt: str | None = None

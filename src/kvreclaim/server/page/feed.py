@@ -28,6 +28,8 @@ QUIET_S = 1.0
 MAX_VIEWERS = 32
 MAX_PENDING = 256
 """Compactions kept for a viewer that does not read; older ones are dropped."""
+MAX_HOLDERS = 12
+"""Requests that a row of the tree names, by their places in the table."""
 MAX_REQUESTS = 200
 """Rows of the table; a request beyond them is still drawn in the pool."""
 
@@ -148,6 +150,11 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
             for r in view.requests[:MAX_REQUESTS]
         ],
         "num_owners": len(view.requests),
+        "num_spared": snapshot.sharing.num_spared,
+        "sharing": [
+            [run.level, run.num_blocks, run.num_sequences, run.requests[:MAX_HOLDERS]]
+            for run in snapshot.sharing.runs
+        ],
         "num_running": snapshot.num_running,
         "num_waiting": snapshot.num_waiting,
         "totals": snapshot.totals,

@@ -13,6 +13,7 @@ from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.pool_view import PoolView, pool_view
+from kvreclaim.engine.serving.sharing import Sharing, who_shares
 from kvreclaim.schedule import Pass
 
 
@@ -37,12 +38,14 @@ class Compaction:
 class Snapshot:
     """The engine at one moment; compactions are those since the last snapshot.
 
+    sharing: of running sequences
     totals: counters over the engine's life
     tiers:  below the pool; None where there is nothing
     """
 
     at_s: float
     view: PoolView
+    sharing: Sharing
     num_running: int
     num_waiting: int
     totals: dict[str, int]
@@ -72,6 +75,7 @@ class Recorder:
         return Snapshot(
             at_s=time.monotonic(),
             view=pool_view(engine),
+            sharing=who_shares(engine),
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
             totals={

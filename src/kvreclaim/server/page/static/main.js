@@ -6,6 +6,7 @@ import { Compare } from "./compare.js";
 import { watch } from "./feed.js";
 import { Pool, STATES } from "./pool.js";
 import { Requests } from "./requests.js";
+import { Sharing } from "./sharing.js";
 import { Theme } from "./theme.js";
 import { Tiers } from "./tiers.js";
 
@@ -33,6 +34,7 @@ const pool = new Pool(find("#pool"), find("#readout"), owners, theme);
 const requests = new Requests(document, owners, theme, (id) => pool.highlight(id));
 const compare = new Compare(document, announce);
 const tiers = new Tiers(find("#tiers"));
+const sharing = new Sharing(find("#sharing"), owners, theme);
 const tile = (name) => find(`[data-chart="${name}"]`);
 const charts = {
   blocks: new Chart(tile("blocks"), { label: "Blocks in use", format: whole }),
@@ -114,6 +116,7 @@ watch({
     showPool(frame);
     requests.show(frame);
     tiers.show(frame);
+    sharing.show(frame);
     compare.watch(frame, owners);
     document.documentElement.dataset.ready = "true";
   },

@@ -1,0 +1,95 @@
+"""The prefix index as a radix tree: which beginnings are there, and who holds them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvreclaim.memory.prefix.index import Entry, PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """Blocks that follow each other wherever they are found, and whoever holds one of them holds all.
+
+    salt:      under which it is found
+    token_ids: that these blocks hold; those of a prompt are its nodes' from the top down
+    blocks:    their ids, in order
+    holders:   who holds them now, by the name that the caller has given; none: they are only cached
+    children:  what goes on behind them, the most held first, then the longest
+    """
+
+    salt: str | None
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    holders: tuple[str, ...]
+    children: tuple[PrefixNode, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """That hold these blocks."""
+        return len(self.holders)
+
+    def lines(self, level: int = 0) -> list[str]:
+        """It and all below it, a line each, indented."""
+        found: list[str] = []
+        stack = [(level, self)]
+        while stack:
+            depth, node = stack.pop()
+            held = f"{node.num_sequences} running" if node.holders else "cached"
+            found.append(f"{'  ' * depth}{node.num_tokens} tokens, {len(node.blocks)} blocks, {held}")
+            stack += [(depth + 1, child) for child in reversed(node.children)]
+        return found
+
+
+def prefix_tree(index: PrefixIndex, holders: Mapping[int, tuple[str, ...]]) -> tuple[PrefixNode, ...]:
+    """What a prompt can be found to begin with, one node or more for each salt. O(blocks in the index).
+
+    holders: who holds a block; of those that nobody holds nothing is said. Entries that no walk reaches any
+    more are left out.
+    """
+    children: dict[int, list[Entry]] = {}
+    for entry in index:
+        children.setdefault(entry.parent, []).append(entry)
+    root = index.root(None).serial
+    runs: list[tuple[list[Entry], int]] = []  # (entries, place of the run before them), parents first
+    stack = [(entry, -1) for entry in children.get(root, [])]
+    while stack:
+        entry, above = stack.pop()
+        run, after = [entry], children.get(entry.serial, [])
+        while len(after) == 1 and holders.get(after[0].block) == holders.get(entry.block):
+            run.append(after[0])
+            after = children.get(after[0].serial, [])
+        runs.append((run, above))
+        stack += [(each, len(runs) - 1) for each in after]
+    return _nodes(runs, holders)
+
+
+def _nodes(
+    runs: list[tuple[list[Entry], int]], holders: Mapping[int, tuple[str, ...]]
+) -> tuple[PrefixNode, ...]:
+    """Of runs in an order in which each comes behind the one that it follows."""
+    below: dict[int, list[PrefixNode]] = {}
+    for place in range(len(runs) - 1, -1, -1):
+        run, above = runs[place]
+        tokens = array("q")
+        for entry in run:
+            tokens.frombytes(entry.tokens)
+        node = PrefixNode(
+            run[0].salt,
+            tuple(tokens),
+            tuple(entry.block for entry in run),
+            holders.get(run[0].block, ()),
+            _sorted(below.pop(place, [])),
+        )
+        below.setdefault(above, []).append(node)
+    return _sorted(below.get(-1, []))
+
+
+def _sorted(nodes: list[PrefixNode]) -> tuple[PrefixNode, ...]:
+    return tuple(sorted(nodes, key=lambda node: (-node.num_sequences, -node.num_tokens, node.token_ids)))
