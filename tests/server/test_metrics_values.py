@@ -264,7 +264,12 @@ TIERS = [
     *("vllm:kv_offload_tiering_read_bytes_total", "kvreclaim:preemption_swaps_total"),
     *("kvreclaim:swap_out_bytes_total", "kvreclaim:swap_in_bytes_total", "kvreclaim:tier_evictions_total"),
     *("kvreclaim:tier_corrupt_total", "kvreclaim:tier_failed_total", "kvreclaim:tier_dropped_total"),
-    "kvreclaim:tier_refused_total",
+    *("kvreclaim:tier_refused_total", "kvreclaim:compressed_prefix_files"),
+    *("kvreclaim:compressed_prefix_file_bytes", "kvreclaim:compressed_prefix_stores_total"),
+    *("kvreclaim:compressed_prefix_write_bytes_total", "kvreclaim:compressed_prefix_loads_total"),
+    *("kvreclaim:compressed_prefix_read_bytes_total", "kvreclaim:compressed_prefix_hits_total"),
+    *("kvreclaim:compressed_prefix_corrupt_total", "kvreclaim:compressed_prefix_failed_total"),
+    *("kvreclaim:compressed_prefix_dropped_total", "kvreclaim:compressed_prefix_evictions_total"),
 ]
 
 

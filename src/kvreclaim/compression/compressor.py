@@ -22,6 +22,7 @@ from kvreclaim.compression.policy import (
 from kvreclaim.compression.refusals import STATISTICS, check_policy, layer_stats
 from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
 from kvreclaim.compression.stats import LayerStats, QueryStats
+from kvreclaim.compression.stats_digest import stats_digest
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
@@ -199,6 +200,11 @@ class Compressor:
                 if weights is not None:
                     digest.update(weights.contiguous().cpu().numpy().tobytes())
         return digest.hexdigest()
+
+    @cached_property
+    def stats_digest(self) -> str | None:
+        """sha256 of all statistics that the policy may look at; None where it needs none."""
+        return None if self.stats is None else stats_digest(self.stats)
 
     def stats_of(self, layer: int) -> LayerStats | None:
         """The statistics of one layer, if the policy needs any."""

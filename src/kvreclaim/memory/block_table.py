@@ -42,6 +42,21 @@ class BlockTable:
     _exact_len: int = 0
     _num_holes: int = 0
 
+    @classmethod
+    def of_inexact(
+        cls,
+        keys: BlockKeys,
+        block_ids: Sequence[int | None],
+        *,
+        logical_len: int,
+        physical_len: int,
+        exact_len: int,
+    ) -> BlockTable:
+        """Of a sequence that something lossy has happened to elsewhere."""
+        table = cls(keys, None, list(block_ids), logical_len, physical_len, exact=False)
+        table._exact_len, table._num_holes = exact_len, table.block_ids.count(None)
+        return table
+
     @property
     def num_blocks(self) -> int:
         """Blocks held: entries that are no holes."""

@@ -37,7 +37,7 @@ class Admission(Generic[Seq]):
             seq = state.waiting.next(step.num_running, step.skipped, step.deferred)
             if seq is None or (step.refused and seq.priority > step.refused[0].priority):
                 break
-            if (tiers := state.tiers) is not None and tiers.must_wait(seq.seq_id):
+            if state.must_wait(seq):
                 step.deferred.add(seq.seq_id)
                 continue
             try:
@@ -142,7 +142,10 @@ class Admission(Generic[Seq]):
         if parked is not None:
             parked.resume(snapshot.seq_id, parked.match_parked(snapshot.seq_id))
         state.snapshots.begin(snapshot, seq)
-        begun = Admitted(seq.seq_id, seq.num_computed, snapshot=snapshot.seq_id, unparked=parked is not None)
+        num_loaded = 0 if parked is None else seq.num_computed
+        begun = Admitted(
+            seq.seq_id, seq.num_computed, num_loaded, snapshot=snapshot.seq_id, unparked=parked is not None
+        )
         self._begin(seq, begun, step)
         return True
 
@@ -150,6 +153,7 @@ class Admission(Generic[Seq]):
         """It has its blocks: it leaves the queue and computes its next tokens."""
         state = self.state
         state.waiting.begin(seq)
+        state.snapshots.leave(seq.seq_id)
         room = step.room(seq)
         state.running.append(seq)
         seq.status, seq.last_step = Status.RUNNING, state.num_steps

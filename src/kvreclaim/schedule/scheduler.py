@@ -109,8 +109,9 @@ class Scheduler(Generic[Seq]):
         seq.keys = self.memory.keys(seq.token_ids, seq.cache_salt, lasting=seq.lasting)
         seq.status, seq.arrived_at = Status.WAITING, self._state.clock
         self.waiting.add(seq)
-        if isinstance(self.memory, TieredMemory):
-            self.memory.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
+        below = self.snapshots.below
+        if below is None or self.snapshots.get(seq.snapshot_key) is not None or not below.ask(seq):
+            self._state.prefetch(seq)
 
     def fork(self, parent: Seq, child: Seq) -> bool:
         """Let a new sequence run that shares every block and all lengths of another.
@@ -152,6 +153,7 @@ class Scheduler(Generic[Seq]):
             self.memory.free(seq.seq_id)
         else:
             self.waiting.remove(seq)
+            self.snapshots.leave(seq.seq_id)
             if isinstance(self.memory, TieredMemory):
                 self.memory.drop_parked(seq.seq_id)
                 self.memory.end_loading(seq.seq_id)

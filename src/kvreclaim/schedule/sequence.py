@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableSequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
@@ -10,6 +10,7 @@ from typing import Self
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 class Status(Enum):
@@ -75,7 +76,7 @@ class Sequence:
     status: Status = Status.WAITING
     last_step: int = 0
     lasting: bool = True
-    snapshot_key: Hashable = None
+    snapshot_key: SnapshotKey | None = None
     together: bool = False
     followers: list[Self] = field(default_factory=list)
     fork_at: int = 0

@@ -6,29 +6,36 @@ it is its fork. It never stands in the prefix index, and nothing behind it does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Generic
 
+from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule.below import PrefixesBelow
 from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
 class Snapshots(Generic[Seq]):
     """By key, the least recently used first. A key names everything that the content depends on, the tokens
     themselves included, so keys are compared, not trusted.
 
-    Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped.
+    Where blocks lack, a snapshot goes to the host, if the memory has slots for it, or is dropped. One that
+    lies on disk comes to the host first.
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
+
+    below: those on disk; None without
     """
 
     def __init__(self, memory: MemoryManager, max_blocks: int) -> None:
         self.memory = memory
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
-        self._held: dict[Hashable, Seq] = {}
+        self.below: PrefixesBelow[Seq] | None = None
+        self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
         self._used: list[Seq] = []
@@ -48,9 +55,13 @@ class Snapshots(Generic[Seq]):
         """Whether it lies on the host."""
         return isinstance(self.memory, TieredMemory) and self.memory.is_parked(seq.seq_id)
 
+    def get(self, key: SnapshotKey | None) -> Seq | None:
+        """The one of this key, on the device or the host."""
+        return None if key is None else self._held.get(key)
+
     def find(self, seq: Seq) -> Seq | None:
         """The snapshot that a sequence that waits could begin with."""
-        found = self._held.get(seq.snapshot_key) if seq.snapshot_key is not None else None
+        found = self.get(seq.snapshot_key)
         if (
             found is None
             or found in self._parked
@@ -61,24 +72,65 @@ class Snapshots(Generic[Seq]):
 
     def keep(self, parent: Seq, hidden: Seq) -> bool:
         """Keep what a sequence is now, in a hidden one that bears its key. Returns: whether there is room."""
-        held = self.memory.table(parent.seq_id).num_blocks
-        if hidden.snapshot_key in self._held or held > self.max_blocks:
-            return False
-        while self.num_blocks + held > self.max_blocks and self.give_way():
-            pass
-        if self.num_blocks + held > self.max_blocks:
+        held, key = self.memory.table(parent.seq_id).num_blocks, hidden.snapshot_key
+        if key is None or key in self._held or not self._make_room(held):
             return False
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         hidden.keys = parent.keys.fork(hidden.token_ids)
         hidden.num_computed, hidden.account = parent.num_computed, parent.account.fork()
         self.memory.fork(parent.seq_id, hidden.seq_id, hidden.keys)
-        self._held[hidden.snapshot_key] = hidden
+        self._held[key] = hidden
         self.num_taken += 1
         return True
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """Let others give way for one of so many blocks. Returns: whether it may be kept now."""
+        if num_blocks > self.max_blocks:
+            return False
+        while self.num_blocks + num_blocks > self.max_blocks and self.give_way():
+            pass
+        return self.num_blocks + num_blocks <= self.max_blocks
+
+    def enter(self, hidden: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
+        """Take in one that was read from disk; the least recently used of those on the host make room.
+
+        table: inexact; its block ids stand for any blocks
+        Returns: its slots on the host, for the caller to fill; None: there is no room, or it is here already
+        """
+        assert isinstance(self.memory, TieredMemory), "there is no disk without a host"
+        assert hidden.snapshot_key is not None, "it is found by its key"
+        if hidden.snapshot_key in self._held:
+            return None
+        parked = [seq for seq in self if self.is_parked(seq) and seq not in self._parked]
+        slots = self.memory.enter_parked(hidden.seq_id, table)
+        while slots is None and parked:
+            self._drop(parked.pop(0))
+            slots = self.memory.enter_parked(hidden.seq_id, table)
+        if slots is not None:
+            self._held[hidden.snapshot_key] = hidden
+        return slots
+
+    def must_wait(self, seq: Seq) -> bool:
+        """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""
+        if self.below is None or self.get(seq.snapshot_key) is not None:
+            return False
+        self.below.ask(seq)
+        return self.below.must_wait(seq.seq_id)
+
+    def has_missed(self, seq: Seq) -> bool:
+        """Whether nothing comes from disk for one that has waited for it; said once."""
+        has_missed = self.below is not None and self.below.has_missed(seq.seq_id)
+        return has_missed and self.get(seq.snapshot_key) is None
+
+    def leave(self, seq_id: int) -> None:
+        """A sequence has begun, or is gone."""
+        if self.below is not None:
+            self.below.leave(seq_id)
 
     def begin(self, snapshot: Seq, seq: Seq) -> None:
         """Let a sequence be its fork; the snapshot is in blocks, and there is room for what comes."""
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+        assert snapshot.snapshot_key is not None, "it is found by its key"
         self._held[snapshot.snapshot_key] = self._held.pop(snapshot.snapshot_key)  # behind the others
         self.memory.fork(snapshot.seq_id, seq.seq_id, seq.keys)
         seq.num_computed, seq.account = snapshot.num_computed, snapshot.account.fork()
@@ -97,10 +149,10 @@ class Snapshots(Generic[Seq]):
                 return True
         return False
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: SnapshotKey | None) -> None:
         """Forget one that may be here."""
-        if key in self._held:
-            self._drop(self._held[key])
+        if (found := self.get(key)) is not None:
+            self._drop(found)
 
     def clear(self) -> None:
         """Forget all."""
@@ -119,6 +171,7 @@ class Snapshots(Generic[Seq]):
         return parked
 
     def _drop(self, seq: Seq) -> None:
+        assert seq.snapshot_key is not None, "it is found by its key"
         del self._held[seq.snapshot_key]
         if isinstance(self.memory, TieredMemory) and self.memory.is_parked(seq.seq_id):
             self.memory.drop_parked(seq.seq_id)

@@ -52,6 +52,25 @@ class State(Generic[Seq]):
             return snapshot.num_computed
         return self.match(seq).num_tokens
 
+    def must_wait(self, seq: Seq) -> bool:
+        """Whether one that waits is to go on waiting for what is being read from disk for it."""
+        tiers = self.tiers
+        if tiers is None:
+            return False
+        if not seq.num_computed:
+            if self.snapshots.must_wait(seq):
+                return True
+            if self.snapshots.has_missed(seq):
+                self.prefetch(seq)
+        return tiers.must_wait(seq.seq_id)
+
+    def prefetch(self, seq: Seq) -> None:
+        """Begin to read from disk what one that waits would hit there."""
+        if (tiers := self.tiers) is not None:
+            assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
+            tiers.end_loading(seq.seq_id)
+            tiers.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
+
     def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""
         row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=not seq.reads_sparsely)

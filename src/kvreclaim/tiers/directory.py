@@ -5,6 +5,7 @@ DIR/<namespace, 64 hex>/meta.json   the namespace's fields, to be read by people
 DIR/<namespace>/slots.kv            records; locked by the process that uses it
 DIR/<namespace>/slots.index         their headers once more; belongs to slots.kv
 DIR/<namespace>/slots.1.kv ...      of further processes at the same time
+DIR/<namespace>/<64 hex>.prefix     compressed prefixes (prefix_files.py)
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Found:
 class StoreDirectory:
     """DIR, opened and locked against other processes that choose files at the same time: a context manager.
 
+    patience_s: seconds to wait for one that has it locked
+
     Raises: InvalidArgumentError for a directory that can't be made or used, that everybody may write to, or
         that another process keeps locked.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path: str | os.PathLike[str], patience_s: float = LOCK_PATIENCE_S) -> None:
+        self.path, self.patience_s = os.fspath(path), patience_s
         try:
             os.makedirs(self.path, 0o700, exist_ok=True)
             self.fd = os.open(self.path, DIR_FLAGS)
@@ -98,11 +101,11 @@ class StoreDirectory:
         )
 
     def _wait_for_lock(self) -> None:
-        patience = time.monotonic() + LOCK_PATIENCE_S
+        patience = time.monotonic() + self.patience_s
         while not try_lock(self._lock):
             require(
                 time.monotonic() < patience,
-                f"another process has been setting up {self.path!r} for {LOCK_PATIENCE_S:.0f} s; wait for it "
+                f"another process has been setting up {self.path!r} for {self.patience_s:.0f} s; wait for it "
                 "or name another directory.",
                 PATH_FIELD,
             )

@@ -19,7 +19,7 @@ class HostSlots:
     """[N, bytes_per_block] uint8; of a cache on a GPU pinned, so that copies run at the bus's speed.
 
     What a cache keeps beside its blocks (planes [L, B, ...] of scores) lies in a second tensor, made when it
-    is first moved.
+    is first moved: `beside`.
 
     Raises: InvalidArgumentError if the memory is not there.
     """
@@ -27,7 +27,7 @@ class HostSlots:
     def __init__(self, planes: Sequence[Tensor], num_slots: int) -> None:
         self.planes = tuple(planes)
         self.bytes_per_slot = bytes_per_block(planes)
-        self._beside: Tensor | None = None
+        self.beside: Tensor | None = None
         needed, free = num_slots * self.bytes_per_slot, psutil.virtual_memory().available
         if needed > free:
             raise InvalidArgumentError(
@@ -62,7 +62,16 @@ class HostSlots:
             write_blocks(beside, self._for(beside), slots, blocks)
         return len(moves) * self.bytes_per_slot
 
+    def fill(self, slots: Sequence[int], bytes_: Tensor, beside: Tensor | None) -> None:
+        """Put blocks [n, bytes_per_slot] uint8 into slots, and what lies beside them."""
+        rows = torch.tensor(slots, dtype=torch.int64)
+        self.bytes[rows] = bytes_
+        if beside is not None:
+            if self.beside is None:
+                self.beside = self._empty(len(self.bytes), beside.shape[1]).zero_()
+            self.beside[rows] = beside
+
     def _for(self, beside: Sequence[Tensor]) -> Tensor:
-        if self._beside is None:
-            self._beside = self._empty(len(self.bytes), bytes_per_block(beside)).zero_()
-        return self._beside
+        if self.beside is None:
+            self.beside = self._empty(len(self.bytes), bytes_per_block(beside)).zero_()
+        return self.beside

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.tiers.tensor_file import MalformedError, Packed, bytes_of, pack, read
 
-VERSION = 1
+VERSION = 2
 KEY = "kvreclaim_session"
+CHECKSUM = "kvreclaim_checksum"
+"""Of all that KEY says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,10 +32,8 @@ class SessionFile:
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Whole or not at all: another file first, which then takes this one's name. Readable by its owner
-        alone. Returns: its bytes. Raises: OSError."""
-        target = Path(path)
+    def pack(self) -> Packed:
+        """What the file will hold. The tensors must not change until it is written."""
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
         said = {
             "version": VERSION,
@@ -42,56 +41,83 @@ class SessionFile:
             "facts": dict(self.facts),
             "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
         }
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        os.close(handle)
-        try:
-            save_file(tensors, name, metadata={KEY: json.dumps(said)})
-            with open(name, "rb") as written:
-                os.fsync(written.fileno())
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return target.stat().st_size
+        text = json.dumps(said)
+        return pack(tensors, {KEY: text, CHECKSUM: xxh3_128_hexdigest(text.encode())})
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Whole or not at all (save_whole). Returns: its bytes. Raises: OSError."""
+        packed = self.pack()
+        save_whole(packed, Path(path), FileIO())
+        return packed.num_bytes
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], fields: Mapping[str, str]) -> SessionFile:
+    def load(
+        cls, path: str | os.PathLike[str], fields: Mapping[str, str], io: FileIO | None = None
+    ) -> SessionFile:
         """Read and check everything. fields: of the engine that asks.
 
         Raises: OSError, InvalidArgumentError for a file that is no session, is damaged, or was saved with
             another model, format or block size, which the error names.
         """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with safe_open(path, framework="pt") as file:
-                said = json.loads((file.metadata() or {}).get(KEY, "null"))
-                if not isinstance(said, dict) or said.get("version") != VERSION:
-                    raise InvalidArgumentError(
-                        f"{os.fspath(path)} is no session of version {VERSION}; save it again.",
-                        field="filename",
-                    )
-                _check_fields(said["fields"], fields, path)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+            metadata, tensors = read(fd, FileIO() if io is None else io)
+            said = _said(metadata, path)
+            _check_fields(said["fields"], fields, path)
+            checksums, facts = dict(said["checksums"]), dict(said["facts"])
+        except (MalformedError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InvalidArgumentError):
+                raise
             raise InvalidArgumentError(
                 f"{os.fspath(path)} is no session, or is damaged ({error}); save it again.", field="filename"
             ) from error
+        finally:
+            os.close(fd)
         damaged = [
             name
-            for name in {*said["checksums"], *tensors}
-            if name not in tensors or said["checksums"].get(name) != _checksum(tensors[name])
+            for name in {*checksums, *tensors}
+            if name not in tensors or checksums.get(name) != _checksum(tensors[name])
         ]
         if damaged:
             raise InvalidArgumentError(
                 f"{os.fspath(path)} is damaged: {', '.join(sorted(damaged))}; save it again.",
                 field="filename",
             )
-        return cls(said["fields"], said["facts"], tensors)
+        return cls(said["fields"], facts, tensors)
+
+
+def save_whole(packed: Packed, target: Path, io: FileIO) -> None:
+    """Another file first, which then takes this one's name. Readable by its owner alone. Raises: OSError."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        try:
+            packed.write(handle, io)
+            io.sync(handle)
+        finally:
+            os.close(handle)
+        os.replace(name, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _said(metadata: Mapping[str, str], path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What a session says of itself. Raises: InvalidArgumentError, ValueError."""
+    text = metadata.get(KEY, "null")
+    said = json.loads(text)
+    if not isinstance(said, dict) or said.get("version") != VERSION:
+        raise InvalidArgumentError(
+            f"{os.fspath(path)} is no session of version {VERSION}; save it again.", field="filename"
+        )
+    if metadata.get(CHECKSUM) != xxh3_128_hexdigest(text.encode()):
+        raise MalformedError("what it says of itself has been changed")
+    return said
 
 
 def _check_fields(saved: Mapping[str, str], asked: Mapping[str, str], path: str | os.PathLike[str]) -> None:
@@ -105,5 +131,4 @@ def _check_fields(saved: Mapping[str, str], asked: Mapping[str, str], path: str 
 
 
 def _checksum(tensor: Tensor) -> str:
-    flat: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {xxh3_128_hexdigest(memoryview(flat))}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {xxh3_128_hexdigest(bytes_of(tensor))}"

@@ -91,11 +91,14 @@ class SlotFile:
         block_size: int,
         size_bytes: int,
         io: FileIO | None = None,
+        *,
+        reserved_bytes: int = 0,
     ) -> SlotFile:
         """Take this namespace's file in a directory, or make one, as large as size_bytes leaves room for.
 
         Args:
             size_bytes: of all files in the directory, those of other processes and namespaces included
+            reserved_bytes: of these, for what is no slot file
 
         Raises: InvalidArgumentError for a directory that can't be used, a size without room for one block, or
             a disk without the space, all of which is set aside here.
@@ -105,13 +108,15 @@ class SlotFile:
         with StoreDirectory(directory) as place:
             fds = place.take(namespace)
             try:
+                size_bytes -= reserved_bytes
                 beside = place.bytes_beside(fds[0], size_bytes)
                 num_slots = (size_bytes - beside) // (layout.slot + layout.entry)
                 if num_slots < 1:
                     raise InvalidArgumentError(
                         f"a block takes {layout.slot + layout.entry} bytes on disk, and of the {size_bytes} "
-                        f"bytes for {place.path!r} other files in use there take {beside}; give it more, or "
-                        "name another directory.",
+                        f"bytes for blocks in {place.path!r} ({reserved_bytes} more are for compressed "
+                        f"prefixes) other files in use there take {beside}; give it more, lower "
+                        "compressed_prefix_fraction, or name another directory.",
                         field=SIZE_FIELD,
                     )
                 num_old = os.fstat(fds[0]).st_size // layout.slot

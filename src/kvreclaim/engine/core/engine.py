@@ -30,7 +30,8 @@ from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.disk import namespace_of, open_disk
+from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
+from kvreclaim.engine.tiers.prefixes import make_prefixes
 from kvreclaim.engine.tiers.session import Sessions
 from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
@@ -113,6 +114,8 @@ class Engine:
             preemption.rates = rates
             self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
             self.lifecycle.tiers = self.runner.tiers = self.tiers
+            if file is not None and share_bytes(config) and self.scheduler.snapshots.max_blocks:
+                self.tiers.prefixes = make_prefixes(config, self.lifecycle, self.tiers, file.namespace)
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +16,12 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.beam_search import Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
+from kvreclaim.engine.core.recipe import snapshot_key
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.signals.needs import needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
@@ -66,8 +67,8 @@ class Lifecycle:
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
-            beginning = array("q", token_ids[: footprint.compress_at]).tobytes()
-            seq.snapshot_key = seq.cache_salt, request.compressor.config, beginning
+            salt = request.params.cache_salt
+            seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
@@ -173,10 +174,12 @@ class Lifecycle:
             assert self.tiers is not None, "only a memory with host slots parks anything"
             self.tiers.parking.park(self.snapshots[seq_id])
         for begun in plan.admitted:
+            is_read = False
             if begun.snapshot is not None:
-                self._begin_as_fork(
-                    self.sequences[begun.seq_id], self.snapshots[begun.snapshot], begun.unparked
-                )
+                snapshot = self.snapshots[begun.snapshot]
+                self._begin_as_fork(self.sequences[begun.seq_id], snapshot, begun.unparked)
+                if self.tiers is not None and self.tiers.prefixes is not None:
+                    is_read = self.tiers.prefixes.used(snapshot)
             if begun.resumed and self.tiers is not None:
                 seq = self.sequences[begun.seq_id]
                 with self.contained(seq.request, "bringing back"):
@@ -185,7 +188,8 @@ class Lifecycle:
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
                 if self.tiers is not None:
-                    metrics.num_disk_tokens = self.tiers.memory.num_from_disk(begun.seq_id)
+                    from_disk = self.tiers.memory.num_from_disk(begun.seq_id)
+                    metrics.num_disk_tokens = begun.num_hit if is_read else from_disk
         for seq_id in plan.dropped:
             del self.snapshots[seq_id]
             self.signals.drop(seq_id)
@@ -214,21 +218,35 @@ class Lifecycle:
                 self.scheduler.snapshots.drop(self.snapshots[seq_id].snapshot_key)
 
     def keep_snapshot(self, parent: Sequence) -> None:
-        """Of a sequence that has just been compressed at its compress_at, for others that begin like it."""
-        hidden = replace(
-            parent,
+        """Of a sequence that has just been compressed at its compress_at, for others that begin like it. One
+        whose passes lacked blocks, and came late, has something else than it would have alone."""
+        if parent.account.postponed:
+            return
+        hidden = self.hidden_like(parent, parent.state.fork())
+        if self.scheduler.snapshots.keep(parent, hidden):
+            self.snapshots[hidden.seq_id] = hidden
+            self.signals.fork(parent.seq_id, hidden.seq_id)
+            if self.tiers is not None and self.tiers.prefixes is not None:
+                self.tiers.prefixes.made(hidden)
+
+    def hidden_like(self, seq: Sequence, state: CompressionState) -> Sequence:
+        """A sequence that belongs to no request and holds what this one has, or will have, at its
+        compress_at."""
+        return replace(
+            seq,
             seq_id=next(self._seq_ids),
-            token_ids=parent.token_ids[: parent.num_computed],
-            state=parent.state.fork(),
+            token_ids=seq.token_ids[: seq.footprint.compress_at],
+            state=state,
+            keys=None,
+            together=False,
+            followers=[],
+            awaits=None,
             row_cache=None,
             cell_cache=None,
             generator=None,
             detokenizer=None,
             logprobs=[],
         )
-        if self.scheduler.snapshots.keep(parent, hidden):
-            self.snapshots[hidden.seq_id] = hidden
-            self.signals.fork(parent.seq_id, hidden.seq_id)
 
     def _begin_as_fork(self, seq: Sequence, snapshot: Sequence, unparked: bool) -> None:
         with self.contained(seq.request, "beginning behind a compressed prefix"):
@@ -256,6 +274,8 @@ class Lifecycle:
         that the same prompt is computed anew."""
         for seq in request.sequences:
             self.scheduler.snapshots.drop(seq.snapshot_key)
+            if seq.snapshot_key is not None and self.tiers is not None and self.tiers.prefixes is not None:
+                self.tiers.prefixes.distrust(seq.snapshot_key)
             if seq.status is Status.RUNNING:
                 self.memory.distrust(seq.seq_id)
 

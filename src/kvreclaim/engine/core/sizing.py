@@ -122,6 +122,13 @@ def load_worth(config: EngineConfig, bytes_per_block: int, rates: Rates) -> Call
     )
 
 
+def prefix_worth(config: EngineConfig, rates: Rates) -> Callable[[int, int], bool]:
+    """Whether so many bytes of a compressed prefix are to be read for so many tokens."""
+    if config.kv_load_policy == "wait_complete":
+        return lambda num_bytes, num_tokens: True
+    return lambda num_bytes, num_tokens: rates.load_s(num_bytes) < rates.recompute_s(num_tokens, 0, 1)
+
+
 def _beside(num_bytes: int) -> str:
     return f" (with {num_bytes / 2**20:.1f} MiB for open blocks and signals)" if num_bytes else ""
 

@@ -105,11 +105,17 @@ class Signals:
         for problem, holds in problems.items():
             require(not holds, f"policy {policy.name} {problem}.", "compression")
         if begins:
-            self.room.change(0, scores)
-            self.scores = SlotScores(self.cache)
-            hand_out_inputs(self.loaded.model)
+            self.keep_scores()
         if Signal.OUTPUT_PROJECTION in needs:
             self._output_projection(0)
+
+    def keep_scores(self) -> SlotScores:
+        """Of the tokens in all slots, from now on. Raises: MemoryError if there is no room for them."""
+        if self.scores is None:
+            self.room.change(0, score_bytes(self.cache))
+            self.scores = SlotScores(self.cache)
+            hand_out_inputs(self.loaded.model)
+        return self.scores
 
     @torch.inference_mode()
     def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer:
@@ -206,10 +212,19 @@ class Signals:
         )
 
     @torch.inference_mode()
+    def copy_of(self, seq_id: int, num_slots: int) -> ParkedSignals:
+        """As park, and the sequence keeps it."""
+        queries = {window: store.copy_of(seq_id) for window, store in self._queries.items()}
+        return ParkedSignals(
+            {window: kept for window, kept in queries.items() if kept is not None},
+            self._mass.copy_of(seq_id, num_slots),
+        )
+
+    @torch.inference_mode()
     def resume(self, seq_id: int, parked: ParkedSignals) -> None:
         """What was taken aside is here again. Raises: MemoryError if there is no room for it."""
         for window, kept in parked.queries.items():
-            self._queries[window].resume(seq_id, kept)
+            self._query_store(window).resume(seq_id, kept)
         if parked.mass is not None:
             self._mass.resume(seq_id, parked.mass)
 
@@ -221,13 +236,16 @@ class Signals:
         shown = self._passes.pop(seq_id, {}).values()
         self.room.change(sum(tensor.nbytes for found in shown for tensor in found), 0)
 
+    def _query_store(self, window: int) -> QueryStore:
+        if window not in self._queries:
+            self._queries[window] = QueryStore(window, self.loaded.facts, self.room)
+        return self._queries[window]
+
     def _query_write(
         self, window: int, items: list[tuple[Scheduled, int]]
     ) -> Callable[[AttentionCall], None]:
         """Stores the last queries of each sequence's chunk; items: (scheduled, first row in the step)."""
-        if window not in self._queries:
-            self._queries[window] = QueryStore(window, self.loaded.facts, self.room)
-        store = self._queries[window]
+        store = self._query_store(window)
         rows: list[np.ndarray] = []
         places: list[np.ndarray] = []
         counts: list[int] = []

@@ -127,11 +127,15 @@ class QueryStore(RowStore):
 
     def park(self, seq_id: int) -> tuple[int, Tensor] | None:
         """A sequence's first position and its row, on the host; its row here is free. None without one."""
-        if seq_id not in self:
-            return None
-        kept = self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
+        kept = self.copy_of(seq_id)
         self.drop(seq_id)
         return kept
+
+    def copy_of(self, seq_id: int) -> tuple[int, Tensor] | None:
+        """The same, and the row stays."""
+        if seq_id not in self:
+            return None
+        return self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
 
     def resume(self, seq_id: int, kept: tuple[int, Tensor]) -> None:
         """What was parked is here again. Raises: MemoryError if there is no room for it."""
@@ -161,11 +165,15 @@ class MassStore(RowStore):
 
     def park(self, seq_id: int, num_slots: int) -> Tensor | None:
         """[L, K, num_slots] of a sequence, on the host; its row here is free. None without one."""
-        if seq_id not in self:
-            return None
-        kept = self.row(seq_id)[..., :num_slots].to("cpu", copy=True)
+        kept = self.copy_of(seq_id, num_slots)
         self.drop(seq_id)
         return kept
+
+    def copy_of(self, seq_id: int, num_slots: int) -> Tensor | None:
+        """The same, and the row stays."""
+        if seq_id not in self:
+            return None
+        return self.row(seq_id)[..., :num_slots].to("cpu", copy=True)
 
     def resume(self, seq_id: int, kept: Tensor) -> None:
         """What was parked is here again. Raises: MemoryError if there is no room for it."""

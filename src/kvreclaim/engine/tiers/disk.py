@@ -40,8 +40,19 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
         namespace_of(config, loaded, form, backend),
         bytes_per_block=form.bytes_per_block(loaded.facts.layers, config.block_size),
         block_size=config.block_size,
-        size_bytes=int(config.kv_offloading_disk_size * 2**30),
+        size_bytes=size_bytes(config),
+        reserved_bytes=share_bytes(config),
     )
+
+
+def size_bytes(config: EngineConfig) -> int:
+    """Of all files in the directory."""
+    return int(config.kv_offloading_disk_size * 2**30)
+
+
+def share_bytes(config: EngineConfig) -> int:
+    """Of these, for compressed prefixes."""
+    return int(config.compressed_prefix_fraction * size_bytes(config))
 
 
 def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> Namespace:

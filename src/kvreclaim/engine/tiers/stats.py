@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvreclaim.engine.tiers.moves import MoveTotals
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.tiers.jobs import DiskCounters
+from kvreclaim.tiers.prefix_workers import PrefixCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,25 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Of the files of compressed prefixes. files, num_bytes: that may be read; recovered: found at the start.
+
+    hits:  requests that began with one that had been read
+    unfit: whole files that this engine had no use for
+    loading, storing: under way
+    """
+
+    counters: PrefixCounters
+    files: int
+    num_bytes: int
+    recovered: int
+    hits: int
+    unfit: int
+    loading: int
+    storing: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Of all below the pool.
 
@@ -62,6 +82,7 @@ class TierStats:
     refused:         times that a full block found no slot on the host
     bytes_per_block: that a move of one moves
     disk:            None without a file
+    prefixes:        compressed ones on disk; None without
     """
 
     host: SlotStats
@@ -77,3 +98,4 @@ class TierStats:
     refused: int
     bytes_per_block: int
     disk: DiskStats | None
+    prefixes: PrefixStats | None = None

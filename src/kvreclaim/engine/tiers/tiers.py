@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.disk import Disk
+from kvreclaim.engine.tiers.disk import WAIT_S, Disk
 from kvreclaim.engine.tiers.moves import Moves
 from kvreclaim.engine.tiers.parking import Parking
+from kvreclaim.engine.tiers.prefixes import Prefixes
 from kvreclaim.engine.tiers.stats import SlotStats, TierStats
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.manager import TieredMemory
@@ -34,7 +35,7 @@ MEASURED_TOKENS = 64
 class Tiers:
     """Host slots, the file below them, what parked sequences have aside, and what all that costs.
 
-    disk: None without a file
+    disk: None without a file; prefixes: compressed ones in files, None without
     """
 
     def __init__(
@@ -51,16 +52,21 @@ class Tiers:
         self.parking = Parking(memory, cache, signals)
         self.moves = Moves(memory, slots, signals, preemption.rates)
         self.disk = None if file is None else Disk(memory, slots, file, preemption.rates)
+        self.prefixes: Prefixes | None = None
 
     def submit(self) -> None:
         """Begin to read from disk what a new request would hit there."""
         if self.disk is not None:
             self.disk.submit()
+        if self.prefixes is not None:
+            self.prefixes.submit()
 
     def begin_step(self) -> None:
         """Take in what has come from disk."""
         if self.disk is not None:
             self.disk.poll()
+        if self.prefixes is not None:
+            self.prefixes.poll()
 
     def move(self, plan: StepPlan) -> None:
         """Blocks of a plan, before anything else is done with blocks."""
@@ -71,10 +77,14 @@ class Tiers:
 
     def wait(self) -> bool:
         """Where nothing can run: for the disk, if something is on its way. Returns: whether it is."""
-        if self.disk is None or not self.disk.tier.num_loading:
-            return False
-        self.disk.wait()
-        return True
+        self.submit()
+        if self.disk is not None and self.disk.tier.num_loading:
+            self.disk.wait()
+            return True
+        if self.prefixes is not None and self.prefixes.below.num_coming:
+            self.prefixes.workers.wait(WAIT_S)
+            return True
+        return False
 
     def load_now(self) -> None:
         """What the memory has asked for outside of a step."""
@@ -97,10 +107,11 @@ class Tiers:
             self.moves.store()
         except Exception:
             logger.exception("storing blocks on the host failed; who wants them computes them again")
-        if self.disk is not None:
-            if self.disk.workers.takes_stores:
-                self.memory.stored()
-            self.disk.submit()
+        if self.disk is not None and self.disk.workers.takes_stores:
+            self.memory.stored()
+        if self.prefixes is not None:
+            self.prefixes.flush()
+        self.submit()
 
     def note(self, stats: StepStats, totals: EngineTotals) -> None:
         """What computing costs here, from steps that are mostly prompts."""
@@ -113,7 +124,7 @@ class Tiers:
     def stats(self, totals: EngineTotals) -> TierStats:
         """What is where now, and counts since the start."""
         self.begin_step()  # an engine without work would go on telling of transfers that are done
-        memory, disk, counts = self.memory, self.disk, self.memory.counts
+        memory, disk, counts, prefixes = self.memory, self.disk, self.memory.counts, self.prefixes
         return TierStats(
             host=SlotStats.of(memory.host.pool),
             moves=replace(self.moves.totals),
@@ -121,27 +132,34 @@ class Tiers:
             parked_slots=memory.num_parked_slots,
             swaps=totals.swaps,
             swap_in_bytes=counts.resumed_blocks * self.preemption.bytes_per_block,
-            deferred_seqs=memory.num_deferred,
+            deferred_seqs=memory.num_deferred + (0 if prefixes is None else prefixes.below.num_deferred),
             asked_tokens=counts.asked,
             host_hit_tokens=counts.from_host,
             disk_hit_tokens=counts.from_disk,
             refused=memory.num_unstored,
             bytes_per_block=self.preemption.bytes_per_block,
             disk=None if disk is None else disk.stats(),
+            prefixes=None if prefixes is None else prefixes.stats(),
         )
 
     def reset(self, *, external: bool) -> None:
         """Forget every prefix; external: below the pool, too."""
         self.memory.reset_prefix_cache(external=external)
+        if external and self.prefixes is not None:
+            self.prefixes.reset()
         self.submit()
 
     @property
     def is_clearing(self) -> bool:
         """Whether records that are to be forgotten may still be on disk."""
-        return self.disk is not None and self.disk.workers.is_clearing
+        disk, prefixes = self.disk, self.prefixes
+        is_clearing = disk is not None and disk.workers.is_clearing
+        return is_clearing or (prefixes is not None and prefixes.workers.is_clearing)
 
     def close(self) -> None:
         """Write what is on its way to disk, and let go of the file."""
+        if self.prefixes is not None:
+            self.prefixes.close()
         if self.disk is not None:
             self.disk.submit()
             self.disk.close()

@@ -99,6 +99,23 @@ class TieredMemory(WriteThrough):
         self.free(seq_id)
         return True
 
+    def enter_parked(self, seq_id: int, table: BlockTable) -> tuple[int | None, ...] | None:
+        """Let an inexact sequence that comes from elsewhere be parked; its block ids stand for any blocks.
+
+        Returns: slots of its table's entries, to be filled before it is resumed; None if there are too few.
+        """
+        assert table.chain is None, "what is exact is found by its prefix"
+        held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
+        num_own = len(held) - held.count(None)
+        if num_own > self.host.pool.num_free or self._num_own + num_own > self.max_parked:
+            return None
+        supply = iter(self.host.pool.allocate(num_own))
+        slots = tuple(None if block is None else next(supply) for block in held)
+        self._num_own += num_own
+        root = self.pool.index.root(None).serial
+        self._parked[seq_id] = Parked(table, slots, num_own, table.begun(self.block_size), root)
+        return slots
+
     def match_parked(self, seq_id: int) -> PrefixMatch:
         """What of a parked sequence the pool still has: the very blocks that it had, of one that is exact."""
         parked = self._parked[seq_id]

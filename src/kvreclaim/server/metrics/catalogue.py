@@ -99,6 +99,8 @@ GAUGES = (
         "kvreclaim:parked_sequences", "Outputs that gave way and wait with all they held kept on the host."
     ),
     _gauge("kvreclaim:parked_slots", "Host slots that these have for themselves."),
+    _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk that may be read."),
+    _gauge("kvreclaim:compressed_prefix_file_bytes", "Of these, in whole pages."),
 )
 
 COUNTERS = (
@@ -172,6 +174,29 @@ COUNTERS = (
         "tier",
     ),
     _counter("kvreclaim:tier_refused", "Times that a block found no slot: all were in use.", "tier"),
+    _counter("kvreclaim:compressed_prefix_stores", "Compressed prefixes that were written to disk."),
+    _counter("kvreclaim:compressed_prefix_write_bytes", "Of their files."),
+    _counter("kvreclaim:compressed_prefix_loads", "Compressed prefixes that were read from disk."),
+    _counter("kvreclaim:compressed_prefix_read_bytes", "Of what they hold."),
+    _counter(
+        "kvreclaim:compressed_prefix_hits",
+        "Requests that began with a compressed prefix that had been read from disk.",
+    ),
+    _counter(
+        "kvreclaim:compressed_prefix_corrupt",
+        "Files of compressed prefixes that were damaged, or of something else.",
+    ),
+    _counter(
+        "kvreclaim:compressed_prefix_failed",
+        "Reads and writes of compressed prefixes that the disk did not make.",
+    ),
+    _counter(
+        "kvreclaim:compressed_prefix_dropped",
+        "Compressed prefixes not written: no room, too many waited, or the disk had failed too often.",
+    ),
+    _counter(
+        "kvreclaim:compressed_prefix_evictions", "Files of compressed prefixes that made room for others."
+    ),
 )
 
 HTTP_COUNTERS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvreclaim.engine.tiers.stats import DiskStats, SlotStats, TierStats
+from kvreclaim.engine.tiers.stats import DiskStats, PrefixCounters, PrefixStats, SlotStats, TierStats
 
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
 """Of a metric: one value, or one per value of its label, or of its labels."""
@@ -15,11 +15,11 @@ STATES = ("in_use", "cached", "free")
 def tier_values(stats: TierStats | None, num_hit: int) -> dict[str, Values]:
     """num_hit: prompt tokens that were found, wherever they lay."""
     if stats is None:
-        return _found(0, 0, 0, 0, num_hit) | _moved(None) | _failed(None) | _slots(None)
+        return _found(0, 0, 0, 0, num_hit) | _moved(None) | _failed(None) | _slots(None) | _prefixes(None)
     host, disk = stats.host_hit_tokens, stats.disk_hit_tokens
     missed_on_disk = 0 if stats.disk is None else stats.asked_tokens - host - disk
     found = _found(stats.asked_tokens, host, disk, missed_on_disk, num_hit)
-    return found | _moved(stats) | _failed(stats) | _slots(stats)
+    return found | _moved(stats) | _failed(stats) | _slots(stats) | _prefixes(stats.prefixes)
 
 
 def _found(asked: int, host: int, disk: int, missed_on_disk: int, num_hit: int) -> dict[str, Values]:
@@ -63,6 +63,25 @@ def _failed(stats: TierStats | None) -> dict[str, Values]:
             "disk": disk.refused if disk else 0,
         },
     }
+
+
+def _prefixes(stats: PrefixStats | None) -> dict[str, Values]:
+    """Of compressed prefixes on disk."""
+    counters = PrefixCounters() if stats is None else stats.counters
+    found: dict[str, Values] = {
+        "files": 0 if stats is None else stats.files,
+        "file_bytes": 0 if stats is None else stats.num_bytes,
+        "stores": counters.stores,
+        "write_bytes": counters.stored_bytes,
+        "loads": counters.loads,
+        "read_bytes": counters.loaded_bytes,
+        "hits": 0 if stats is None else stats.hits,
+        "corrupt": counters.corrupt + (0 if stats is None else stats.unfit),
+        "failed": counters.io_errors,
+        "dropped": counters.dropped,
+        "evictions": counters.removed,
+    }
+    return {f"kvreclaim:compressed_prefix_{name}": value for name, value in found.items()}
 
 
 def _slots(stats: TierStats | None) -> dict[str, Values]:

@@ -1,0 +1,126 @@
+"""Compressed prefixes on disk: which are there, which are on their way up, and who waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic
+
+from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.snapshot_key import SnapshotKey
+
+
+@dataclass(slots=True)
+class Asked:
+    """Of one sequence that waits: for what, until when, and whether it has been told that it misses."""
+
+    key: SnapshotKey
+    deadline: float
+    is_missed: bool = False
+
+
+class PrefixesBelow(Generic[Seq]):
+    """Decides what is read; the caller reads it (`take_wanted`) and says what came of it (`arrived`).
+
+    Args:
+        wait_s:   seconds that a sequence waits, by tokens that it need not compute
+        is_worth: (bytes, tokens): whether reading takes less time than computing
+        clock:    seconds, never backwards
+    """
+
+    def __init__(
+        self,
+        wait_s: Callable[[int], float],
+        is_worth: Callable[[int, int], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wait_s, self._is_worth, self._clock = wait_s, is_worth, clock
+        self._known: dict[str, int] = {}
+        self._coming: dict[SnapshotKey, Seq] = {}
+        self._asked: dict[int, Asked] = {}
+        self._wanted: list[Seq] = []
+
+    def __contains__(self, key: SnapshotKey) -> bool:
+        return key.name in self._known
+
+    @property
+    def num_files(self) -> int:
+        """That may be read."""
+        return len(self._known)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of these."""
+        return sum(self._known.values())
+
+    @property
+    def num_coming(self) -> int:
+        """That are being read."""
+        return len(self._coming)
+
+    @property
+    def num_deferred(self) -> int:
+        """Sequences that wait for one."""
+        return sum(self._is_waiting(asked) for asked in self._asked.values())
+
+    def know(self, files: Iterable[tuple[str, int]]) -> None:
+        """Files of these names, of so many bytes, may be read from now on."""
+        self._known.update(files)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """They are gone."""
+        for name in names:
+            self._known.pop(name, None)
+
+    def clear(self) -> None:
+        """All are gone; what is on its way is of no use."""
+        self._known.clear()
+        self._coming.clear()
+        self._wanted.clear()
+
+    def ask(self, seq: Seq) -> bool:
+        """Have its snapshot read, if one is there and worth it. To be called as often as one likes: it is
+        read once. Returns: whether it is on its way."""
+        key = seq.snapshot_key
+        if key is None or not key.is_lasting or seq.seq_id in self._asked:
+            return key in self._coming
+        num_bytes, num_tokens = self._known.get(key.name), key.num_tokens
+        if num_bytes is None or (seq.most_hit is not None and seq.most_hit < num_tokens):
+            return False
+        if key not in self._coming:
+            if not self._is_worth(num_bytes, num_tokens):
+                return False
+            self._coming[key] = seq
+            self._wanted.append(seq)
+        self._asked[seq.seq_id] = Asked(key, self._clock() + self._wait_s(num_tokens))
+        return True
+
+    def must_wait(self, seq_id: int) -> bool:
+        """Whether a sequence that waits is to go on waiting."""
+        asked = self._asked.get(seq_id)
+        return asked is not None and self._is_waiting(asked)
+
+    def has_missed(self, seq_id: int) -> bool:
+        """Whether nothing will come for a sequence that has asked; said once."""
+        asked = self._asked.get(seq_id)
+        if asked is None or asked.is_missed or asked.key in self._coming:
+            return False
+        asked.is_missed = True
+        return True
+
+    def leave(self, seq_id: int) -> None:
+        """A sequence has begun, or is gone; what comes later is there for others."""
+        self._asked.pop(seq_id, None)
+
+    def take_wanted(self) -> list[Seq]:
+        """Those for whose keys a file is to be read."""
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def arrived(self, key: SnapshotKey) -> bool:
+        """It has been read, or could not be. Returns: whether it is still wanted."""
+        return self._coming.pop(key, None) is not None
+
+    def _is_waiting(self, asked: Asked) -> bool:
+        return asked.key in self._coming and self._clock() < asked.deadline

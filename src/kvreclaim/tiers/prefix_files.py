@@ -1,0 +1,188 @@
+"""Compressed prefixes on disk: a session file each, beside the slots of their namespace.
+
+DIR/<namespace>/<name, 64 hex>.prefix
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.tiers.directory import NAMESPACE_DIR, StoreDirectory
+from kvreclaim.tiers.file_io import FileIO
+from kvreclaim.tiers.namespace import Namespace
+from kvreclaim.tiers.outcome import Outcome, outcome_of
+from kvreclaim.tiers.session_file import SessionFile, save_whole
+
+SUFFIX: Final = ".prefix"
+PREFIX_FILE = re.compile(r"[0-9a-f]{64}\.prefix")
+LEFT_OVER = re.compile(r"\.[0-9a-f]{64}\.prefix\..*")
+"""Of a process that was killed while it wrote."""
+PAGE: Final = 4096
+PATIENCE_S: Final = 5.0
+"""For another process that chooses, or writes, files in the same directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFile:
+    """One that was found: its bytes in whole pages, and when it was used."""
+
+    path: Path
+    num_bytes: int
+    used_at: float
+
+
+class PrefixFiles:
+    """All that is done with these files, at once; for threads that may wait for a disk.
+
+    Together with all slot files in DIR they take no more than size_bytes, and alone no more than share_bytes,
+    those of other namespaces and processes included; the least recently used are removed first. Any process
+    may remove any of them at any time.
+
+    Args:
+        directory:   DIR, whose namespace a slot file has been taken from
+        size_bytes:  of all files in DIR; share_bytes: of these alone
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        namespace: Namespace,
+        size_bytes: int,
+        share_bytes: int,
+        io: FileIO | None = None,
+    ) -> None:
+        self.directory, self.namespace = Path(directory), namespace
+        self.size_bytes, self.share_bytes = size_bytes, share_bytes
+        self.io = FileIO() if io is None else io
+        self._folder = self.directory / namespace.hex
+
+    def scan(self) -> dict[str, int]:
+        """Names of this namespace's and their bytes, when all that is over the share has been removed. What
+        can't be read is not there."""
+        with suppress(OSError, InvalidArgumentError), StoreDirectory(self.directory, PATIENCE_S):
+            self._remove_left_over()
+            self._make_room(0)
+            return {
+                found.path.stem: found.num_bytes
+                for found in self._all()
+                if found.path.parent.name == self.namespace.hex
+            }
+        return {}
+
+    def store(self, name: str, file: SessionFile) -> tuple[Outcome, int, list[str]]:
+        """Returns: what came of it, the bytes it takes, and the names of this namespace's that made room."""
+        packed, gone = file.pack(), list[str]()
+        num_bytes = pages(packed.num_bytes)
+        try:
+            with StoreDirectory(self.directory, PATIENCE_S):
+                self._remove_left_over()
+                if num_bytes > self._room():
+                    return Outcome.DROPPED, num_bytes, gone
+                gone = self._make_room(num_bytes)
+                save_whole(packed, self._path(name), self.io)
+        except InvalidArgumentError:  # another process has the directory
+            return Outcome.DROPPED, num_bytes, gone
+        except OSError as error:
+            return outcome_of(error), num_bytes, gone
+        except ValueError:  # the disk takes nothing more
+            return Outcome.SHORT, num_bytes, gone
+        return Outcome.OK, num_bytes, gone
+
+    def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> SessionFile | Outcome:
+        """The file if it is whole, of this engine, and the one that is meant; one that is not is removed."""
+        path = self._path(name)
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                return Outcome.HEADER
+            file = SessionFile.load(path, self.namespace.fields, self.io)
+            if is_it(file):
+                self.touch(name)
+                return file
+            outcome = Outcome.OTHER
+        except FileNotFoundError:
+            return Outcome.BLANK
+        except OSError as error:
+            return outcome_of(error)
+        except (InvalidArgumentError, MemoryError):
+            outcome = Outcome.PAYLOAD
+        self.remove(name)
+        return outcome
+
+    def touch(self, name: str) -> None:
+        """It has been used, wherever it lies."""
+        with suppress(OSError):
+            os.utime(self._path(name))
+
+    def remove(self, name: str) -> None:
+        """One that may be there."""
+        with suppress(OSError):
+            os.unlink(self._path(name))
+
+    def clear(self) -> Outcome:
+        """Remove all of this namespace's."""
+        try:
+            for path in self._folder.iterdir():
+                if PREFIX_FILE.fullmatch(path.name) or LEFT_OVER.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            return outcome_of(error)
+        return Outcome.OK
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{SUFFIX}"
+
+    def _room(self) -> int:
+        """Bytes that all files may take that are in DIR now."""
+        others = 0
+        for path in self._files():
+            if not PREFIX_FILE.fullmatch(path.name):
+                with suppress(FileNotFoundError):
+                    others += path.stat().st_size
+        return min(self.share_bytes, self.size_bytes - others)
+
+    def _remove_left_over(self) -> None:
+        """DIR is locked, so nobody is writing what is half written."""
+        for path in self._files():
+            if LEFT_OVER.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+    def _make_room(self, num_bytes: int) -> list[str]:
+        """Remove the least recently used until so many bytes fit. Returns: names of this namespace's."""
+        gone = list[str]()
+        found, room = sorted(self._all(), key=lambda each: each.used_at), self._room() - num_bytes
+        used = sum(each.num_bytes for each in found)
+        for each in found:
+            if used <= room:
+                break
+            each.path.unlink(missing_ok=True)
+            used -= each.num_bytes
+            if each.path.parent.name == self.namespace.hex:
+                gone.append(each.path.stem)
+        return gone
+
+    def _all(self) -> list[PrefixFile]:
+        found = []
+        for path in self._files():
+            if PREFIX_FILE.fullmatch(path.name):
+                with suppress(FileNotFoundError):
+                    status = path.lstat()
+                    found.append(PrefixFile(path, pages(status.st_size), status.st_mtime))
+        return found
+
+    def _files(self) -> list[Path]:
+        """In all namespaces."""
+        folders = [path for path in self.directory.iterdir() if NAMESPACE_DIR.fullmatch(path.name)]
+        return [path for folder in folders for path in folder.iterdir()]
+
+
+def pages(num_bytes: int) -> int:
+    """Bytes of the pages that so many lie in."""
+    return -(-num_bytes // PAGE) * PAGE

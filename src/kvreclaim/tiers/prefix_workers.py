@@ -1,0 +1,282 @@
+"""Two threads for files of compressed prefixes, one that reads and one that writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import Condition, Thread
+
+from kvreclaim.tiers.outcome import Outcome
+from kvreclaim.tiers.prefix_files import PrefixFiles
+from kvreclaim.tiers.session_file import SessionFile
+from kvreclaim.tiers.workers import DEADLINE_S, MAX_QUEUED_BYTES
+from kvreclaim.tiers.write_gate import WriteGate
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """Since the start. bytes and seconds: of files that were stored and loaded; corrupt: that were damaged or
+    of something else; lost: that another process had removed; io_errors: of the disk; dropped: stores that
+    were not tried, or had no room; removed: files that made room for others."""
+
+    stores: int = 0
+    loads: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+    corrupt: int = 0
+    lost: int = 0
+    io_errors: int = 0
+    dropped: int = 0
+    removed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A name whose file is there, or not; gone: names that made room for it."""
+
+    name: str
+    outcome: Outcome
+    num_bytes: int
+    gone: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What a name's file holds; None: nothing that is of use. is_gone: nor will it ever be."""
+
+    name: str
+    file: SessionFile | None
+    is_gone: bool
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """do: what the thread does; result: told where it is given up, None where it is to be done in any case,
+    as long as there are threads; num_bytes: that it holds."""
+
+    do: Callable[[], Stored | Loaded | None]
+    result: Callable[[Outcome], Stored | Loaded] | None = None
+    num_bytes: int = 0
+    started_at: float = 0.0
+
+
+class PrefixWorkers:
+    """Each store and load has one result (`poll`). Only `wait` and `close` wait.
+
+    A store that fails is counted, and after some in a row none are tried for a while (WriteGate). While a
+    call to the disk hangs for longer than deadline_s, what its thread was to do comes back undone.
+
+    Args:
+        files:            nobody else in this process uses them from now on
+        max_queued_bytes: of stores that wait; above, the oldest of them are dropped
+    """
+
+    def __init__(
+        self,
+        files: PrefixFiles,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        deadline_s: float = DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files, self.max_queued_bytes, self.deadline_s = files, max_queued_bytes, deadline_s
+        self._clock, self._gate = clock, WriteGate(clock)
+        self._changed = Condition()
+        self._queues: dict[str, deque[_Task]] = {"load": deque(), "store": deque()}
+        self._running: dict[str, _Task] = {}
+        self._done: deque[Stored | Loaded] = deque()
+        self._counters = PrefixCounters()
+        self._is_closing = False
+        self._num_clearing = 0
+        self._threads = [
+            Thread(target=self._run, args=(kind,), name=f"kvreclaim-prefix-{kind}", daemon=True)
+            for kind in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counters(self) -> PrefixCounters:
+        """A copy."""
+        with self._changed:
+            return replace(self._counters)
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether files that `clear` meant may still be there."""
+        with self._changed:
+            return self._num_clearing > 0
+
+    def takes_stores(self) -> bool:
+        """Whether a store would be tried now; one that would not is counted as dropped."""
+        with self._changed:
+            takes = self._gate.is_open and not self._is_closing and not self._is_stuck("store")
+            self._counters.dropped += not takes
+            return takes
+
+    def store(self, name: str, file: SessionFile) -> None:
+        """Write a file, whose tensors nobody changes any more."""
+        num_bytes = sum(tensor.nbytes for tensor in file.tensors.values())
+
+        def dropped(outcome: Outcome) -> Stored:
+            self._counters.dropped += 1
+            return Stored(name, outcome, 0)
+
+        with self._changed:
+            self._submit("store", _Task(lambda: self._store(name, file), dropped, num_bytes))
+            queue = self._queues["store"]
+            while sum(task.num_bytes for task in queue) > self.max_queued_bytes:
+                oldest = next(task for task in queue if task.num_bytes)
+                queue.remove(oldest)
+                self._give_up(oldest, Outcome.DROPPED)
+
+    def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> None:
+        """Read a file that may be the one that is meant."""
+        task = _Task(lambda: self._load(name, is_it), lambda _: Loaded(name, None, is_gone=False))
+        with self._changed:
+            self._submit("load", task)
+
+    def touch(self, name: str) -> None:
+        """It has been used."""
+        with self._changed:
+            self._submit("store", _Task(lambda: self.files.touch(name)))
+
+    def remove(self, name: str) -> None:
+        """Behind a store of it that is under way."""
+        with self._changed:
+            self._submit("store", _Task(lambda: self.files.remove(name)))
+
+    def clear(self) -> None:
+        """Remove all files, those of stores that are under way included."""
+        with self._changed:
+            self._cancel("load", Outcome.DROPPED)
+            self._cancel("store", Outcome.DROPPED)
+            self._num_clearing += 1
+            self._submit("store", _Task(self._clear))
+
+    def poll(self) -> list[Stored | Loaded]:
+        """The results since the last time."""
+        with self._changed:
+            for kind in self._queues:
+                if self._is_stuck(kind):
+                    self._cancel(kind, Outcome.OFF)
+            done = list(self._done)
+            self._done.clear()
+            return done
+
+    def wait(self, timeout: float) -> None:
+        """Until there is a result, or so many seconds passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done, timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Take no more, give up loads that wait, finish stores that wait in half of the time."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._is_closing = True
+            self._cancel("load", Outcome.OFF)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._queues["store"], timeout / 2)
+            self._cancel("store", Outcome.OFF)
+            self._queues["store"].clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    # With the lock held.
+
+    def _submit(self, kind: str, task: _Task) -> None:
+        if self._is_closing or (task.result is not None and self._is_stuck(kind)):
+            self._give_up(task, Outcome.OFF)
+        else:
+            self._queues[kind].append(task)
+        self._changed.notify_all()
+
+    def _is_stuck(self, kind: str) -> bool:
+        running = self._running.get(kind)
+        return running is not None and running.started_at < self._clock() - self.deadline_s
+
+    def _cancel(self, kind: str, outcome: Outcome) -> None:
+        """Give up what waits and may be."""
+        queue = self._queues[kind]
+        for task in [task for task in queue if task.result is not None]:
+            queue.remove(task)
+            self._give_up(task, outcome)
+
+    def _give_up(self, task: _Task, outcome: Outcome) -> None:
+        if task.result is not None:
+            self._done.append(task.result(outcome))
+
+    # What the threads do.
+
+    def _run(self, kind: str) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queues[kind] or self._is_closing)
+                if not self._queues[kind]:
+                    return
+                task = self._running[kind] = self._queues[kind].popleft()
+                task.started_at = self._clock()
+                self._changed.notify_all()
+            try:
+                result = task.do()
+            except Exception:  # the thread must go on, and the task must end
+                LOGGER.exception("a compressed prefix could not be moved to or from disk")
+                result = None if task.result is None else task.result(Outcome.IO_ERROR)
+            with self._changed:
+                del self._running[kind]
+                if result is not None:
+                    self._done.append(result)
+                self._changed.notify_all()
+
+    def _store(self, name: str, file: SessionFile) -> Stored:
+        started = self._clock()
+        outcome, num_bytes, gone = self.files.store(name, file)
+        with self._changed:
+            counters = self._counters
+            counters.removed += len(gone)
+            if outcome is Outcome.OK:
+                self._gate.succeeded()
+                counters.stores += 1
+                counters.stored_bytes += num_bytes
+                counters.store_seconds += self._clock() - started
+            elif outcome.is_failure:
+                self._gate.failed(outcome)
+                counters.io_errors += 1
+                if not self._gate.is_open:
+                    self._cancel("store", Outcome.READ_ONLY)
+            else:
+                counters.dropped += 1
+        return Stored(name, outcome, num_bytes, gone)
+
+    def _load(self, name: str, is_it: Callable[[SessionFile], bool]) -> Loaded:
+        started = self._clock()
+        found = self.files.load(name, is_it)
+        seconds = self._clock() - started
+        with self._changed:
+            counters = self._counters
+            if isinstance(found, SessionFile):
+                counters.loads += 1
+                counters.loaded_bytes += sum(tensor.nbytes for tensor in found.tensors.values())
+                counters.load_seconds += seconds
+                return Loaded(name, found, is_gone=False, seconds=seconds)
+            counters.lost += found is Outcome.BLANK
+            counters.io_errors += found.is_failure
+            counters.corrupt += found.is_corrupt and found is not Outcome.BLANK
+        return Loaded(name, None, is_gone=found.is_corrupt)
+
+    def _clear(self) -> None:
+        outcome = self.files.clear()
+        with self._changed:
+            self._num_clearing -= 1
+            if outcome is not Outcome.OK:
+                LOGGER.warning("files of compressed prefixes could not be removed: %s", outcome.value)
+                self._counters.io_errors += 1
