@@ -110,7 +110,7 @@ class Admission(Generic[Seq]):
             victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
                 return False
-            for victim in (seq for seq in victims if seq.seq_id not in step.lost):
+            for victim in (seq for seq in victims if seq.status is Status.RUNNING):
                 self.giving_way.preempt(victim, seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:

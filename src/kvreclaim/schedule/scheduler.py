@@ -20,7 +20,7 @@ from kvreclaim.schedule.in_flight import InFlight
 from kvreclaim.schedule.ledger import compress
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares
+from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares, kept_seats
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import Pass, PreemptionReason, StepDone, StepPlan
@@ -122,7 +122,7 @@ class Scheduler(Generic[Seq]):
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         child.keys, child.arrived_at = parent.keys.fork(child.token_ids), parent.arrived_at
         self._known[child.seq_id] = child
-        if len(self.running) >= self.max_num_seqs:
+        if kept_seats(self.running) + child.kept_seats > self.max_num_seqs:
             self.waiting.insert(child)
             return False
         self._run_as_fork(parent, child)

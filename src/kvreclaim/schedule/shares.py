@@ -22,7 +22,7 @@ class Shares(Generic[Seq]):
 
     A tenant may hold more than its part as long as nobody else wants it. When the sequence of another one
     waits, which would stay within its own parts, the one that holds most above its part gives way: with what
-    was admitted last, never with the only sequence that it has, and only to what is at least as important.
+    was admitted last, never with all that it has (sequences that run together are one), and only to what is at least as important.
     What gave way is above its part, so it comes back at nobody's expense, and the first of each tenant
     always gets on.
 
@@ -45,14 +45,15 @@ class Shares(Generic[Seq]):
     def has_seat(self, seq: Seq) -> bool:
         """Whether there is one now. Seats kept for forks to come are kept from their own tenant, and from
         those that have their part; forks that find none left wait."""
-        if _kept_seats(self._running) + seq.kept_seats > self._max_num_seqs:
+        if kept_seats(self._running) + seq.kept_seats > self._max_num_seqs:
             return False
         every = sum(other.seats for other in self._running) + seq.seats
         return every <= self._max_num_seqs or self.may_ask_for_seat(seq)
 
     def may_ask_for_seat(self, seq: Seq) -> bool:
         """Whether others are to give way if there is none."""
-        return self.num_running(seq.tenant) < self.seats and not self.fills_itself(seq)
+        own = kept_seats(other for other in self._running if other.tenant == seq.tenant)
+        return own + seq.kept_seats <= self.seats and not self.fills_itself(seq)
 
     def fills_itself(self, seq: Seq) -> bool:
         """Whether its own tenant's sequences leave no room for it and its forks."""
@@ -79,7 +80,7 @@ class Shares(Generic[Seq]):
         released, freed, refs = Counter[int](), 0, self._memory.pool.refs
         hits, spare, size = set(match.block_ids), self._memory.num_spare(match), self._memory.block_size
         most = self._max_num_seqs - seq.kept_seats
-        while (crowded := _kept_seats(rest) > most) or blocks_for(needed(rest), size) > spare + freed:
+        while (crowded := kept_seats(rest) > most) or blocks_for(needed(rest), size) > spare + freed:
             above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, rest)
             if not above:
                 return []
@@ -96,17 +97,19 @@ class Shares(Generic[Seq]):
         counts = Counter[Tenant]()
         for other in rest:
             counts[other.tenant] += other.kept_seats
-        if counts[seq.tenant] >= self.seats:
+        if counts[seq.tenant] + seq.kept_seats > self.seats:
             return {}
+        units = _num_units(rest)
         least = {other.tenant for other in rest if other.priority >= seq.priority}
-        return {each: count for each, count in counts.items() if count > self.seats and each in least}
+        may = [each for each in least if units[each] > 1]
+        return {each: counts[each] for each in may if counts[each] > self.seats}
 
     def _above_blocks(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
         """Tenants that hold more blocks than their part, while this one's would not."""
         slots = seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids))
         if self._held(seq.tenant, rest) + blocks_for(slots, self._memory.block_size) > self.blocks:
             return {}
-        counts = Counter(tenant for tenant, _ in {(other.tenant, _unit(other)) for other in rest})
+        counts = _num_units(rest)
         least = {other.tenant for other in rest if other.priority >= seq.priority}
         may = [each for each in least if each != seq.tenant and counts[each] > 1]
         held = {each: self._held(each, rest) for each in may}
@@ -169,10 +172,12 @@ def _last(running: list[Seq], tenant: Tenant) -> Seq:
     return running[max(own)[1]]
 
 
-def _kept_seats(running: Iterable[Sequence]) -> int:
+def kept_seats(running: Iterable[Sequence]) -> int:
+    """That nobody else may take."""
     return sum(seq.kept_seats for seq in running)
 
 
-def _unit(seq: Sequence) -> int:
-    """What gives way with it: those that run together are one."""
-    return seq.first_id if seq.together else seq.seq_id
+def _num_units(running: Iterable[Sequence]) -> Counter[Tenant]:
+    """Of each tenant, those that give way alone; sequences that run together are one."""
+    units = {(seq.tenant, seq.first_id if seq.together else seq.seq_id) for seq in running}
+    return Counter(tenant for tenant, _ in units)
