@@ -22,7 +22,8 @@ class Shares(Generic[Seq]):
 
     A tenant may hold more than its part as long as nobody else wants it. When the sequence of another one
     waits, which would stay within its own parts, the one that holds most above its part gives way: with what
-    was admitted last, never with all that it has (sequences that run together are one), and only to what is at least as important.
+    was admitted last, never with all that it has (sequences that run together are one), and only to what is
+    at least as important.
     What gave way is above its part, so it comes back at nobody's expense, and the first of each tenant
     always gets on.
 
