@@ -61,7 +61,7 @@ class OneTenant(Scheduler[Sequence]):
 
     def _key(self, seq) -> int:
         found = self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit).num_tokens
-        return seq.arrived_at - min(found, 8 * self.max_num_batched_tokens)
+        return seq.arrived_at - 4 * min(found, 2 * self.max_num_batched_tokens)
 
     def _continue(self, seq, step):
         prefill = seq.is_prefill
@@ -95,5 +95,6 @@ class OneTenant(Scheduler[Sequence]):
         seq.status = Status.RUNNING
         seq.num_computed = match.num_tokens
         step.admitted.append(Admitted(seq.seq_id, match.num_tokens))
+        self._state.clock += min(match.num_tokens, seq.num_prompt)
         self._state.compute(seq, min(seq.next_chunk, step.budget), step)
         return True

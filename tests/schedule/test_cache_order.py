@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from serving import SIZE, Serving
 
-from kvreclaim.schedule.cache_first import CREDIT_STEPS
+from kvreclaim.schedule.cache_first import BOUND_STEPS
 from kvreclaim.schedule.queue import WINDOW
 
 BUDGET = 4096
@@ -23,7 +23,7 @@ def warm(served: Serving, tokens: list[int]) -> None:
 
 
 def run_clock(served: Serving, until: int) -> None:
-    """As if so many prompt tokens had been computed."""
+    """As if so many prompt tokens had been processed."""
     served.scheduler._state.clock = until
 
 
@@ -108,7 +108,7 @@ class Overtaking:
         plan = self.served.step()
         begun = [waiting[one.seq_id] for one in plan.admitted]
         left = [seq for seq in waiting.values() if seq in self.scheduler.waiting and seq.awaits is None]
-        bound = CREDIT_STEPS * self.budget
+        bound = BOUND_STEPS * self.budget
         for seq in begun:
             for other in left:
                 ahead = seq.arrived_at - other.arrived_at
@@ -125,14 +125,14 @@ class Overtaking:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nobody_is_overtaken_by_much(seed: int) -> None:
-    """Not by what arrived more than `credit` computed prompt tokens later, whatever is cached."""
+    """Not by what arrived more than 8 steps full of prompt tokens later, whatever is cached."""
     assert Overtaking(seed).run()["overtakes"] > 0
 
 
 def test_without_the_bound_it_would_be() -> None:
     """The property above can fail: with credit for all that is cached a cold one waits on and on."""
     world = Overtaking(0)
-    world.scheduler.waiting.order.aging = 100.0
+    world.scheduler.waiting.order.aging = 100
     with pytest.raises(AssertionError, match="overtakes"):
         world.run()
 

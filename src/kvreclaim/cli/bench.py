@@ -24,6 +24,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
 from kvreclaim.config import format_names
+from kvreclaim.sim.order import OrderPlan
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
 
@@ -143,6 +144,18 @@ def latent(plan: Annotated[LatentPlan, Takes(config=LatentPlan)], json_file: Jso
 
         rows = latent.run(plan)
         publish(rows, [latent.latent_table(rows)], json_file, threads=plan.threads)
+
+
+@bench_app.command("order")
+@takes
+def order(plan: Annotated[OrderPlan, Takes(config=OrderPlan)], json_file: Json = None) -> None:
+    """First tokens and work under fcfs, longest prefix first and cache, in simulations of three traces."""
+    from kvreclaim.bench import order as shown
+    from kvreclaim.sim import order
+
+    rows = order.run(plan)
+    ratios = order.ratios(rows)
+    publish(rows, [shown.order_table(rows), shown.ratio_table(ratios)], json_file, ratios=ratios)
 
 
 @bench_app.command("prefix")

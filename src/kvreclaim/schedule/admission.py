@@ -156,6 +156,7 @@ class Admission(Generic[Seq]):
         state.snapshots.leave(seq.seq_id)
         room = step.room(seq)
         state.running.append(seq)
+        state.clock += 0 if begun.resumed else min(begun.num_hit, seq.num_prompt)
         seq.status, seq.last_step = Status.RUNNING, state.num_steps
         step.admitted.append(begun)
         state.compute(seq, min(seq.next_chunk, room), step)

@@ -13,7 +13,7 @@ from kvreclaim.checks import check_choice
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.admission import Admission
-from kvreclaim.schedule.cache_first import CREDIT_STEPS, CacheFirst
+from kvreclaim.schedule.cache_first import CacheFirst
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
 from kvreclaim.schedule.in_flight import InFlight
@@ -85,7 +85,7 @@ class Scheduler(Generic[Seq]):
         self.giving_way = GivingWay(self._state, order, self.preemption)
         self._admission = Admission(self._state, self.giving_way)
         if policy == "cache":
-            self.waiting.order = CacheFirst(self._state, CREDIT_STEPS * max_num_batched_tokens)
+            self.waiting.order = CacheFirst(self._state, max_num_batched_tokens)
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
 

@@ -53,7 +53,7 @@ class Sequence:
     followers:    of one of these that is computed again: the others, which fork from it behind their common
                   tokens, fork_at of them
     keys:         by which the prefix index finds its blocks; the scheduler's, of token_ids, which only grow
-    arrived_at:   prompt tokens that had been computed, of all sequences, when it came
+    arrived_at:   prompt tokens that had been processed, of all sequences, when it came
     num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
     """

@@ -17,7 +17,7 @@ from kvreclaim.schedule.step import Row
 @dataclass(slots=True, eq=False)
 class State(Generic[Seq]):
     """running: in the order of admission; num_steps: planned so far, the one in the making
-    included; clock: prompt tokens computed so far."""
+    included; clock: prompt tokens processed so far, computed or found."""
 
     memory: MemoryManager
     max_num_seqs: int

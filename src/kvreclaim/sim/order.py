@@ -1,0 +1,188 @@
+"""What the order of waiting requests does to first tokens and to work: traces through the engine's own
+scheduler and memory manager, under each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+from kvreclaim.options import check_options, option
+from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.schedule.cache_first import CacheFirst
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.sim.cluster import Cluster
+from kvreclaim.sim.options import Machine
+from kvreclaim.sim.request import Asked, Record
+from kvreclaim.sim.settings import Settings
+from kvreclaim.sim.traces.drawn import Arrivals, Shape
+from kvreclaim.sim.traces.trace import Trace
+
+Row = dict[str, Any]
+
+SIZE: Final = 16
+SYSTEM, TEMPLATE, TEMPLATES, TAIL = 1024, 1024, 5, 128
+"""Tokens of a prompt that all share, of a template behind it, how many of these, tokens of one's own."""
+COLD_SHARE = 0.05
+OUTPUT = 64
+COPIES = 8
+LPM = "lpm"
+ALONE = "fcfs, no waiting"
+WAYS: Final = (ALONE, "fcfs", LPM, "cache")
+"""fcfs, and nobody waits for what others compute; in the others they do; lpm: the longest prefix in the cache
+first, as SGLang has it, for comparison."""
+ENDLESS = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderPlan:
+    """Of the traces, and the pool that they meet. Raises: InvalidArgumentError."""
+
+    requests: int = option(4000, "Of each trace.", low=50)
+    load: float = option(
+        1.0,
+        "Work that comes, of what the machine can do if all that is shared is found.",
+        low=0.05,
+        high=10.0,
+    )
+    num_blocks: int = option(6400, "Of the pool, of 16 tokens each.", low=400)
+    max_num_seqs: int = option(48, "Sequences that run at once.", low=2)
+    max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=128)
+    gpu: str = option("H100", "The card whose step times are taken, for Llama-3.1-8B.")
+    seed: int = option(0, "Of everything that is drawn.", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def settings(self, policy: str) -> Settings:
+        chunk = self.max_num_batched_tokens
+        return Settings(
+            num_blocks=self.num_blocks,
+            block_size=SIZE,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=chunk,
+            footprint=Footprint(block_size=SIZE, max_chunk=chunk),
+            scheduling_policy=policy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trace, and which of its requests are cold: nobody has sent their beginning before."""
+
+    name: str
+    trace: Trace
+    is_cold: Callable[[Record], bool] = field(compare=False)
+
+
+def run(plan: OrderPlan) -> list[Row]:
+    """Returns: a row per trace and way: prompt tokens asked for and computed (after a preemption
+    again), waits, and seconds to the first token of cold and warm requests, median and p99."""
+    cost = Machine(gpu=plan.gpu).cost(SIZE)
+    return [row for case in cases(plan, cost) for row in run_case(plan, case, cost)]
+
+
+def run_case(plan: OrderPlan, case: Case, cost: Linear) -> list[Row]:
+    return [{"trace": case.name, "way": way, **_served(plan, case, cost, way)} for way in WAYS]
+
+
+def _served(plan: OrderPlan, case: Case, cost: Linear, way: str) -> Row:
+    policy = "cache" if way in (LPM, "cache") else "fcfs"
+    cluster = Cluster(plan.settings(policy), cost, follow=case.trace.follow())
+    scheduler = cluster.replicas[0].scheduler
+    if way == LPM:
+        assert isinstance(scheduler.waiting.order, CacheFirst), "the policy cache has another order"
+        scheduler.waiting.order.credit, scheduler.waiting.order.aging = ENDLESS, ENDLESS
+    elif way == ALONE:
+        scheduler.in_flight.least_tokens = ENDLESS
+    outcome = cluster.run(case.trace.requests)
+    assert not outcome.refused, f"{len(outcome.refused)} requests of {case.name} fit into no pool"
+    cold = [record.ttft_s for record in outcome.records if case.is_cold(record)]
+    warm = [record.ttft_s for record in outcome.records if not case.is_cold(record)]
+    memory = outcome.memory[0]
+    return {
+        "requests": len(outcome.records),
+        "num_cold": len(cold),
+        "computed": memory.prefix_query_tokens - memory.prefix_hit_tokens,
+        "asked": sum(record.num_prompt for record in outcome.records),
+        "waits": scheduler.in_flight.num_waits,
+        "preemptions": outcome.preemptions.total(),
+        "makespan_s": outcome.makespan_s,
+        **_percentiles("cold", cold),
+        **_percentiles("warm", warm),
+    }
+
+
+def _percentiles(name: str, times: Iterable[float]) -> Row:
+    found = sorted(times)
+    return {f"{name}_p50_s": _at(found, 0.5), f"{name}_p99_s": _at(found, 0.99)}
+
+
+def _at(found: list[float], share: float) -> float:
+    return found[min(len(found) - 1, int(share * len(found)))]
+
+
+def cases(plan: OrderPlan, cost: Linear) -> list[Case]:
+    """Templates behind a system prompt, with some that share nothing; conversations; the same prompt from
+    several at once."""
+    return [_templates(plan, cost), _conversations(plan, cost), _copies(plan, cost)]
+
+
+def _rate(plan: OrderPlan, cost: Linear, computed: float, seats: float = 32) -> float:
+    """Requests a second, each of which computes so many prompt tokens, and its output beside others."""
+    chunk, held = plan.max_num_batched_tokens, SYSTEM + TEMPLATE + TAIL
+    fill = cost.step_s(Load(chunk, 1, held, chunk * held / 2, 1)) / chunk
+    step = cost.step_s(Load(round(seats), round(seats), round(seats * held), 0.0, round(seats)))
+    return plan.load / (computed * fill + OUTPUT * step / seats)
+
+
+def _templates(plan: OrderPlan, cost: Linear) -> Case:
+    random, length = Random(plan.seed), SYSTEM + TEMPLATE
+    mean = TAIL + COLD_SHARE * length
+    times = Arrivals(_rate(plan, cost, mean), "gamma", 3.0, seed=plan.seed).times(plan.requests)
+    asked, cold = [], set()
+    for number, time in enumerate(times):
+        if random.random() < COLD_SHARE:
+            cold.add(number)
+            asked.append(Asked(time, length + TAIL, OUTPUT))
+        else:
+            template = f"template {random.randrange(TEMPLATES)}"
+            asked.append(Asked(time, length + TAIL, OUTPUT, ("system", template), SYSTEM, length))
+    return Case("templates", Trace(asked, knows_content=True), lambda record: record.number in cold)
+
+
+def _conversations(plan: OrderPlan, cost: Linear, turns: int = 5) -> Case:
+    shape = Shape(plan.requests // turns, 400, OUTPUT, turns=turns, think_s=2.0, vary=0.5, seed=plan.seed)
+    rate = _rate(plan, cost, 600) / turns
+    trace = shape.trace(Arrivals(rate, "poisson", seed=plan.seed))
+    firsts = {asked.session: asked.num_prompt for asked in trace.requests}
+    return Case("conversations", trace, lambda record: record.num_prompt == firsts[record.session])
+
+
+def _copies(plan: OrderPlan, cost: Linear) -> Case:
+    length, groups = SYSTEM + TEMPLATE, plan.requests // COPIES
+    rate = _rate(plan, cost, length / COPIES) / COPIES
+    times = Arrivals(rate, "poisson", seed=plan.seed).times(groups)
+    asked = [
+        Asked(time, length, OUTPUT, (f"prompt {group}",), length, length)
+        for group, time in enumerate(times)
+        for _ in range(COPIES)
+    ]
+    return Case("eight alike", Trace(asked, knows_content=True), lambda record: not record.number % COPIES)
+
+
+def ratios(rows: list[Row]) -> list[Row]:
+    """Of each trace: the policy cache over fcfs (99th percentile of cold first tokens), and over lpm (prompt
+    tokens computed)."""
+    found = []
+    for name in dict.fromkeys(row["trace"] for row in rows):
+        of = {row["way"]: row for row in rows if row["trace"] == name}
+        found.append(
+            {
+                "trace": name,
+                "cold_p99_over_fcfs": of["cache"]["cold_p99_s"] / of["fcfs"]["cold_p99_s"],
+                "computed_over_lpm": of["cache"]["computed"] / of[LPM]["computed"],
+            }
+        )
+    return found

@@ -1,0 +1,85 @@
+"""Orders of waiting requests on drawn traces, and that the policy cache keeps its promises there."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from typer.testing import CliRunner
+
+from kvreclaim.cli.main import app
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.sim.options import Machine
+from kvreclaim.sim.order import ALONE, COPIES, LPM, WAYS, OrderPlan, cases, ratios, run
+
+PLAN = OrderPlan(requests=1600, load=1.1)
+
+
+@cache
+def rows() -> tuple[dict, ...]:
+    return tuple(run(PLAN))
+
+
+def of(trace: str, way: str) -> dict:
+    (found,) = (row for row in rows() if (row["trace"], row["way"]) == (trace, way))
+    return found
+
+
+def test_nobody_cold_waits_much_longer_and_hardly_more_is_computed() -> None:
+    found = ratios(list(rows()))
+    assert [row["trace"] for row in found] == ["templates", "conversations", "eight alike"]
+    for row in found:
+        assert row["cold_p99_over_fcfs"] <= 1.2, row
+        assert row["computed_over_lpm"] <= 1.05, row
+
+
+def test_longest_prefix_first_starves_the_cold_ones() -> None:
+    """So the bound is one that an order without aging misses."""
+    assert of("templates", LPM)["cold_p99_s"] > 1.5 * of("templates", "fcfs")["cold_p99_s"]
+
+
+def test_what_is_computed_for_another_is_not_computed_again() -> None:
+    alone, waits = of("eight alike", ALONE), of("eight alike", "fcfs")
+    assert (alone["waits"], waits["waits"] > 0) == (0, True)
+    assert waits["computed"] < alone["computed"]
+    groups = PLAN.requests // COPIES
+    least = groups * (2048 + (COPIES - 1) * 16)
+    least_shared = 64  # what an owner has left is computed by all, where it is less
+    most = groups * (2048 + (COPIES - 1) * (16 + least_shared))
+    assert least <= waits["computed"] <= most
+
+
+def test_all_is_asked_for_in_each_way() -> None:
+    for trace in ("templates", "conversations", "eight alike"):
+        found = [of(trace, way) for way in WAYS]
+        assert len({row["asked"] for row in found}) == 1
+        assert len({(row["requests"], row["num_cold"]) for row in found}) == 1
+        assert 0 < found[0]["num_cold"] < found[0]["requests"]
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    plan = OrderPlan(requests=100, seed=5)
+    assert run(plan) == run(plan)
+    assert run(plan) != run(OrderPlan(requests=100, seed=6))
+
+
+def test_cold_ones_share_nothing() -> None:
+    case = cases(PLAN, Machine(gpu="H100").cost(16))[0]
+    assert all(asked.num_prompt == 2176 for asked in case.trace.requests)
+    assert 0.03 < sum(not asked.ids for asked in case.trace.requests) / PLAN.requests < 0.07
+
+
+def test_the_command(tmp_path) -> None:
+    file = tmp_path / "order.json"
+    done = CliRunner().invoke(app, ["bench", "order", "--requests", "60", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "cold p99 / fcfs" in done.output
+    told = json.loads(file.read_text())
+    assert len(told["rows"]) == 3 * len(WAYS)
+    assert {row["trace"] for row in told["ratios"]} == {row["trace"] for row in told["rows"]}
+
+
+def test_a_pool_too_small_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_blocks is 100"):
+        OrderPlan(num_blocks=100)
