@@ -1,6 +1,7 @@
 """The tiers below the pool under everything at once: a tiny pool, a small host, a file smaller than the load,
-shared prefixes, salts, compression, forks, aborts, preemption, a disk that fails, processes that are killed
-and bytes that flip in between. Every greedy answer must be the one of an engine without tiers.
+shared prefixes, salts, compression, compressed prefixes, forks, aborts, preemption, a disk that fails,
+processes that are killed and bytes that flip in between. Every greedy answer must be the one of an engine
+without tiers.
 
     python scripts/soak_tiers.py --requests 10000
 """
@@ -49,7 +50,7 @@ class Soak:
         self.seed, self.num_requests, self.directory = seed, num_requests, directory
         self.rng, self.report = random.Random(seed), Report()
         self.cases = make_cases(seed, num_requests)
-        alone = LLM(demo_model(), **LIMITS, num_blocks=512)
+        alone = LLM(demo_model(), **LIMITS, num_blocks=512, compressed_prefix_fraction=0.0)
         self.oracle = Oracle(alone, self.cases)
         numbers = [self.rng.randrange(len(self.cases)) for _ in range(num_requests)]
         self.left = deque(enumerate(numbers))
@@ -135,6 +136,7 @@ class Soak:
             if verdict not in (None, "tie"):
                 raise WrongError(f"{case}: {verdict}")
             kind = "compressed" if case.policy else "full"
+            kind = kind if case.compress_at is None else "compressed at a place"
             outcomes["a tie" if verdict else f"as alone, {kind}"] += 1
 
     def _require_clean(self, number: int, requests: dict[int, int], errors: str) -> None:
@@ -146,7 +148,9 @@ class Soak:
         """Change some bytes of the files, every other time."""
         if self.rng.random() < 0.5:
             return
-        for path in sorted(self.directory.rglob("slots*")):
+        for path in sorted([*self.directory.rglob("slots*"), *self.directory.rglob("*.prefix")]):
+            if path.suffix == ".prefix" and self.rng.random() < 0.5:
+                continue
             with path.open("r+b") as file:
                 size = os.fstat(file.fileno()).st_size
                 for _ in range(self.rng.randrange(1, 64) if size else 0):

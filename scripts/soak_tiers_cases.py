@@ -22,14 +22,17 @@ LIMITS: dict[str, Any] = {
 """Of all engines: where a prompt is compressed depends on the chunks that a step may compute at most."""
 TIE = 1e-4
 """Log-probabilities of two tokens that differ by less may change places with the order of sums, in fp32."""
+AT_END = 0.25
+"""Of the requests are compressed at their document's end, each document by one policy."""
 REPEATS = 4
 """Times that each different request is sent, on average."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request. policy: None for the full cache; budget: of the policy; greedy: with several outputs each
-    is drawn from one token."""
+    """One request. policy: None for the full cache; budget: of the policy; compress_at: tokens of a document
+    that is compressed once for all who ask about it, so; greedy: with several outputs each is drawn from one
+    token."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -38,6 +41,7 @@ class Case:
     salt: str | None
     policy: str | None
     budget: int
+    compress_at: int | None
     greedy: bool
 
     def params(self, logprobs: int | None = None) -> SamplingParams:
@@ -66,17 +70,21 @@ def make_cases(seed: int, num_requests: int) -> list[Case]:
 
 
 def _case(rng: random.Random, documents: list[list[int]]) -> Case:
-    document = documents[min(int(rng.paretovariate(0.5)) - 1, NUM_DOCUMENTS - 1)]
-    prompt = document[: rng.randrange(20, len(document) + 1)] if rng.random() < 0.5 else document
-    tail = rng.choices(range(5, 200), k=rng.randrange(0, 40))
+    number = min(int(rng.paretovariate(0.5)) - 1, NUM_DOCUMENTS - 1)
+    document = documents[number]
+    at_end, is_part = rng.random() < AT_END, rng.random() < 0.5
+    prompt = document[: rng.randrange(20, len(document) + 1)] if is_part and not at_end else document
+    tail = rng.choices(range(5, 200), k=rng.randrange(1 if at_end else 0, 40))
+    policy = rng.choice(POLICIES) if rng.random() < 0.35 else None
     return Case(
         prompt=(*prompt, *tail),
         max_tokens=rng.randrange(1, 33),
         n=rng.choice((1, 1, 1, 1, 1, 2, 3)),
         seed=rng.randrange(1000),
         salt=rng.choice(SALTS),
-        policy=rng.choice(POLICIES) if rng.random() < 0.35 else None,
-        budget=rng.choice((32, 48, 80)),
+        policy=POLICIES[number % len(POLICIES)] if at_end else policy,
+        budget=48 if at_end else rng.choice((32, 48, 80)),
+        compress_at=len(document) if at_end else None,
         greedy=rng.random() < 0.85,
     )
 
@@ -110,7 +118,9 @@ class Oracle:
         """Tokens, and for each by how much it was likelier than the next one."""
         if number not in self._known:
             case = self.cases[number]
-            (output,) = self.llm.generate([list(case.prompt)], case.params(2), case.compression())
+            (output,) = self.llm.generate(
+                [list(case.prompt)], case.params(2), case.compression(), compress_at=case.compress_at
+            )
             assert output.error is None, output.error
             (first, *_) = output.outputs
             assert first.logprobs is not None, "they were asked for"

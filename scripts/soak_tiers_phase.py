@@ -76,6 +76,7 @@ def make_engine(directory: str, rng: random.Random) -> LLM:
         kv_offloading_disk_write_policy=rng.choice(("write_through", "write_through_selective")),
         kv_offloading_eviction_policy=rng.choice(("lru", "slru", "lfu")),
         kv_offload_decode=rng.random() < 0.7,
+        compressed_prefix_fraction=rng.choice((0.03, 0.25, 0.25)),
     )
 
 
@@ -104,7 +105,9 @@ class Phase:
     def _begin(self, place: int, number: int) -> None:
         case, config = self.cases[number], self.cases[number].compression()
         compressor = None if config is None else self.llm.compressor(config)
-        request = self.engine.add_request(str(place), list(case.prompt), case.params(), compressor)
+        request = self.engine.add_request(
+            str(place), list(case.prompt), case.params(), compressor, compress_at=case.compress_at
+        )
         leaves = self.engine.totals.steps + self.rng.randrange(12) if self.rng.random() < 0.06 else None
         self._running[request.request_id] = place, number, request, leaves
 
@@ -129,10 +132,13 @@ class Phase:
         assert tiers is not None, "there are tiers"
         assert tiers.disk is not None, "there is a disk"
         patience = time.monotonic() + DRAIN_S
-        while tiers.disk.tier.num_loading or tiers.disk.tier.num_storing:
-            assert time.monotonic() < patience, f"still under way: {tiers.disk.stats()}"
+        assert tiers.prefixes is not None, "there are compressed prefixes"
+        while tiers.disk.tier.num_loading or tiers.disk.tier.num_storing or tiers.prefixes.is_busy:
+            assert time.monotonic() < patience, f"still under way: {self.engine.tier_stats()}"
             tiers.disk.wait()
-            tiers.disk.poll()
+            tiers.begin_step()
+        memory.check()
+        self.engine.reset_prefix_cache(external=False)
         memory.check()
         held = [
             memory.stats().in_use,
@@ -150,7 +156,8 @@ class Phase:
         found, totals = self.engine.tier_stats(), self.engine.totals
         assert found is not None, "there are tiers"
         assert found.disk is not None, "there is a disk"
-        disk = found.disk
+        assert found.prefixes is not None, "there are compressed prefixes"
+        disk, prefixes = found.disk, found.prefixes
         return {
             "steps": totals.steps,
             "tokens hit": self.engine.memory.stats().prefix_hit_tokens,
@@ -159,6 +166,14 @@ class Phase:
             "blocks recovered": disk.recovered,
             "blocks loaded": disk.blocks_loaded,
             "blocks stored": disk.blocks_stored,
+            "compressed prefixes found at starts": prefixes.recovered,
+            "compressed prefixes written": prefixes.counters.stores,
+            "compressed prefixes read": prefixes.counters.loads,
+            "compressed prefixes read and begun with": prefixes.hits,
+            "compressed prefixes damaged": prefixes.counters.corrupt,
+            "compressed prefixes not whole in use": prefixes.unfit,
+            "compressed prefixes removed for others": prefixes.counters.removed,
+            "compressed prefixes begun with": self.engine.scheduler.snapshots.num_hits,
             "gone": disk.gone,
             "failed": disk.failed,
             "io errors": disk.counters.io_errors,
@@ -185,7 +200,8 @@ def main() -> None:
     tiers = llm.engine.tiers
     assert tiers is not None, "there are tiers"
     assert tiers.disk is not None, "there is a disk"
-    tiers.disk.file.io = Faulty(told["fault_rate"], told["seed"])
+    assert tiers.prefixes is not None, "there are compressed prefixes"
+    tiers.disk.file.io = tiers.prefixes.files.io = Faulty(told["fault_rate"], told["seed"])
     phase = Phase(llm, make_cases(told["cases_seed"], told["num_requests"]), rng)
     phase.run(told["requests"])
     phase.end()

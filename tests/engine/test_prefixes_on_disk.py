@@ -73,7 +73,7 @@ def counters(llm):
 def settled(llm):
     """What is on its way to disk has arrived, or has not."""
     prefixes = llm.engine.tiers.prefixes
-    while prefixes._storing:
+    while prefixes.is_busy:
         prefixes.workers.wait(0.1)
         prefixes.poll()
 

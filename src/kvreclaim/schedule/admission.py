@@ -153,7 +153,7 @@ class Admission(Generic[Seq]):
         """It has its blocks: it leaves the queue and computes its next tokens."""
         state = self.state
         state.waiting.begin(seq)
-        state.snapshots.leave(seq.seq_id)
+        state.end_loading(seq)
         room = step.room(seq)
         state.running.append(seq)
         state.clock += 0 if begun.resumed else min(begun.num_hit, seq.num_prompt)

@@ -37,9 +37,9 @@ class PrefixesBelow(Generic[Seq]):
     ) -> None:
         self._wait_s, self._is_worth, self._clock = wait_s, is_worth, clock
         self._known: dict[str, int] = {}
-        self._coming: dict[SnapshotKey, Seq] = {}
+        self._coming: set[SnapshotKey] = set()
         self._asked: dict[int, Asked] = {}
-        self._wanted: list[Seq] = []
+        self._wanted: list[SnapshotKey] = []
 
     def __contains__(self, key: SnapshotKey) -> bool:
         return key.name in self._known
@@ -91,8 +91,8 @@ class PrefixesBelow(Generic[Seq]):
         if key not in self._coming:
             if not self._is_worth(num_bytes, num_tokens):
                 return False
-            self._coming[key] = seq
-            self._wanted.append(seq)
+            self._coming.add(key)
+            self._wanted.append(key)
         self._asked[seq.seq_id] = Asked(key, self._clock() + self._wait_s(num_tokens))
         return True
 
@@ -113,14 +113,16 @@ class PrefixesBelow(Generic[Seq]):
         """A sequence has begun, or is gone; what comes later is there for others."""
         self._asked.pop(seq_id, None)
 
-    def take_wanted(self) -> list[Seq]:
-        """Those for whose keys a file is to be read."""
+    def take_wanted(self) -> list[SnapshotKey]:
+        """Keys of files that are to be read."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
     def arrived(self, key: SnapshotKey) -> bool:
         """It has been read, or could not be. Returns: whether it is still wanted."""
-        return self._coming.pop(key, None) is not None
+        is_wanted = key in self._coming
+        self._coming.discard(key)
+        return is_wanted
 
     def _is_waiting(self, asked: Asked) -> bool:
         return asked.key in self._coming and self._clock() < asked.deadline

@@ -153,10 +153,9 @@ class Scheduler(Generic[Seq]):
             self.memory.free(seq.seq_id)
         else:
             self.waiting.remove(seq)
-            self.snapshots.leave(seq.seq_id)
+            self._state.end_loading(seq)
             if isinstance(self.memory, TieredMemory):
                 self.memory.drop_parked(seq.seq_id)
-                self.memory.end_loading(seq.seq_id)
         seq.status = Status.ENDED
 
     def schedule(self) -> StepPlan:

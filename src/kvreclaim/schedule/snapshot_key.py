@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,10 @@ class SnapshotKey:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 8
+
+    @property
+    def token_ids(self) -> list[int]:
+        return array("q", self.tokens).tolist()
 
     @cached_property
     def salt_uid(self) -> str:

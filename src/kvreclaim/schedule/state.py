@@ -64,6 +64,12 @@ class State(Generic[Seq]):
                 self.prefetch(seq)
         return tiers.must_wait(seq.seq_id)
 
+    def end_loading(self, seq: Seq) -> None:
+        """It has begun, or is gone: what comes from disk for it is others'."""
+        self.snapshots.leave(seq.seq_id)
+        if (tiers := self.tiers) is not None:
+            tiers.end_loading(seq.seq_id)
+
     def prefetch(self, seq: Seq) -> None:
         """Begin to read from disk what one that waits would hit there."""
         if (tiers := self.tiers) is not None:

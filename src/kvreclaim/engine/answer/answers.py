@@ -156,7 +156,7 @@ class Answers:
                     plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
                 self.passes.append((job.seq.request, plan))
                 if job.seq.snapshot_key is not None and plan.logical_len == job.seq.footprint.compress_at:
-                    self.lifecycle.keep_snapshot(job.seq)
+                    self.lifecycle.hidden.keep(job.seq)
 
     def _job(self, plan: Pass[int]) -> Job:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size

@@ -113,9 +113,9 @@ class Engine:
             preemption = self.scheduler.preemption
             preemption.rates = rates
             self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
-            self.lifecycle.tiers = self.runner.tiers = self.tiers
+            self.lifecycle.tiers = self.lifecycle.hidden.tiers = self.runner.tiers = self.tiers
             if file is not None and share_bytes(config) and self.scheduler.snapshots.max_blocks:
-                self.tiers.prefixes = make_prefixes(config, self.lifecycle, self.tiers, file.namespace)
+                self.tiers.prefixes = make_prefixes(config, self.lifecycle.hidden, self.tiers, file.namespace)
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -15,13 +14,13 @@ from kvreclaim.compression import Signal
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.beam_search import Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.recipe import snapshot_key
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
 from kvreclaim.engine.signals.needs import needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
-from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
@@ -35,7 +34,7 @@ class Lifecycle:
 
     requests:  by id, those with a sequence that has not ended
     sequences: by id, those that have not ended
-    snapshots: by id, hidden ones that hold compressed prefixes
+    hidden:    sequences that hold compressed prefixes
     touched:   by request id, those that got tokens or ended since the engine last emptied it
     """
 
@@ -59,8 +58,8 @@ class Lifecycle:
         )
         self.tiers: Tiers | None = None
         self.sequences: dict[int, Sequence] = {}
-        self.snapshots: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
+        self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
 
     def begin(self, request: Request, token_ids: list[int], footprint: Footprint) -> None:
         """Queue the request with its first sequence."""
@@ -170,31 +169,23 @@ class Lifecycle:
                 seq.request.beams.rows.clear()
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
-        for seq_id in plan.parked:
-            assert self.tiers is not None, "only a memory with host slots parks anything"
-            self.tiers.parking.park(self.snapshots[seq_id])
+        self.hidden.park(plan.parked)
         for begun in plan.admitted:
-            is_read = False
+            seq, is_read = self.sequences[begun.seq_id], False
             if begun.snapshot is not None:
-                snapshot = self.snapshots[begun.snapshot]
-                self._begin_as_fork(self.sequences[begun.seq_id], snapshot, begun.unparked)
-                if self.tiers is not None and self.tiers.prefixes is not None:
-                    is_read = self.tiers.prefixes.used(snapshot)
+                with self.contained(seq.request, "beginning behind a compressed prefix"):
+                    self.hidden.begin(seq, begun.snapshot, begun.unparked)
+                is_read = self.hidden.used(begun.snapshot)
             if begun.resumed and self.tiers is not None:
-                seq = self.sequences[begun.seq_id]
                 with self.contained(seq.request, "bringing back"):
                     self.tiers.parking.resume(seq)
-            metrics = self.sequences[begun.seq_id].request.metrics
+            metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
                 if self.tiers is not None:
                     from_disk = self.tiers.memory.num_from_disk(begun.seq_id)
                     metrics.num_disk_tokens = begun.num_hit if is_read else from_disk
-        for seq_id in plan.dropped:
-            del self.snapshots[seq_id]
-            self.signals.drop(seq_id)
-            if self.tiers is not None:
-                self.tiers.parking.drop(seq_id)
+        self.hidden.drop(plan.dropped)
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
@@ -212,48 +203,10 @@ class Lifecycle:
                 self.tiers.memory.drop_parked(seq.seq_id)
                 self.tiers.parking.drop(seq.seq_id)
                 seq.reset()
-        unparked = [begun.snapshot for begun in plan.admitted if begun.unparked]
-        for seq_id in (*plan.parked, *unparked):
-            if seq_id in self.snapshots:
-                self.scheduler.snapshots.drop(self.snapshots[seq_id].snapshot_key)
-
-    def keep_snapshot(self, parent: Sequence) -> None:
-        """Of a sequence that has just been compressed at its compress_at, for others that begin like it. One
-        whose passes lacked blocks, and came late, has something else than it would have alone."""
-        if parent.account.postponed:
-            return
-        hidden = self.hidden_like(parent, parent.state.fork())
-        if self.scheduler.snapshots.keep(parent, hidden):
-            self.snapshots[hidden.seq_id] = hidden
-            self.signals.fork(parent.seq_id, hidden.seq_id)
-            if self.tiers is not None and self.tiers.prefixes is not None:
-                self.tiers.prefixes.made(hidden)
-
-    def hidden_like(self, seq: Sequence, state: CompressionState) -> Sequence:
-        """A sequence that belongs to no request and holds what this one has, or will have, at its
-        compress_at."""
-        return replace(
-            seq,
-            seq_id=next(self._seq_ids),
-            token_ids=seq.token_ids[: seq.footprint.compress_at],
-            state=state,
-            keys=None,
-            together=False,
-            followers=[],
-            awaits=None,
-            row_cache=None,
-            cell_cache=None,
-            generator=None,
-            detokenizer=None,
-            logprobs=[],
-        )
-
-    def _begin_as_fork(self, seq: Sequence, snapshot: Sequence, unparked: bool) -> None:
-        with self.contained(seq.request, "beginning behind a compressed prefix"):
-            if unparked and self.tiers is not None:
-                self.tiers.parking.resume(snapshot)
-            seq.state = snapshot.state.fork()
-            self.signals.fork(snapshot.seq_id, seq.seq_id)
+        unparked = [
+            begun.snapshot for begun in plan.admitted if begun.unparked and begun.snapshot is not None
+        ]
+        self.hidden.unmoved([*plan.parked, *unparked])
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
@@ -273,9 +226,7 @@ class Lifecycle:
         """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
         that the same prompt is computed anew."""
         for seq in request.sequences:
-            self.scheduler.snapshots.drop(seq.snapshot_key)
-            if seq.snapshot_key is not None and self.tiers is not None and self.tiers.prefixes is not None:
-                self.tiers.prefixes.distrust(seq.snapshot_key)
+            self.hidden.distrust(seq.snapshot_key)
             if seq.status is Status.RUNNING:
                 self.memory.distrust(seq.seq_id)
 

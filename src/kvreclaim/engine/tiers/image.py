@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Signal
 from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.signals.needs import needs_of
 from kvreclaim.engine.signals.signals import ParkedSignals, Signals
 from kvreclaim.engine.ways.state import Cells, CompressionState
 from kvreclaim.memory.block_table import BlockTable
@@ -77,7 +75,7 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
     ids = table.block_ids[: blocks_for(table.physical_len, memory.block_size)]
     held = [block for block in ids if block is not None]
     blocks, beside = _bytes_of(cache.planes, held), None
-    if signals.scores is not None and has_scores(seq):
+    if signals.scores is not None:
         beside = _bytes_of(signals.scores.planes, held)
     aside = Aside(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids, row)
     return _image(seq, table, aside, cache, blocks, beside)
@@ -86,13 +84,8 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
 def image_of_parked(seq: Sequence, parked: Parked, aside: Aside, cache: KVCache, slots: HostSlots) -> Image:
     """Of one that lies on the host."""
     rows = torch.tensor(parked.held, dtype=torch.int64)
-    beside = slots.beside[rows] if slots.beside is not None and has_scores(seq) else None
+    beside = None if slots.beside is None else slots.beside[rows]
     return _image(seq, parked.table, aside, cache, slots.bytes[rows], beside)
-
-
-def has_scores(seq: Sequence) -> bool:
-    """Whether numbers that are computed with its tokens belong to its blocks."""
-    return Signal.TOKEN_SCORES in needs_of(seq.request.compressor)
 
 
 def _bytes_of(planes: ListLike[Tensor], blocks: list[int]) -> Tensor:

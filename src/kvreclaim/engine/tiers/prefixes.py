@@ -26,7 +26,7 @@ from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.core.lifecycle import Lifecycle
+    from kvreclaim.engine.core.hidden import Hidden
     from kvreclaim.engine.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
@@ -44,20 +44,20 @@ class Prefixes:
 
     def __init__(
         self,
-        lifecycle: Lifecycle,
+        hidden: Hidden,
         tiers: Tiers,
         files: PrefixFiles,
         below: PrefixesBelow[Sequence],
         store_after: int = 1,
     ) -> None:
-        self.lifecycle, self.memory, self.signals = lifecycle, tiers.memory, lifecycle.signals
+        self.hidden, self.memory, self.signals = hidden, tiers.memory, hidden.signals
         self.parking, self.slots, self.cache = tiers.parking, tiers.moves.slots, tiers.parking.cache
         self.files, self.below, self.store_after = files, below, store_after
         found = files.scan()
         self.below.know(found.items())
         self.num_recovered, self.num_hits, self.num_unfit = len(found), 0, 0
         self.workers = PrefixWorkers(files)
-        self._reading: dict[str, Sequence] = {}
+        self._reading: dict[str, SnapshotKey] = {}
         self._storing: set[str] = set()
         self._touched: dict[str, float] = {}
         self._fresh: set[int] = set()
@@ -75,6 +75,11 @@ class Prefixes:
             loading=self.below.num_coming,
             storing=len(self._storing),
         )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way to or from disk."""
+        return bool(self._storing or self._reading)
 
     def made(self, hidden: Sequence) -> None:
         """A snapshot has been taken, and lies on the device."""
@@ -100,7 +105,7 @@ class Prefixes:
         due, self._due = self._due, []
         for hidden in due:
             seq_id = hidden.seq_id
-            if seq_id in self.lifecycle.snapshots and not self.memory.is_parked(seq_id):
+            if seq_id in self.hidden.held and not self.memory.is_parked(seq_id):
                 self._store(hidden)
 
     def _store(self, hidden: Sequence) -> None:
@@ -122,10 +127,8 @@ class Prefixes:
 
     def submit(self) -> None:
         """Have what is wanted read."""
-        for seq in self.below.take_wanted():
-            key = seq.snapshot_key
-            assert key is not None, "it was asked for by its key"
-            self._reading[key.name] = seq
+        for key in self.below.take_wanted():
+            self._reading[key.name] = key
             self.workers.load(key.name, partial(_is_it, key))
 
     def poll(self) -> None:
@@ -140,32 +143,30 @@ class Prefixes:
                 self._take(done)
 
     def _take(self, done: Loaded) -> None:
-        seq = self._reading.pop(done.name)
-        assert seq.snapshot_key is not None, "it was asked for by its key"
-        is_wanted = self.below.arrived(seq.snapshot_key)
+        key = self._reading.pop(done.name)
+        is_wanted = self.below.arrived(key)
         if done.is_gone:
             self.below.forget([done.name])
         if done.file is None or not is_wanted:
             return
         try:
-            self.enter(seq, image_from(done.file.facts, done.file.tensors, self.cache))
+            self._enter(key, image_from(done.file.facts, done.file.tensors, self.cache))
         except UnfitError as error:
             logger.warning("a compressed prefix on disk is of no use: %s", error)
-            self._remove(seq.snapshot_key)
+            self._remove(key)
             self.num_unfit += 1
 
-    def enter(self, seq: Sequence, image: Image) -> None:
-        """Let an image lie on the host as the snapshot that a sequence asks for, if there is room."""
-        hidden = self.lifecycle.hidden_like(seq, image.state)
-        hidden.keys = self.memory.keys(hidden.token_ids, hidden.cache_salt, lasting=hidden.lasting)
-        hidden.num_computed, hidden.account = image.logical_len, image.account
-        slots = self.lifecycle.scheduler.snapshots.enter(hidden, image.table(hidden.keys))
+    def _enter(self, key: SnapshotKey, image: Image) -> None:
+        """Let an image lie on the host as the snapshot of this key, if there is room."""
+        seq = self.hidden.of_key(key, image.state)
+        seq.keys, seq.account = self.memory.keys(seq.token_ids, key.salt), image.account
+        slots = self.hidden.scheduler.snapshots.enter(seq, image.table(seq.keys))
         if slots is None:
             return
         self.slots.fill([slot for slot in slots if slot is not None], image.blocks, image.beside)
-        self.parking.enter(hidden.seq_id, image.aside)
-        self.lifecycle.snapshots[hidden.seq_id] = hidden
-        self._fresh.add(hidden.seq_id)
+        self.parking.enter(seq.seq_id, image.aside)
+        self.hidden.held[seq.seq_id] = seq
+        self._fresh.add(seq.seq_id)
 
     def distrust(self, key: SnapshotKey) -> None:
         """What its file holds may be wrong."""
@@ -183,14 +184,14 @@ class Prefixes:
         self.workers.clear()
 
 
-def make_prefixes(config: EngineConfig, lifecycle: Lifecycle, tiers: Tiers, namespace: Namespace) -> Prefixes:
+def make_prefixes(config: EngineConfig, hidden: Hidden, tiers: Tiers, namespace: Namespace) -> Prefixes:
     """Of an engine with a file below its host slots."""
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
     worth = prefix_worth(config, tiers.preemption.rates)
-    below = lifecycle.scheduler.snapshots.below = PrefixesBelow(load_wait(config), worth)
+    below = hidden.scheduler.snapshots.below = PrefixesBelow(load_wait(config), worth)
     store_after = 2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1
-    return Prefixes(lifecycle, tiers, files, below, store_after)
+    return Prefixes(hidden, tiers, files, below, store_after)
 
 
 def _is_it(key: SnapshotKey, file: SessionFile) -> bool:

@@ -1,0 +1,104 @@
+"""Hidden sequences, which hold compressed prefixes, and what belongs to them outside of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.core.request import Request, Sequence
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.ways.state import CompressionState
+from kvreclaim.schedule import Scheduler
+from kvreclaim.schedule.snapshot_key import SnapshotKey
+
+
+class Hidden:
+    """held: by id; tiers: once there are some"""
+
+    def __init__(self, scheduler: Scheduler[Sequence], signals: Signals, seq_ids: Iterator[int]) -> None:
+        self.scheduler, self.signals, self._seq_ids = scheduler, signals, seq_ids
+        self.held: dict[int, Sequence] = {}
+        self.tiers: Tiers | None = None
+
+    def keep(self, parent: Sequence) -> None:
+        """What a sequence is that has just been compressed at its compress_at, for others that begin like it.
+        One whose passes lacked blocks, and came late, has something else than it would have alone."""
+        if parent.account.postponed:
+            return
+        seq = replace(
+            parent,
+            seq_id=next(self._seq_ids),
+            token_ids=parent.token_ids[: parent.num_computed],
+            state=parent.state.fork(),
+            keys=None,
+            together=False,
+            followers=[],
+            awaits=None,
+            row_cache=None,
+            cell_cache=None,
+            generator=None,
+            detokenizer=None,
+            logprobs=[],
+        )
+        if self.scheduler.snapshots.keep(parent, seq):
+            self.held[seq.seq_id] = seq
+            self.signals.fork(parent.seq_id, seq.seq_id)
+            if self.tiers is not None and self.tiers.prefixes is not None:
+                self.tiers.prefixes.made(seq)
+
+    def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
+        """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""
+        tokens = key.token_ids
+        request = Request("", None, tokens, SamplingParams(), None, max_len=len(tokens), seed=0)
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request.request_id,
+            token_ids=tokens,
+            num_prompt=len(tokens),
+            max_len=len(tokens),
+            request=request,
+            state=state,
+            snapshot_key=key,
+            num_computed=len(tokens),
+        )
+
+    def begin(self, seq: Sequence, snapshot_id: int, unparked: bool) -> None:
+        """A sequence begins as the fork of one."""
+        snapshot = self.held[snapshot_id]
+        if unparked and self.tiers is not None:
+            self.tiers.parking.resume(snapshot)
+        seq.state = snapshot.state.fork()
+        self.signals.fork(snapshot.seq_id, seq.seq_id)
+
+    def used(self, snapshot_id: int) -> bool:
+        """To be told when a sequence has begun with one. Returns: whether it came from disk for it."""
+        prefixes = None if self.tiers is None else self.tiers.prefixes
+        return prefixes is not None and prefixes.used(self.held[snapshot_id])
+
+    def park(self, seq_ids: Iterable[int]) -> None:
+        """Their blocks go to the host in this step."""
+        for seq_id in seq_ids:
+            assert self.tiers is not None, "only a memory with host slots parks anything"
+            self.tiers.parking.park(self.held[seq_id])
+
+    def drop(self, seq_ids: Iterable[int]) -> None:
+        """The memory has forgotten them."""
+        for seq_id in seq_ids:
+            del self.held[seq_id]
+            self.signals.drop(seq_id)
+            if self.tiers is not None:
+                self.tiers.parking.drop(seq_id)
+
+    def unmoved(self, seq_ids: Iterable[int]) -> None:
+        """Their bytes may not have arrived where they were to go."""
+        for seq_id in seq_ids:
+            if seq_id in self.held:
+                self.scheduler.snapshots.drop(self.held[seq_id].snapshot_key)
+
+    def distrust(self, key: SnapshotKey | None) -> None:
+        """What is kept under a key, wherever, may be wrong."""
+        self.scheduler.snapshots.drop(key)
+        if key is not None and self.tiers is not None and self.tiers.prefixes is not None:
+            self.tiers.prefixes.distrust(key)
