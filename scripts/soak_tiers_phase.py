@@ -76,7 +76,7 @@ def make_engine(directory: str, rng: random.Random) -> LLM:
         kv_offloading_disk_write_policy=rng.choice(("write_through", "write_through_selective")),
         kv_offloading_eviction_policy=rng.choice(("lru", "slru", "lfu")),
         kv_offload_decode=rng.random() < 0.7,
-        compressed_prefix_fraction=rng.choice((0.03, 0.25, 0.25)),
+        compressed_prefix_fraction=rng.choice((0.06, 0.25, 0.25)),
     )
 
 

@@ -23,7 +23,9 @@ def test_tiers_change_no_answer(monkeypatch, tmp_path):
     assert sum(count for what, count in report.outcomes.items() if what not in phases) == 100
     assert report.outcomes["as alone, full"] > 20
     assert report.outcomes["as alone, compressed"] > 5
+    assert report.outcomes["as alone, compressed at a place"] > 5
     assert report.outcomes["phases closed"] > 0
+    assert report.tiers["compressed prefixes written"] > 0
 
 
 def test_another_answer_is_seen(monkeypatch):

@@ -186,6 +186,17 @@ class MemoryManager:
             self.pool.touch(block)
         self._tables[child_id] = child
 
+    def adopt(self, seq_id: int, table: BlockTable) -> list[int]:
+        """Begin an inexact sequence that comes from elsewhere, and whose block ids stand for any blocks; as
+        many are free. Returns: its blocks, for the caller to fill."""
+        self._refuse_known(seq_id)
+        assert table.chain is None, "what is exact is found by its prefix"
+        blocks = self.pool.allocate(table.num_blocks)
+        supply = iter(blocks)
+        table.block_ids = [None if block is None else next(supply) for block in table.block_ids]
+        self._tables[seq_id] = table
+        return blocks
+
     def free(self, seq_id: int) -> int:
         """Forget a sequence and drop its references, tail first: a chain's head is reused last.
 

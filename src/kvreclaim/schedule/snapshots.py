@@ -110,6 +110,21 @@ class Snapshots(Generic[Seq]):
             self._held[hidden.snapshot_key] = hidden
         return slots
 
+    def adopt(self, hidden: Seq, table: BlockTable) -> list[int] | None:
+        """Take in one that comes from elsewhere, between two steps; the least recently used of those on the
+        device are forgotten for it. Returns: its blocks, to be filled at once; None: there is no room."""
+        assert hidden.snapshot_key is not None, "it is found by its key"
+        needed = table.num_blocks
+        if needed > self.max_blocks:
+            return None
+        above = [seq for seq in self if not self.is_parked(seq)]
+        while above and (needed > self.memory.num_free or self.num_blocks + needed > self.max_blocks):
+            self._drop(above.pop(0))
+        if needed > self.memory.num_free:
+            return None
+        self._held[hidden.snapshot_key] = hidden
+        return self.memory.adopt(hidden.seq_id, table)
+
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that waits, and has computed nothing, is to go on waiting for what lies on disk."""
         if self.below is None or self.get(seq.snapshot_key) is not None:

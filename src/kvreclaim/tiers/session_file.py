@@ -34,7 +34,7 @@ class SessionFile:
 
     def pack(self) -> Packed:
         """What the file will hold. The tensors must not change until it is written."""
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
+        tensors = {name: self.tensors[name].contiguous().cpu() for name in sorted(self.tensors)}
         said = {
             "version": VERSION,
             "fields": dict(self.fields),

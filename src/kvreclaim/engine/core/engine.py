@@ -30,6 +30,7 @@ from kvreclaim.engine.core.sizing import make_memory, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.tiers.compressed_session import CompressedSessions
 from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
 from kvreclaim.engine.tiers.prefixes import make_prefixes
 from kvreclaim.engine.tiers.session import Sessions
@@ -129,7 +130,9 @@ class Engine:
     def sessions(self) -> Sessions:
         """Saves and restores what is cached. The first time all weights are read, for a digest of them."""
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
-        return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields)
+        hidden, config = self.lifecycle.hidden, self.config
+        compressed = CompressedSessions(hidden, self.memory, self.cache, self.backend, self.tiers, config)
+        return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed)
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.checks import require
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.core.engine import Engine
@@ -252,17 +253,37 @@ class LLM:
         return prefix_tree(self.engine.memory.pool.index, self.engine.block_holders())
 
     def save_session(
-        self, prompt: Prompt, path: str | os.PathLike[str], *, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        path: str | os.PathLike[str],
+        *,
+        cache_salt: str | None = None,
+        compression: CompressionConfig | None = None,
+        compress_at: int | None = None,
     ) -> SessionInfo:
         """Write what is cached of a prompt to a file: its leading full blocks, wherever they lie. Of a prompt
         with its answer: output.prompt_token_ids + output.outputs[0].token_ids.
 
+        compress_at: instead, what compression has left of so many leading tokens (compress_at of generate);
+                     compression: as it was said there, None for the engine's own
+
         Raises: InvalidArgumentError if nothing is, OSError.
         """
-        return self.engine.sessions.save(self._tokens(prompt), path, cache_salt)
+        tokens, config = self._tokens(prompt), compression or self.compression
+        if compress_at is None:
+            require(
+                compression is None,
+                "compression is given without compress_at: only what is compressed at a place of the prompt "
+                "can be saved; say where, or leave compression out.",
+                "compress_at",
+            )
+            return self.engine.sessions.save(tokens, path, cache_salt)
+        compressor = None if config is None else self.compressor(config)
+        return self.engine.sessions.save_compressed(tokens, path, cache_salt, compressor, compress_at)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> SessionInfo:
-        """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on.
+        """Read such a file: prompts that begin so, and have this salt, are found in the cache from now on. Of
+        a compressed one: those that ask for the same compression at the same place.
 
         Raises: InvalidArgumentError for a file that is damaged, or of another model, KV format or block size,
             which it names, or if there is no room for it; OSError.

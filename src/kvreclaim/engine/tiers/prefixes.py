@@ -129,7 +129,7 @@ class Prefixes:
         """Have what is wanted read."""
         for key in self.below.take_wanted():
             self._reading[key.name] = key
-            self.workers.load(key.name, partial(_is_it, key))
+            self.workers.load(key.name, partial(is_file_of, key))
 
     def poll(self) -> None:
         """Take in what has been read and written. Waits for nothing."""
@@ -194,7 +194,7 @@ def make_prefixes(config: EngineConfig, hidden: Hidden, tiers: Tiers, namespace:
     return Prefixes(hidden, tiers, files, below, store_after)
 
 
-def _is_it(key: SnapshotKey, file: SessionFile) -> bool:
+def is_file_of(key: SnapshotKey, file: SessionFile) -> bool:
     """Whether a file holds what the key names: every field, and every token."""
     tokens = file.tensors.get("tokens")
     if tokens is None or tokens.dtype != torch.int64 or tokens.numpy().tobytes() != key.tokens:

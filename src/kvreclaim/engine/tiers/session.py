@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.tiers.compressed_session import BEYOND, CompressedSessions, is_compressed
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
@@ -18,9 +20,6 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.tiers.session_file import SessionFile
-
-BEYOND = 0
-"""A token behind those of a session: a hit leaves one to be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,8 @@ class SessionInfo:
 
 
 class Sessions:
-    """Exact prefixes of one engine, as files. What is restored is cached as if it had just been computed."""
+    """Exact prefixes of one engine, and compressed ones, as files. What is restored is cached as if it had
+    just been computed."""
 
     def __init__(
         self,
@@ -41,7 +41,9 @@ class Sessions:
         backend: Backend,
         tiers: Tiers | None,
         fields: Mapping[str, str],
+        compressed: CompressedSessions,
     ) -> None:
+        self.compressed = compressed
         self.memory, self.cache, self.backend, self.tiers = memory, cache, backend, tiers
         self.fields = fields
 
@@ -63,12 +65,29 @@ class Sessions:
         file = SessionFile(self.fields, facts, {"tokens": tokens, "blocks": blocks})
         return SessionInfo(num_tokens, file.save(path))
 
+    def save_compressed(
+        self,
+        token_ids: list[int],
+        path: str | os.PathLike[str],
+        salt: str | None,
+        compressor: Compressor | None,
+        compress_at: int,
+    ) -> SessionInfo:
+        """What compression has left of these tokens at this place, wherever it lies.
+
+        Raises: InvalidArgumentError if there is nothing, OSError.
+        """
+        key = self.compressed.key_of(token_ids, salt, compressor, compress_at)
+        return SessionInfo(key.num_tokens, self.compressed.file_of(key, self.fields).save(path))
+
     def load(self, path: str | os.PathLike[str], salt: str | None) -> SessionInfo:
         """Check everything, then let prompts that begin so hit it.
 
         Raises: InvalidArgumentError, which says what does not fit, or how much room is lacking; OSError.
         """
         file = SessionFile.load(path, self.fields)
+        if is_compressed(file):
+            return SessionInfo(self.compressed.enter(file, path, salt), os.stat(path).st_size)
         tokens, blocks = _parts(file, self.memory.block_size, bytes_per_block(self.cache.planes), path)
         self._enter(self.memory.keys([*tokens, BEYOND], salt), blocks)
         return SessionInfo(len(tokens), os.stat(path).st_size)

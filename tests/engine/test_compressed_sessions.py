@@ -1,0 +1,199 @@
+"""A document is compressed, saved, and asked about in another engine, as if that had compressed it itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+from safetensors import safe_open
+
+from kvreclaim import CompressionConfig, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+
+GIB = 2**30
+DOCUMENT, *QUESTIONS = tiny.prompts((150, 7, 12), seed=9)
+PROMPTS = [DOCUMENT + question for question in QUESTIONS]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+AT = len(DOCUMENT)
+POLICIES = (
+    "knorm",
+    "snapkv(window=3)",
+    "h2o",
+    "kvzap",
+    "shares(kvzap)",
+    "evict-only(h2o)",
+    "paged_eviction",
+    "kvzip",
+)
+
+
+def config(policy="knorm", **fields):
+    return CompressionConfig(policy, **{"budget": 48, "interval": 16, "sinks": 2, "recent": 4, **fields})
+
+
+def ask(llm, prompt, compression=None, params=PARAMS):
+    (output,) = llm.generate(prompt, params, compression or config(), compress_at=AT)
+    assert output.error is None
+    one = output.outputs[0]
+    logprobs = [entry.logprob for entries in one.logprobs or () for entry in entries.values()]
+    llm.engine.memory.check()
+    return (one.token_ids, logprobs), output.metrics.num_cached_tokens
+
+
+def saved(llm, path, compression=None, **more):
+    return llm.save_session(DOCUMENT, path, compression=compression or config(), compress_at=AT, **more)
+
+
+@pytest.mark.parametrize("form", ["fp32", "int4", "kivi4"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy(policy, form, tmp_path, make_llm):
+    compression, options = config(policy, budget=50), {"kv_cache_dtype": form}
+    alone = make_llm(**options, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    expected = [ask(alone, prompt, compression)[0] for prompt in PROMPTS]
+    llm = make_llm(**options)
+    ask(llm, PROMPTS[0], compression)
+    info = saved(llm, tmp_path / "a.session", compression)
+    assert (tmp_path / "a.session").stat().st_size == info.num_bytes
+    llm = make_llm(**options, num_blocks=150)
+    assert llm.load_session(tmp_path / "a.session").num_tokens == info.num_tokens == AT
+    llm.engine.memory.check()
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        again, found = ask(llm, prompt, compression)
+        assert found == AT
+        assert again[0] == answer[0]
+        if form == "fp32":
+            assert again == answer
+    llm.engine.reset_prefix_cache()
+    llm.engine.step()
+    assert not llm.engine.lifecycle.hidden.held
+    assert llm.engine.memory.stats().in_use == 0
+
+
+def test_it_takes_the_memory_of_its_budget(tmp_path, make_llm):
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    whole = llm.save_session(DOCUMENT, tmp_path / "whole.session")
+    small = saved(llm, tmp_path / "small.session")
+    assert small.num_bytes < whole.num_bytes / 2
+    with safe_open(tmp_path / "small.session", "pt") as file:
+        assert len(file.get_tensor("blocks")) == 3
+
+
+@pytest.mark.parametrize("host", [0.0, 16e6 / GIB])
+def test_wherever_it_lies(host, tmp_path, make_llm):
+    """On the device, on the host, and only on disk: the same file."""
+    options = {"num_blocks": 24, "kv_offloading_size": host, "compressed_prefix_fraction": 0.5}
+    if host:
+        options |= {"kv_offloading_disk_path": str(tmp_path), "kv_offloading_disk_size": 16e6 / GIB}
+    llm = make_llm(**options)
+    expected, _ = ask(llm, PROMPTS[0])
+    saved(llm, tmp_path / "device.session")
+    (big,) = tiny.prompts((360,), seed=1)
+    llm.generate(big, PARAMS)
+    if not host:
+        with pytest.raises(InvalidArgumentError, match="nothing is cached of these 150 tokens so compressed"):
+            saved(llm, tmp_path / "host.session")
+        return
+    saved(llm, tmp_path / "host.session")
+    llm.close()
+    llm = make_llm(**options)
+    saved(llm, tmp_path / "disk.session")
+    llm.close()
+    first, *others = [(tmp_path / f"{name}.session").read_bytes() for name in ("device", "host", "disk")]
+    assert others == [first, first]
+    plain = make_llm()
+    plain.load_session(tmp_path / "disk.session")
+    assert ask(plain, PROMPTS[0]) == (expected, AT)
+
+
+def test_a_salt_is_asked_for_again(tmp_path, make_llm):
+    salted = SamplingParams(temperature=0.0, max_tokens=4, cache_salt="red")
+    llm = make_llm()
+    ask(llm, PROMPTS[0], params=salted)
+    with pytest.raises(InvalidArgumentError, match="nothing is cached"):
+        saved(llm, tmp_path / "a.session")
+    saved(llm, tmp_path / "a.session", cache_salt="red")
+    llm = make_llm()
+    llm.load_session(tmp_path / "a.session", cache_salt="red")
+    assert ask(llm, PROMPTS[1])[1] == 0
+    assert ask(llm, PROMPTS[1], params=salted)[1] == AT
+
+
+def test_a_damaged_file_changes_nothing(tmp_path, make_llm):
+    path = tmp_path / "a.session"
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    saved(llm, path)
+    whole = path.read_bytes()
+    llm = make_llm()
+    for place in (*range(0, 600, 20), *range(600, len(whole), len(whole) // 64)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 16
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidArgumentError):
+            llm.load_session(path)
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(InvalidArgumentError, match="damaged"):
+            llm.load_session(path)
+    assert not llm.engine.lifecycle.hidden.held
+    path.write_bytes(whole)
+    assert llm.load_session(path).num_tokens == AT
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kv_cache_dtype": "bf16"}, "kv_format"),
+        ({"block_size": 32}, "block_size"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens"),
+    ],
+)
+def test_another_engine_refuses_it_by_name(change, field, tmp_path, make_llm):
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    saved(llm, tmp_path / "a.session")
+    with pytest.raises(InvalidArgumentError, match=f"saved with another {field}") as error:
+        make_llm(**change).load_session(tmp_path / "a.session")
+    assert error.value.field == field
+
+
+def test_refusals(tmp_path, make_llm):
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    saved(llm, tmp_path / "a.session")
+    with pytest.raises(InvalidArgumentError, match="compression is given without compress_at"):
+        llm.save_session(DOCUMENT, tmp_path / "b.session", compression=config())
+    with pytest.raises(InvalidArgumentError, match="compression evicts nothing"):
+        llm.save_session(DOCUMENT, tmp_path / "b.session", compress_at=AT)
+    with pytest.raises(InvalidArgumentError, match="takes 3 blocks, but compressed prefixes may have 2"):
+        make_llm(num_blocks=10, max_model_len=150).load_session(tmp_path / "a.session")
+    with pytest.raises(InvalidArgumentError, match="nothing is cached"):
+        saved(llm, tmp_path / "b.session", config(budget=64))
+
+
+def test_others_make_room(tmp_path, make_llm):
+    """The least recently used of those on the device, as far as the fraction goes."""
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    saved(llm, tmp_path / "a.session")
+    small = make_llm(num_blocks=30, compressed_prefix_fraction=0.12)
+    other = tiny.prompts((150,), seed=3)[0]
+    small.generate([*other, 5], PARAMS, config(), compress_at=150)
+    small.load_session(tmp_path / "a.session")
+    small.engine.memory.check()
+    assert len(small.engine.scheduler.snapshots) == 1
+    assert ask(small, PROMPTS[1])[1] == AT
+
+
+def test_the_recipe_can_be_read(tmp_path, make_llm):
+    llm = make_llm()
+    ask(llm, PROMPTS[0])
+    saved(llm, tmp_path / "a.session")
+    with safe_open(tmp_path / "a.session", "pt") as file:
+        facts = json.loads(file.metadata()["kvreclaim_session"])["facts"]
+    recipe = json.loads(facts["recipe"])
+    assert recipe["footprint"]["budget"] == 48
+    assert "knorm" in recipe["policy"]
+    assert "salt" not in facts
