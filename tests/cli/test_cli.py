@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +66,22 @@ def test_generate_goes_on_from_a_session(example, tmp_path):
     refused = run("generate", *DEMO, "--prompt", prompt, *arguments)
     assert refused.exit_code != 0
     assert "is no session, or is damaged" in refused.stderr
+
+
+def test_generate_asks_again_about_what_was_compressed(example, tmp_path):
+    prompt = example[0]
+    compression = ("--kv-compression", "knorm", "--kv-budget", 48, "--kv-sinks", 2, "--kv-recent", 8)
+    place = ("--compress-at", 64, "--max-tokens", 8)
+    arguments = (*compression, *place, "--session", tmp_path / "a.session")
+    first = run("generate", *DEMO, "--prompt", prompt, *arguments)
+    assert "64 tokens are saved" in first.stderr
+    again = run("generate", *DEMO, "--prompt", prompt, *arguments)
+    assert "64 tokens are restored" in again.stderr
+    assert again.stdout == first.stdout
+    assert re.search(r"num_cached_tokens\D+64\b", again.stderr)
+    refused = run("generate", *DEMO, "--prompt", prompt, *place)
+    assert refused.exit_code != 0
+    assert "compression evicts nothing" in refused.stderr
 
 
 @pytest.mark.parametrize("form", ["int8", "bfloat16"])

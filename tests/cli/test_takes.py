@@ -119,7 +119,11 @@ def test_a_mistake_is_one_sentence() -> None:
     ("command", "groups", "others"),
     [
         (serve, {"config": ServerConfig, "engine": EngineConfig}, {"log_level", "log_format"}),
-        (generate, {"engine": EngineConfig, "params": SamplingParams}, {"prompt", "chat", "session"}),
+        (
+            generate,
+            {"engine": EngineConfig, "params": SamplingParams},
+            {"prompt", "chat", "session", "compress_at"},
+        ),
     ],
 )
 def test_an_option_is_a_field_of_a_config_or_one_of_a_few(command, groups, others) -> None:

@@ -122,6 +122,34 @@ def test_a_document_is_compressed_once():
         assert error.value.param == "compress_at"
 
 
+def test_what_was_compressed_is_saved_and_restored(tmp_path):
+    compression = {"policy": "knorm", "budget": 48, "sinks": 2, "recent": 8, "interval": 16}
+    extra = {"kv_compression": compression, "compress_at": len(PROMPT)}
+    with server(slot_save_path=str(tmp_path)) as running:
+        assert post(running, "/slots/0?action=save", SAVE | extra).status_code == 400  # nothing is cached yet
+        expected = ask(running, QUESTION, extra_body=extra).choices[0].text
+        saved = post(running, "/slots/0?action=save", SAVE | extra).json()
+        assert saved["n_saved"] == len(PROMPT)
+        refused = {
+            ("save", "compress_at"): SAVE | {"kv_compression": compression},
+            ("save", "compress_at", "evicts nothing"): SAVE | {"compress_at": 10},
+            ("restore", "compress_at"): {"filename": "a.session", "compress_at": 10},
+            ("erase", "kv_compression"): {"filename": "a.session", "kv_compression": compression},
+        }
+        for (action, field, *words), body in refused.items():
+            answer = post(running, f"/slots/0?action={action}", body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == field
+            assert all(word in answer.text for word in words)
+    with server(slot_save_path=str(tmp_path)) as running:
+        restored = post(running, "/slots/0?action=restore", {"filename": "a.session"}).json()
+        assert restored["n_restored"] == len(PROMPT)
+        answer = ask(running, QUESTION, extra_body=extra)
+        assert answer.choices[0].text == expected
+        assert cached(answer) == len(PROMPT)
+        assert cached(ask(running, QUESTION)) == 0
+
+
 def test_a_breakpoint_says_where():
     compression = CompressionConfig("knorm", budget=48, sinks=2, recent=8, interval=16)
     text = "GO wind " * 40

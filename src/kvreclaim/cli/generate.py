@@ -51,6 +51,14 @@ def generate(
             dir_okay=False,
         ),
     ] = None,
+    compress_at: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the prompt behind which it is compressed. With --session the file holds what "
+            "that leaves, so that another question about the same beginning need not compute it.",
+            rich_help_panel=opt.COMPRESSION,
+        ),
+    ] = None,
     model: opt.ModelOption = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
@@ -66,20 +74,25 @@ def generate(
         asked = render_chat(llm.loaded, [{"role": "user", "content": prompt}]) if chat else prompt
         if session is not None and session.exists():
             typer.echo(f"{llm.load_session(session).num_tokens} tokens are restored", err=True)
-        answered = _stream(llm, asked, params, compression)
+        answered = _stream(llm, asked, params, compression, compress_at)
         if session is not None:
-            typer.echo(f"{llm.save_session(answered, session).num_tokens} tokens are saved", err=True)
+            how = {} if compress_at is None else {"compression": compression, "compress_at": compress_at}
+            typer.echo(f"{llm.save_session(answered, session, **how).num_tokens} tokens are saved", err=True)
 
 
 def _stream(
-    llm: LLM, prompt: str | list[int], params: SamplingParams, compression: CompressionConfig | None
+    llm: LLM,
+    prompt: str | list[int],
+    params: SamplingParams,
+    compression: CompressionConfig | None,
+    compress_at: int | None,
 ) -> list[int]:
     """Returns: the tokens of prompt and answer."""
     from rich.console import Console
 
     printed = 0
     last: RequestOutput | None = None
-    for last in llm.stream(prompt, params, compression):
+    for last in llm.stream(prompt, params, compression, compress_at=compress_at):
         if last.metrics.num_generated_tokens <= 1:
             typer.echo(llm.engine.kernels, err=True)
         text = last.outputs[0].text

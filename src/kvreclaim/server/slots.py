@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
+from kvreclaim.compression import CompressionConfig
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.bodies import BodyRoute
-from kvreclaim.server.errors import ApiError, OpenAIError
-from kvreclaim.server.fields import Listed
+from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
+from kvreclaim.server.fields import MAX_INT32, KVCompression, Listed
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.schemas import Responses
@@ -37,12 +38,15 @@ KEYLESS = "all"
 
 
 class SlotRequest(ConversationOptions):
-    """filename: without a path; prompt or messages: what is to be saved of."""
+    """filename: without a path; prompt or messages: what is to be saved of; compress_at: what compression has
+    left of so many of its tokens, instead of its blocks; kv_compression: as the requests said it"""
 
     filename: str = Field(min_length=1, max_length=128)
     prompt: str | Listed[int] | None = None
     messages: Messages | None = None
     cache_salt: str | None = Field(None, min_length=1)
+    kv_compression: KVCompression | None = None
+    compress_at: int | None = Field(None, ge=1, le=MAX_INT32)
 
 
 class SlotAnswer(BaseModel):
@@ -69,6 +73,7 @@ async def slots(
     """Save what is cached of a prompt, have it again, or remove the file."""
     path = _path(body.filename, service, tenant)
     started, salt = time.perf_counter(), tenant.salt(body.cache_salt)
+    compression = _compression(action, body, service)
     if action == "erase":
         if not path.is_file():
             raise ApiError(404, f"there is no saved session {body.filename!r}.", "filename")
@@ -81,7 +86,10 @@ async def slots(
         return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
     _check_room(path, service)
     tokens = await service.workers.run(tenant.name, partial(_tokens, body, service))
-    info = await _asked(service, partial(_save, tokens=tokens, path=path, salt=salt), body.filename)
+    save = partial(
+        _save, tokens=tokens, path=path, salt=salt, compression=compression, compress_at=body.compress_at
+    )
+    info = await _asked(service, save, body.filename)
     timings = {"save_ms": 1000 * (time.perf_counter() - started)}
     moved = {"n_saved": info.num_tokens, "n_written": info.num_bytes}
     return SlotAnswer(id_slot=name, filename=body.filename, **moved, timings=timings)
@@ -117,8 +125,35 @@ def _tokens(body: SlotRequest, service: Service) -> list[int]:
     return service.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt or ())
 
 
-def _save(host: Host, *, tokens: list[int], path: Path, salt: str | None) -> SessionInfo:
-    return host.llm.save_session(tokens, path, cache_salt=salt)
+def _compression(action: str, body: SlotRequest, service: Service) -> CompressionConfig | None:
+    """Of what is to be saved. Raises: ApiError 400 where it means nothing."""
+    if body.compress_at is None and body.kv_compression is None:
+        return None
+    for name in ("compress_at", "kv_compression"):
+        if action != "save" and getattr(body, name) is not None:
+            raise ApiError(400, f"{name} says what to save; with action={action} leave it out.", name)
+    if body.compress_at is None:
+        raise ApiError(
+            400,
+            "kv_compression is given without compress_at: only what is compressed at a place of the prompt "
+            "can be saved; say where, or leave kv_compression out.",
+            "compress_at",
+        )
+    return service.compression(body.kv_compression)
+
+
+def _save(
+    host: Host,
+    *,
+    tokens: list[int],
+    path: Path,
+    salt: str | None,
+    compression: CompressionConfig | None,
+    compress_at: int | None,
+) -> SessionInfo:
+    return host.llm.save_session(
+        tokens, path, cache_salt=salt, compression=compression, compress_at=compress_at
+    )
 
 
 def _restore(host: Host, *, path: Path, salt: str | None) -> SessionInfo:
@@ -133,6 +168,8 @@ async def _asked(service: Service, work: Any, filename: str) -> SessionInfo:
         raise ApiError(404, f"there is no saved session {filename!r}.", "filename") from error
     except InvalidArgumentError as error:
         text = str(error).replace(str(service.config.slot_save_path), "")
+        if error.field in ENGINE_FIELDS:
+            raise ApiError(400, text, ENGINE_FIELDS[error.field]) from error
         raise ApiError(409 if error.field not in (None, "filename") else 400, text, "filename") from error
     except OSError as error:
         raise ApiError(503, f"the session could not be moved: {error.strerror}.", "filename") from error

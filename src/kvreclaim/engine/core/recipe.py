@@ -16,13 +16,16 @@ PASS_SEMANTICS = 1
 """To be raised when a pass with the same settings keeps something else, or leaves it elsewhere."""
 
 
+VERSION = version("kvreclaim")
+
+
 def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
     """Everything that decides, in this engine, what is left of given tokens at footprint.compress_at. The
     offset is not in it: it moves passes behind the prompt only."""
     policy = compressor.policy
     told = {
         "semantics": PASS_SEMANTICS,
-        "version": version("kvreclaim"),
+        "version": VERSION,
         "policy": f"{type(policy).__module__} {policy.name} {policy!r}",
         "mode": str(compressor.mode.value),
         "statistics": compressor.stats_digest,

@@ -188,10 +188,13 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         compression: CompressionConfig | None = None,
+        *,
+        compress_at: int | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield the request's outputs so far after each token; closing the iterator aborts it."""
+        """Yield the request's outputs so far after each token; closing the iterator aborts it. compress_at:
+        as of generate."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._add(prompt, params, compression)
+        request = self._add(prompt, params, compression, compress_at=compress_at)
         seen = 0
         try:
             while not request.finished:

@@ -13,7 +13,7 @@ from kvreclaim.compression import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.core.admission import footprint_of
 from kvreclaim.engine.core.hidden import Hidden
-from kvreclaim.engine.core.recipe import PASS_SEMANTICS, snapshot_key
+from kvreclaim.engine.core.recipe import PASS_SEMANTICS, VERSION, snapshot_key
 from kvreclaim.engine.tiers.image import Image, image_of, image_of_parked, moved, renamed
 from kvreclaim.engine.tiers.image_record import KIND, UnfitError, image_from, record_of
 from kvreclaim.engine.tiers.prefixes import is_file_of
@@ -113,14 +113,19 @@ class CompressedSessions:
         try:
             recipe = json.loads(facts["recipe"])
             saved = {
-                "compression": recipe["semantics"],
+                "version": recipe["version"],
+                "pass_semantics": recipe["semantics"],
                 "max_num_batched_tokens": recipe["footprint"]["max_chunk"],
             }
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"{os.fspath(path)} does not say how it was compressed; save it again.", field="filename"
             ) from error
-        here = {"compression": PASS_SEMANTICS, "max_num_batched_tokens": self.config.max_num_batched_tokens}
+        here = {
+            "version": VERSION,
+            "pass_semantics": PASS_SEMANTICS,
+            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+        }
         for name, value in here.items():
             if saved[name] != value:
                 raise InvalidArgumentError(
