@@ -234,7 +234,7 @@ def force(llm, monkeypatch, every):
         forced = engine.totals.steps % every == every - 1
         while forced and scheduler.running:
             victim = scheduler.running[-1]
-            scheduler.giving_way.preempt(victim, victim, "itself", step)
+            scheduler.giving_way.preempt([victim], victim, "itself", step)
         decide(step)
 
     monkeypatch.setattr(scheduler, "_decide", preempting)
@@ -249,7 +249,7 @@ def test_a_search_that_gave_way_and_is_aborted_leaves_nothing(make_llm, monkeypa
 
     def preempting(step):
         if len(request.sequences) == 4 and scheduler.running[-1].request is request:
-            scheduler.giving_way.preempt(request.sequences[2], other.sequences[0], "decode", step)
+            scheduler.giving_way.preempt([request.sequences[2]], other.sequences[0], "decode", step)
             step.pressed = True
         decide(step)
 

@@ -136,6 +136,32 @@ def test_they_give_way(host, make_llm):
     idle(llm)
 
 
+def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
+    """Between that and the next step a pass may take its blocks."""
+    llm = make_llm(num_blocks=24, kv_offloading_size=16e6 / GIB, compressed_prefix_fraction=0.25)
+    engine, prompts = llm.engine, [[*document, 5, 6, 7] for document in tiny.prompts((150,) * 5, seed=21)]
+    alone = make_llm(compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    compression, moved = config("knorm"), 0
+    for i, prompt in enumerate(prompts):
+        request = engine.add_request(f"r{i}", prompt, PARAMS, llm.compressor(compression), compress_at=150)
+        while not request.finished:
+            before = engine.memory.num_parked
+            engine.step()
+            moved += engine.memory.num_parked - before
+            engine.memory.pool.check()
+            free = [block for block, refs in enumerate(engine.memory.pool.refs) if not refs]
+            for plane in engine.cache.planes:
+                plane[:, free] = 1  # whoever has left them needs them no more
+            engine.memory.pool.clear_index()
+    assert moved >= 2
+    for prompt in prompts:
+        (output,) = llm.generate(prompt, PARAMS, compression, compress_at=150)
+        (expected,) = alone.generate(prompt, PARAMS, compression, compress_at=150)
+        assert output.metrics.num_cached_tokens == 150
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    idle(llm)
+
+
 def test_refusals(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match="compress_at is 200, but the prompt has 157 tokens"):

@@ -11,6 +11,7 @@ from settings import small
 from kvreclaim import SamplingParams
 from kvreclaim.engine.core import engine as engine_module
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.marks import PINNED
 from kvreclaim.memory.pins import Retention
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -68,19 +69,44 @@ def told_of_pins(llm, monkeypatch):
     return pinned
 
 
-def test_the_memory_is_told_of_retention_once_when_the_prompt_is_there(make_llm, monkeypatch):
-    llm = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=16)
-    engine, pinned = llm.engine, told_of_pins(llm, monkeypatch)
-    kept = [Retention(16, 300.0), Retention(8, 3600.0)]
+def ask_thrice(engine, kept):
     long = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
     for i in range(3):
         prompt = tiny.prompts((30,), seed=i)[0]
         engine.add_request(f"r{i}", prompt, long, retention=kept, tenant="one")
     engine.add_request("none", tiny.prompts((20,), seed=9)[0], GREEDY, tenant="one")
+
+
+def test_the_memory_is_told_of_retention_once_when_the_prompt_is_there(make_llm, monkeypatch):
+    llm = make_llm(block_size=8, num_blocks=60, max_num_batched_tokens=16)
+    engine, pinned = llm.engine, told_of_pins(llm, monkeypatch)
+    kept = [Retention(16, 300.0), Retention(8, 3600.0)]
+    ask_thrice(engine, kept)
     while engine.has_unfinished:
         engine.step()
-    assert engine.totals.num_preemptions > 0, "some prompts were computed again"
+    assert engine.totals.num_preemptions == 0
     assert pinned == [(30, tuple(kept), "one")] * 3
+    assert engine.memory.stats().pinned == 6
+
+
+@pytest.mark.parametrize("host", [{}, {"kv_offloading_size": 8e6 / 2**30, "preemption_mode": "swap"}])
+def test_prompts_that_are_there_again_are_pinned_again(host, make_llm):
+    """Pinned blocks are reused where nothing else is left, and so lost with the request that is preempted."""
+    llm = make_llm(block_size=8, num_blocks=11, max_num_batched_tokens=16, max_pinned_fraction=1.0, **host)
+    engine, lost = llm.engine, 0
+    pool, before = engine.memory.pool, 0
+    ask_thrice(engine, [Retention(16, 300.0)])
+    while engine.has_unfinished:
+        engine.step()
+        lost, before = lost + (len(pool.pins) < before), len(pool.pins)
+        for seq in engine.scheduler.running:
+            if seq.request_id != "none" and seq.num_computed >= seq.num_prompt:
+                blocks = engine.memory.table(seq.seq_id).block_ids[:2]
+                assert all(pool.marks[block] & PINNED for block in blocks if block in pool.index)
+                assert any(block in pool.index for block in blocks)
+    assert lost > 0, "some pins have to end"
+    assert engine.totals.num_preemptions > 0
+    assert (engine.totals.swaps > 0) == bool(host)
     assert engine.memory.stats().pinned > 0
 
 

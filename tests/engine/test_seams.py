@@ -58,15 +58,15 @@ def test_sparse_reads_find_no_exact_block_where_they_would_have_read_sparsely(ma
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_a_failed_pass_that_is_run_again_leaves_forks_alone(kernels, make_llm, monkeypatch):
-    """In one step a fork copies its tail and the other fork is preempted, so that the copy's source would
-    be the next block to be handed out; the pass fails once."""
+    """In one step a fork copies its tail and the others give way to another tenant, whose sequence takes all
+    blocks that are free: the copy's source would be the next one. The pass fails once."""
 
     def outcome(fail):
         size = 16 if kernels == "native" else S
         llm = make_llm(
             num_blocks=5,
             block_size=size,
-            max_num_seqs=3,
+            max_num_seqs=4,
             enable_prefix_caching=False,
             kernels=kernels,
             max_model_len=5 * size,
@@ -91,13 +91,12 @@ def test_a_failed_pass_that_is_run_again_leaves_forks_alone(kernels, make_llm, m
             patch.setattr(engine.scheduler, "schedule", watched)
             patch.setattr(engine.runner, "forward", failing)
             first, second = tiny.prompts((size + size // 2, 2 * size), seed=3)
-            params = SamplingParams(temperature=1.0, n=2, seed=1, max_tokens=size, ignore_eos=True)
-            requests = [
-                engine.add_request("forks", first, params),
-                engine.add_request(
-                    "other", second, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-                ),
-            ]
+            params = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=size, ignore_eos=True)
+            requests = [engine.add_request("forks", first, params, tenant="one")]
+            while len(engine.scheduler.running) < 3:
+                engine.step()
+            greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+            requests.append(engine.add_request("other", second, greedy, tenant="another"))
             while engine.has_unfinished:
                 engine.step()
                 engine.memory.check()

@@ -45,7 +45,7 @@ def answers(llm, policy, *, every=0, at_once=True, n=1):
     def preempting(step):
         if every and engine.totals.steps % every == every - 1:
             for victim in list(reversed(scheduler.running[0 if at_once else 1 :])):
-                scheduler.giving_way.preempt(victim, victim, "itself", step)
+                scheduler.giving_way.preempt([victim], victim, "itself", step)
             step.pressed = not at_once
         decide(step)
 
@@ -98,6 +98,66 @@ def test_every_family(family, make_llm):
 
 def test_forks(make_llm):
     swapped(make_llm, "query_mixture", answers(make_llm(), "query_mixture", n=3), n=3)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize(("policy", "num_blocks"), [(None, 15), ("query_mixture", 16)])
+def test_outputs_of_a_request_give_way_together(mode, policy, num_blocks, make_llm):
+    """One after the other they would free only what they do not share; what they do share is moved once."""
+    where = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": mode}
+    found, plans = grouped(make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, **where), policy)
+    expected, calm = grouped(make_llm(num_blocks=200, max_num_batched_tokens=64), policy)
+    assert found == expected
+    assert not any(plan.preempted for plan in calm)
+    lost = [(plan, [each for each in plan.preempted if each.reason != "itself"]) for plan in plans]
+    lost = [(plan, gone) for plan, gone in lost if gone]
+    assert any(len(gone) == 4 for _, gone in lost), "outputs that need blocks themselves go one by one"
+    for plan, gone in lost:
+        assert all(each.parked == (mode == "swap") for each in gone)
+        assert len({block for block, _ in plan.outs}) == len(plan.outs)
+
+
+@pytest.mark.parametrize(("policy", "num_blocks"), [(None, 15), ("query_mixture", 16), ("h2o", 16)])
+def test_an_aborted_group_leaves_nothing(policy, num_blocks, make_llm):
+    where = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": "swap"}
+    llm = make_llm(num_blocks=num_blocks, max_num_batched_tokens=64, **where)
+    engine, memory, (first, second) = llm.engine, llm.engine.memory, ask_both(llm, policy)
+    while engine.has_unfinished and memory.num_parked < 4:
+        engine.step()
+    assert (memory.num_parked, memory.num_parked_slots > 0) == (4, policy is not None)
+    engine.abort(second.request_id)
+    memory.check()
+    assert (memory.num_parked, memory.num_parked_slots) == (0, 0)
+    assert not engine.tiers.parking._aside
+    assert {seq.request_id for seq in engine.lifecycle.sequences.values()} == {first.request_id}
+    while engine.has_unfinished:
+        engine.step()
+    assert_idle(llm)
+    assert memory.host.pool.num_in_use == 0
+
+
+def ask_both(llm, policy):
+    """One request that grows, and another of four outputs that comes later."""
+    compressor = None if policy is None else llm.compressor(config(policy))
+    long, wide = tiny.prompts((33, 50), seed=8)
+    first = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    second = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, n=4)
+    engine = llm.engine
+    return [engine.add_request("a", long, first), engine.add_request("b", wide, second, compressor)]
+
+
+def grouped(llm, policy):
+    """Answers to both, and all plans."""
+    engine, plans = llm.engine, []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    requests = ask_both(llm, policy)
+    while engine.has_unfinished:
+        engine.step()
+        engine.memory.check()
+    assert_idle(llm)
+    assert all(request.error is None for request in requests)
+    return [seq.token_ids for request in requests for seq in request.sequences], plans
 
 
 def test_without_prefix_caching(make_llm):

@@ -70,14 +70,16 @@ class OneTenant(Scheduler[Sequence]):
         num_tokens = min(seq.next_chunk, step.budget)
         while not self.memory.can_grow(seq.seq_id, num_tokens):
             victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
-            step.lose(victim.seq_id)
             reason = "itself" if victim is seq else "prefill" if prefill else "decode"
-            step.preempted.append(Preempted(victim.seq_id, reason))
-            self.running.remove(victim)
-            self.memory.free(victim.seq_id)
-            victim.reset()
-            victim.status = Status.WAITING
-            self._queue(victim, 0)
+            group = [other for other in self.running if other.request_id == victim.request_id]
+            for each in [victim] if seq in group else group[::-1]:
+                step.lose(each.seq_id)
+                step.preempted.append(Preempted(each.seq_id, reason))
+                self.running.remove(each)
+                self.memory.free(each.seq_id)
+                each.reset()
+                each.status = Status.WAITING
+                self._queue(each, 0)
             if victim is seq:
                 return
         self._state.compute(seq, num_tokens, step)

@@ -106,7 +106,7 @@ class ListWorker:
             self.transfers.remove(transfer)
             outcome = Outcome.FAILED if self.random.random() < 0.05 else Outcome.OK
             if transfer.to_disk:
-                good = outcome is Outcome.OK and self.random.random() < 0.85
+                good = outcome is Outcome.OK and self.random.random() < 0.7
                 written = self.host[transfer.host_slot] if good else [GARBAGE] * self.size
                 self.file[transfer.disk_slot] = transfer.name, written
             elif outcome is Outcome.OK:

@@ -111,7 +111,7 @@ class Admission(Generic[Seq]):
             if not victims:
                 return False
             for victim in (seq for seq in victims if seq.status is Status.RUNNING):
-                self.giving_way.preempt(victim, seq, "fairness", step)
+                self.giving_way.preempt([victim], seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:
             parked.resume(seq.seq_id, match)

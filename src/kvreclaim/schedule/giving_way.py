@@ -1,4 +1,4 @@
-"""A running sequence gives way: its seat and its blocks go, what they hold is kept if that is worth it."""
+"""Running sequences give way: seats and blocks go, what they hold is kept if that is worth it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import Preempted, PreemptionReason
-from kvreclaim.schedule.victims import Preemption, VictimOrder
+from kvreclaim.schedule.victims import Preemption, VictimOrder, choose_victims
 
 logger = logging.getLogger(__name__)
 
 
 class GivingWay(Generic[Seq]):
-    """order: who gives way first; preemption: how those are brought back."""
+    """order: who gives way first; preemption: how they are brought back."""
 
     def __init__(self, state: State[Seq], order: VictimOrder, preemption: Preemption) -> None:
         self.state = state
         self.order = order
         self.preemption = preemption
 
-    def victim(self) -> Seq:
+    def victims(self, needy: Seq) -> list[Seq]:
         """Who gives way when one that runs needs blocks."""
-        running = self.state.running
-        places = range(len(running))
-        return running[max(places, key=lambda place: (self.order(running[place], place), place))]
+        return choose_victims(self.order, self.state.running, needy)
 
-    def preempt(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
-        """Take a sequence's blocks and its seat for one that needs some, itself maybe."""
-        if victim.together:
-            self._preempt_all(victim, needy, reason, step)
-        else:
-            self._preempt(victim, needy, reason, step, self._park(victim, step))
+    def preempt(self, victims: ListLike[Seq], needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
+        """Take the blocks and seats of sequences, given in the order of admission, for one that needs some,
+        itself maybe. The last one goes first, so that the first one is in front of those that wait."""
+        if victims[0].together:
+            self._preempt_all(victims[0], needy, reason, step)
+            return
+        swaps = self.preemption.swaps(victims, self.state.memory)
+        for victim in reversed(victims):
+            self._preempt(victim, needy, reason, step, parked=self._park(victim, step, swaps=swaps))
             self.state.waiting.add_back(victim)
 
     def _preempt_all(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
@@ -79,16 +80,15 @@ class GivingWay(Generic[Seq]):
         victim.status = Status.WAITING
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
-    def _park(self, victim: Seq, step: Draft[Seq]) -> bool:
+    def _park(self, victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
         """Move what its blocks hold to slots, if that is wanted and there are some. Of one that has begun in
         this very step nothing is there yet; one that has come back in it just goes back."""
         tiers = self.state.tiers
         if tiers is None:
             return False
         begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)
-        if begun is not None:
-            return begun.resumed and tiers.park(victim.seq_id)
-        return self.preemption.swaps(victim, tiers) and tiers.park(victim.seq_id)
+        wanted = swaps and victim.num_computed > 0 if begun is None else begun.resumed
+        return wanted and tiers.park(victim.seq_id)
 
 
 def common_length(tokens: ListLike[ListLike[int]]) -> int:

@@ -64,7 +64,7 @@ def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) ->
         peak = max(peak, min(seq.max_len, seq.footprint.decode_cap))
     growth = blocks_for(peak, size) - blocks_for(table.physical_len, size)
     if seq.footprint.way.moves and not seq.account.compactions and seq.footprint.bounded:
-        growth += memory.num_shared(match)
+        growth += memory.num_shared(match) + memory.num_coming(seq.seq_id, match)
     return (memory.num_to_resume(seq.seq_id, match) + growth) * size
 
 

@@ -45,6 +45,8 @@ class Scheduler(Generic[Seq]):
 
     Under each of them a prompt waits for what another one is computing for both (InFlight).
 
+    The outputs of a request are preempted together (victims.py says when not).
+
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
     and tenant. Where the memory has host slots it may keep what its blocks hold, too (`preemption`): it is
     parked, and goes on where it was. victim_policy: who gives way (victims.py).
@@ -266,10 +268,11 @@ class Scheduler(Generic[Seq]):
             if self.snapshots.give_way():
                 continue
             giving_way = self.giving_way
-            victim = giving_way.victim() if step.shares is None else step.shares.largest(giving_way.order)
+            shares, order = step.shares, giving_way.order
+            victims = giving_way.victims(seq) if shares is None else shares.largest(order, seq)
             reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
             step.pressed = True
-            giving_way.preempt(victim, seq, "itself" if victim is seq else reason, step)
+            giving_way.preempt(victims, seq, "itself" if seq in victims else reason, step)
             if seq.seq_id in step.lost:
                 return
         self._state.compute(seq, num_tokens, step)

@@ -11,7 +11,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Sequence
-from kvreclaim.schedule.victims import VictimOrder
+from kvreclaim.schedule.victims import VictimOrder, choose_victims
 
 FRACTION = 32
 """A tenant's prompts may have at least this part of a step, however short those of another one are."""
@@ -61,16 +61,15 @@ class Shares(Generic[Seq]):
         own = sum(other.seats for other in self._running if other.tenant == seq.tenant)
         return own + seq.seats > self._max_num_seqs
 
-    def largest(self, order: VictimOrder) -> Seq:
+    def largest(self, order: VictimOrder, needy: Seq) -> list[Seq]:
         """Who is preempted when one that runs needs blocks: among the least important, but for the first of
-        them, which always gets on, that of the tenant that holds most blocks whom the order names."""
+        them, which always gets on, those of the tenant that holds most blocks whom the order names."""
         least = max(seq.priority for seq in self._running)
         candidates = [seq for seq in self._running if seq.priority == least]
         candidates = candidates[1:] or candidates
         tenants = dict.fromkeys(seq.tenant for seq in candidates)
         tenant = max(tenants, key=lambda tenant: self._held(tenant, candidates))
-        own = [(order(seq, place), place) for place, seq in enumerate(candidates) if seq.tenant == tenant]
-        return candidates[max(own)[1]]
+        return choose_victims(order, (seq for seq in candidates if seq.tenant == tenant), needy)
 
     def victims(self, seq: Seq, match: PrefixMatch, needed: Callable[[Iterable[Seq]], int]) -> list[Seq]:
         """Who is to give way so that this one can begin; nobody, if that would not do.

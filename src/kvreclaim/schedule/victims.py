@@ -1,14 +1,16 @@
-"""Who gives way when a running sequence lacks blocks, and whether it keeps what its blocks hold."""
+"""Who gives way when a running sequence lacks blocks, with whom, and whether they keep what blocks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvreclaim.checks import check_choice
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.sequence import Sequence
 
@@ -18,7 +20,7 @@ VICTIM_POLICIES = ("auto", "last", "priority", "lru", "cost")
 
 @dataclass(slots=True, eq=False)
 class Preemption:
-    """How a sequence that gives way is brought back.
+    """How sequences that give way together are brought back.
 
     mode:            auto: as is cheaper; swap: moved whenever there are slots; recompute: computed again
     bytes_per_block: moved for a block
@@ -32,63 +34,91 @@ class Preemption:
     def __post_init__(self) -> None:
         check_choice("preemption_mode", self.mode, PREEMPTION_MODES)
 
-    def swaps(self, seq: Sequence, memory: MemoryManager) -> bool:
-        """Whether its blocks are to be moved to slots, if there are some."""
-        if self.mode == "recompute" or not isinstance(memory, TieredMemory) or not seq.num_computed:
+    def swaps(self, group: Group, memory: MemoryManager) -> bool:
+        """Whether their blocks are to be moved to slots, if there are some."""
+        if self.mode == "recompute" or not isinstance(memory, TieredMemory):
             return False
-        return self.mode == "swap" or self.swap_s(seq, memory) < self.recompute_s(seq, memory)
+        return self.mode == "swap" or self.swap_s(group, memory) < self.recompute_s(group, memory)
 
-    def swap_s(self, seq: Sequence, memory: TieredMemory) -> float:
-        """Seconds to move it out and in: out only what no slot holds yet."""
-        size, held = self.bytes_per_block, memory.table(seq.seq_id).num_blocks
-        return self.rates.swap_s(memory.num_to_park(seq.seq_id) * size, held * size)
+    def swap_s(self, group: Group, memory: TieredMemory) -> float:
+        """Seconds to move them out and in, what they share once: out only what no slot holds yet."""
+        size, ids = self.bytes_per_block, [seq.seq_id for seq in group]
+        held = {block for seq_id in ids for block in memory.table(seq_id).blocks()}
+        return self.rates.swap_s(memory.num_to_park(ids) * size, len(held) * size)
 
-    def recompute_s(self, seq: Sequence, memory: MemoryManager) -> float:
-        """Seconds to compute it again: of an exact one what will not be found, else all."""
-        table = memory.table(seq.seq_id)
-        found = 0
-        if table.chain is not None and isinstance(memory, TieredMemory):
-            found = min(memory.num_below(seq.seq_id) * memory.block_size, seq.hit_limit)
-        return self.rates.recompute_s(seq.num_computed, found, seq.account.compactions)
+    def recompute_s(self, group: Group, memory: MemoryManager) -> float:
+        """Seconds to compute them again: of exact ones what will not be found, the first one's blocks by the
+        others included, else all."""
+        total, computed = 0.0, set[int | None]()
+        for seq in group:
+            table = memory.table(seq.seq_id)
+            found = 0
+            if table.chain is not None:
+                ids = table.block_ids[: len(table.entries)]
+                found = next((i for i, block in enumerate(ids) if block not in computed), len(ids))
+                if isinstance(memory, TieredMemory):
+                    found = max(found, memory.num_below(seq.seq_id))
+                computed.update(ids)
+            found = min(found * memory.block_size, seq.hit_limit, seq.num_computed)
+            total += self.rates.recompute_s(seq.num_computed, found, seq.account.compactions)
+        return total
 
-    def back_s(self, seq: Sequence, memory: MemoryManager) -> float:
-        """Seconds until it is back, the cheaper way that its mode allows."""
-        again = self.recompute_s(seq, memory)
+    def back_s(self, group: Group, memory: MemoryManager) -> float:
+        """Seconds until they are back, the cheaper way that its mode allows."""
+        again = self.recompute_s(group, memory)
         if self.mode == "recompute" or not isinstance(memory, TieredMemory):
             return again
-        moved = self.swap_s(seq, memory)
+        moved = self.swap_s(group, memory)
         return moved if self.mode == "swap" else min(moved, again)
 
 
-VictimOrder = Callable[[Sequence, int], tuple[float, ...]]
-"""Of two running sequences the one with the greater key gives way first; the number is its place in the order
-of admission."""
+Group = ListLike[Sequence]
+"""Running sequences that give way together, in the order of admission."""
+
+VictimOrder = Callable[[Group, int], tuple[float, ...]]
+"""Of two groups the one with the greater key gives way first; the number is the place of its last one in the
+order of admission."""
 
 
-def last_come(seq: Sequence, place: int) -> tuple[float, ...]:
-    """Who was admitted last."""
+def choose_victims(order: VictimOrder, running: Iterable[Seq], needy: Sequence) -> list[Seq]:
+    """The group that gives way to one that needs blocks, in the order of admission.
+
+    The outputs of a request give way together: one alone frees only what it does not share with the others.
+    Those of the needy one's own request, itself included, give way one by one.
+    """
+    groups: dict[tuple[str, int | None], list[Seq]] = {}
+    places: dict[tuple[str, int | None], int] = {}
+    for place, seq in enumerate(running):
+        name = seq.request_id, seq.seq_id if seq.request_id == needy.request_id else None
+        groups.setdefault(name, []).append(seq)
+        places[name] = place
+    return groups[max(groups, key=lambda name: (order(groups[name], places[name]), places[name]))]
+
+
+def last_come(group: Group, place: int) -> tuple[float, ...]:
+    """Whose last one was admitted last."""
     return (place,)
 
 
-def lowest_priority(seq: Sequence, place: int) -> tuple[float, ...]:
+def lowest_priority(group: Group, place: int) -> tuple[float, ...]:
     """The least important, and of these who arrived last."""
-    return seq.rank
+    return max(seq.rank for seq in group)
 
 
-def least_recent(seq: Sequence, place: int) -> tuple[float, ...]:
-    """Who has computed nothing for longest, and of these who was admitted last."""
-    return -seq.last_step, place
+def least_recent(group: Group, place: int) -> tuple[float, ...]:
+    """Of whom nobody has computed anything for longest, and of these whose last one was admitted last."""
+    return -max(seq.last_step for seq in group), place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeastCost:
-    """Who is back soonest, and of these who was admitted last."""
+    """Who are back soonest, all of them, and of these whose last one was admitted last."""
 
     preemption: Preemption
     memory: MemoryManager
 
-    def __call__(self, seq: Sequence, place: int) -> tuple[float, ...]:
-        return -self.preemption.back_s(seq, self.memory), place
+    def __call__(self, group: Group, place: int) -> tuple[float, ...]:
+        return -self.preemption.back_s(group, self.memory), place
 
 
 _SIMPLE: Mapping[str, VictimOrder] = MappingProxyType(

@@ -254,9 +254,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.store()
         if looked is not None:
+            begun = {one.seq_id for one in plan.admitted}
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
-                    self._note_computed(item)
+                    self._note_computed(item, has_begun=item.seq.seq_id in begun)
             self.answers.take(looked)
         self.totals.steps += 1
         stats = StepStats(
@@ -314,21 +315,24 @@ class Engine:
                     wanted += positions
         return done, torch.cat(rows) if rows else torch.empty(0), wanted
 
-    def _note_computed(self, item: Scheduled) -> None:
-        """Figures of a sequence whose tokens have just been committed."""
+    def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
+        """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
+        and anew when it is there again. has_begun: in this step, maybe with all of its prompt."""
         seq, request = item.seq, item.seq.request
         if seq.finish_reason is not None:
             return
         table = self.memory.table(seq.seq_id)
         seq.note_blocks(table.num_blocks)
         self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
-        if not request.prompt_done and seq.num_computed >= seq.num_prompt:
+        if seq.num_computed < seq.num_prompt:
+            return
+        if not request.prompt_done:
             request.prompt_done = True
             self.totals.prompts_done += 1
             request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
             request.metrics.num_repeated_tokens = table.repeated_len
-            if request.retention:
-                self.memory.pin(seq.seq_id, request.retention, request.tenant)
+        if request.retention and (has_begun or item.row.first < seq.num_prompt):
+            self.memory.pin(seq.seq_id, request.retention, request.tenant)
 
 
 def _is_decode(item: Scheduled) -> bool:

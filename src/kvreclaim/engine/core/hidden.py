@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.snapshot_key import SnapshotKey
+
+logger = logging.getLogger(__name__)
 
 
 class Hidden:
@@ -47,6 +50,20 @@ class Hidden:
             self.signals.fork(parent.seq_id, seq.seq_id)
             if self.tiers is not None and self.tiers.prefixes is not None:
                 self.tiers.prefixes.made(seq)
+        self._move_out()
+
+    def _move_out(self) -> None:
+        """Those that have given way to a new one go to the host at once: before the next step a pass may take
+        their blocks. One that does not arrive is forgotten."""
+        parked = [seq.seq_id for seq in self.scheduler.snapshots.take_parked()]
+        if not parked or self.tiers is None:
+            return
+        try:
+            self.park(parked)
+            self.tiers.moves.out(self.tiers.memory.take_outs())
+        except Exception:
+            logger.exception("moving %d compressed prefixes to the host failed", len(parked))
+            self.unmoved(parked)
 
     def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
         """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -31,8 +32,9 @@ class TieredMemory(WriteThrough):
         self.max_parked = self.host.pool.num_blocks if max_parked is None else max_parked
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
-        self._num_own = 0
-        self._outs: list[Move] = []
+        self._own: Counter[int] = Counter()
+        self._leaving: dict[int, int] = {}
+        self._coming: dict[int, int] = {}
         self._copied: dict[int, int] = {}
 
     @property
@@ -42,17 +44,24 @@ class TieredMemory(WriteThrough):
 
     @property
     def num_parked_slots(self) -> int:
-        """That parked sequences have for themselves."""
-        return self._num_own
+        """That parked sequences have for themselves, each counted once."""
+        return len(self._own)
 
     def is_parked(self, seq_id: int) -> bool:
         return seq_id in self._parked
 
-    def num_to_park(self, seq_id: int) -> int:
-        """Slots that have to be filled to park a sequence: for blocks that no slot holds yet."""
-        table = self.table(seq_id)
-        held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
-        return len(held) - held.count(None) - len(self._slots_below(seq_id, table))
+    def num_to_park(self, seq_ids: Iterable[int]) -> int:
+        """Slots that have to be filled to park these sequences: for blocks that no slot holds yet."""
+        blocks = set[int | None]()
+        for seq_id in seq_ids:
+            table = self.table(seq_id)
+            blocks.update(self._sources(table, len(self._slots_below(seq_id, table))))
+        return len(blocks - self._leaving.keys() - {None})
+
+    def _sources(self, table: BlockTable, first: int) -> list[int | None]:
+        """Where the tokens of its entries from `first` on lie before this step's copies; None: a hole."""
+        held = table.block_ids[first : blocks_for(table.physical_len, self.block_size)]
+        return [None if block is None else self._copied.get(block, block) for block in held]
 
     def _slots_below(self, seq_id: int, table: BlockTable) -> list[int]:
         """Slots that hold, to the bit, what the first blocks of an exact sequence do: the same tokens,
@@ -70,8 +79,9 @@ class TieredMemory(WriteThrough):
         return table.entries[i].block == table.block_ids[i]
 
     def park(self, seq_id: int) -> bool:
-        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`outs`) before
-        anything is written. Returns: whether there were slots; if not, nothing has changed.
+        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`take_outs`)
+        before anything is written; blocks that others have left in this step, too, are moved once. Returns:
+        whether there were slots; if not, nothing has changed.
 
         One that has come back in this step has its slots still, and nothing is moved.
         """
@@ -80,22 +90,27 @@ class TieredMemory(WriteThrough):
             self._parked[seq_id] = self._resumed.pop(seq_id)
             self.free(seq_id)
             return True
-        num_own = self.num_to_park(seq_id)
-        if num_own > self.host.pool.num_free or self._num_own + num_own > self.max_parked:
-            return False
         below = self._slots_below(seq_id, table)
+        rest = self._sources(table, len(below))
+        new = [block for block in rest if block is not None and block not in self._leaving]
+        if len(new) > self.host.pool.num_free or len(self._own) + len(new) > self.max_parked:
+            return False
         for slot in below:
             self.host.pool.touch(slot)
-        rest = table.block_ids[len(below) : blocks_for(table.physical_len, self.block_size)]
-        own = self.host.pool.allocate(num_own)
-        held = [block for block in rest if block is not None]
-        self._outs += ((self._copied.get(block, block), slot) for block, slot in zip(held, own, strict=True))
-        supply = iter(own)
-        slots = (*below, *(None if block is None else next(supply) for block in rest))
-        self._num_own += num_own
+        for block in rest:
+            if block in self._leaving:
+                self.host.pool.touch(self._leaving[block])
+        for block, slot in zip(new, self.host.pool.allocate(len(new)), strict=True):
+            self._leaving[block] = slot
+            self._twins.pop(slot, None)
+        own = tuple(None if block is None else self._leaving[block] for block in rest)
         tail = table.begun(self.block_size)
         tail = None if tail is None else self._copied.get(tail, tail)
-        self._parked[seq_id] = Parked(table, slots, num_own, tail, self.pool.index.root(None).serial)
+        root = self.pool.index.root(None).serial
+        self._parked[seq_id] = parked = Parked(table, (*below, *own), len(below), tail, root)
+        self._own.update(parked.own)
+        if table.chain is not None:
+            self._note_twins(parked.slots, table)
         self.free(seq_id)
         return True
 
@@ -107,29 +122,42 @@ class TieredMemory(WriteThrough):
         assert table.chain is None, "what is exact is found by its prefix"
         held = table.block_ids[: blocks_for(table.physical_len, self.block_size)]
         num_own = len(held) - held.count(None)
-        if num_own > self.host.pool.num_free or self._num_own + num_own > self.max_parked:
+        if num_own > self.host.pool.num_free or len(self._own) + num_own > self.max_parked:
             return None
-        supply = iter(self.host.pool.allocate(num_own))
+        own = self.host.pool.allocate(num_own)
+        for slot in own:
+            self._twins.pop(slot, None)
+        supply = iter(own)
         slots = tuple(None if block is None else next(supply) for block in held)
-        self._num_own += num_own
         root = self.pool.index.root(None).serial
-        self._parked[seq_id] = Parked(table, slots, num_own, table.begun(self.block_size), root)
+        self._parked[seq_id] = parked = Parked(table, slots, 0, table.begun(self.block_size), root)
+        self._own.update(parked.own)
         return slots
 
     def match_parked(self, seq_id: int) -> PrefixMatch:
-        """What of a parked sequence the pool still has: the very blocks that it had, of one that is exact."""
+        """What of a parked sequence the pool has, to the bit: of one that is exact, blocks that it had, or
+        that were filled from its slots for another one."""
         parked = self._parked[seq_id]
         table = parked.table
         if table.chain is None or not self._goes_on(parked):
             return PrefixMatch(table.keys, (), "")
         match = super().match_prefix(table.keys, max_tokens=table.physical_len)
-        pairs = enumerate(zip(match.entries, table.entries, strict=False))
-        same = takewhile(lambda each: each[1][0] is each[1][1] and self._is_own(table, each[0]), pairs)
+        pairs = zip(match.entries, parked.held, strict=False)
+        same = takewhile(lambda pair: pair[0].serial in self._twins.get(pair[1], ()), pairs)
         return replace(match, entries=match.entries[: len(list(same))], lower=())
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch) -> int:
         """Blocks that it takes beside those of the match, its own next tokens not counted."""
-        return len(self._parked[seq_id].held) - len(match.entries)
+        return len(self._parked[seq_id].held) - len(match.entries) - self.num_coming(seq_id, match)
+
+    def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
+        """Blocks that it would share with others that have come back in this step, beside the match."""
+        return len(self._coming_for(self._parked[seq_id], len(match.entries)))
+
+    def _coming_for(self, parked: Parked, first: int) -> dict[int, int]:
+        """Places in its table from `first` on, of full blocks that this step loads for another one anyway."""
+        slots = enumerate(parked.slots[first : parked.table.physical_len // self.block_size], first)
+        return {i: self._coming[slot] for i, slot in slots if slot is not None and slot in self._coming}
 
     def parked(self, seq_id: int) -> Parked:
         """Of a sequence that is parked, or was until this step."""
@@ -143,17 +171,8 @@ class TieredMemory(WriteThrough):
         self._resumed[seq_id] = parked
         table, num_hit = parked.table, len(match.entries)
         self.pool.hit(match.block_ids, table.priority)
-        missing = parked.slots[num_hit:]
-        blocks = self.pool.allocate(len(missing) - missing.count(None))
-        self.counts.resumed_blocks += len(blocks)
-        supply = iter(blocks)
-        ids = [None if slot is None else next(supply) for slot in missing]
-        self._loads += (
-            (slot, block)
-            for slot, block in zip(missing, ids, strict=True)
-            if slot is not None and block is not None
-        )
-        back = replace(table, block_ids=[*match.block_ids, *ids], version=table.version + 1)
+        ids = [*match.block_ids, *self._load_parked(parked, num_hit)]
+        back = replace(table, block_ids=ids, version=table.version + 1)
         if table.chain is not None:
             back.chain, back.entries = None, list(match.entries)
             if self._goes_on(parked):
@@ -163,6 +182,32 @@ class TieredMemory(WriteThrough):
         self._tables[seq_id] = back
         self._follow(seq_id, back)
 
+    def _load_parked(self, parked: Parked, first: int) -> list[int | None]:
+        """Blocks for its entries from there on, to be filled from its slots; a full one that is filled for
+        another one is shared."""
+        coming, full = self._coming_for(parked, first), parked.table.physical_len // self.block_size
+        for block in coming.values():
+            self.pool.touch(block)
+        rest = parked.slots[first:]
+        supply = iter(self.pool.allocate(len(rest) - rest.count(None) - len(coming)))
+        blocks = list[int | None]()
+        for i, slot in enumerate(rest, first):
+            if slot is None or i in coming:
+                blocks.append(coming.get(i))
+                continue
+            blocks.append(block := next(supply))
+            self.counts.resumed_blocks += 1
+            self._loads.append((slot, block))
+            if i < full:
+                self._coming[slot] = block
+        return blocks
+
+    def free(self, seq_id: int) -> int:
+        freed = super().free(seq_id)
+        refs = self.pool.refs
+        self._coming = {slot: block for slot, block in self._coming.items() if refs[block]}
+        return freed
+
     def drop_parked(self, seq_id: int) -> None:
         """A parked sequence has ended, or is to be computed anew."""
         parked = self._parked.pop(seq_id, None)
@@ -170,8 +215,11 @@ class TieredMemory(WriteThrough):
             self._release_parked(parked)
 
     def _release_parked(self, parked: Parked) -> None:
-        self._num_own -= parked.num_own
+        self._own.subtract(parked.own)
+        self._own = +self._own
         self.host.pool.release(reversed(parked.held))
+        refs = self.host.pool.refs
+        self._leaving = {block: slot for block, slot in self._leaving.items() if refs[slot]}
 
     def _goes_on(self, parked: Parked) -> bool:
         """Whether its chain's root is still the index's."""
@@ -182,9 +230,14 @@ class TieredMemory(WriteThrough):
         self._copied.update((target, source) for source, target in growth.copies)
         return growth
 
+    def take_loads(self) -> list[Move]:
+        self._coming.clear()
+        return super().take_loads()
+
     def take_outs(self) -> list[Move]:
         """(block, slot) of sequences that were parked."""
-        outs, self._outs = self._outs, []
+        outs = list(self._leaving.items())
+        self._leaving.clear()
         return outs
 
     def settle(self) -> None:
@@ -196,8 +249,11 @@ class TieredMemory(WriteThrough):
 
     def check(self) -> None:
         super().check()
-        own = sum(one.num_own for one in self._all_parked())
-        assert own == self._num_own <= self.max_parked, f"{own} slots of parked ones, {self._num_own} counted"
+        own = Counter(slot for one in self._all_parked() for slot in one.own)
+        assert own == self._own, f"slots of parked ones: {own}, counted {self._own}"
+        assert len(own) <= self.max_parked, f"{len(own)} slots of parked ones, {self.max_parked} allowed"
+        indexed = [slot for slot in own if slot in self.host.pool.index]
+        assert not indexed, f"slot {indexed[:1]} of a parked sequence is in the host's index"
         assert not self._parked.keys() & self._tables.keys(), "a sequence has blocks and is parked"
 
     def _slots_held(self) -> Counter[int]:

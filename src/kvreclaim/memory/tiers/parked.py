@@ -13,18 +13,24 @@ class Parked:
 
     table: of the sequence; its block ids are no longer its own
     slots: host slots of the table's entries that hold tokens, in order; None is a hole
-    num_own: slots that were filled for it alone, the others stand in the host's index
+    num_below: of these, leading ones that stand in the host's index; the others were filled for it, or for
+           sequences that shared the block and were parked in the same step
     tail:  the block that the next token would have gone to, if it holds tokens already
     root:  serial of the root that its chain began at, so that a prefix cache that was reset stays so
     """
 
     table: BlockTable
     slots: tuple[int | None, ...]
-    num_own: int
+    num_below: int
     tail: int | None
     root: int
 
     @property
     def held(self) -> list[int]:
-        """Its slots, without the holes; a slot of the host's index may be other sequences', too."""
+        """Its slots, without the holes; they may be other sequences', too."""
         return [slot for slot in self.slots if slot is not None]
+
+    @property
+    def own(self) -> list[int]:
+        """Those that only parked sequences have."""
+        return [slot for slot in self.slots[self.num_below :] if slot is not None]
