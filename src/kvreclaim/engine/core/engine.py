@@ -114,9 +114,12 @@ class Engine:
             preemption = self.scheduler.preemption
             preemption.rates = rates
             self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
-            self.lifecycle.tiers = self.lifecycle.hidden.tiers = self.runner.tiers = self.tiers
+            self.lifecycle.tiers = self.runner.tiers = self.tiers
+            hidden, parking, moves = self.lifecycle.hidden, self.tiers.parking, self.tiers.moves
+            hidden.parking, hidden.moves = parking, moves
             if file is not None and share_bytes(config) and self.scheduler.snapshots.max_blocks:
-                self.tiers.prefixes = make_prefixes(config, self.lifecycle.hidden, self.tiers, file.namespace)
+                prefixes = make_prefixes(config, hidden, parking, moves, file.namespace)
+                hidden.files = self.tiers.prefixes = prefixes
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)

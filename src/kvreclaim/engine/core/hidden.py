@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.request import Request, Sequence
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.tiers.moves import Moves
+from kvreclaim.engine.tiers.parking import Parking
 from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -17,13 +19,25 @@ from kvreclaim.schedule.snapshot_key import SnapshotKey
 logger = logging.getLogger(__name__)
 
 
+class Files(Protocol):
+    """Where they are kept on disk (engine/tiers/prefixes.py)."""
+
+    def made(self, hidden: Sequence) -> None: ...
+
+    def used(self, hidden: Sequence) -> bool: ...
+
+    def distrust(self, key: SnapshotKey) -> None: ...
+
+
 class Hidden:
-    """held: by id; tiers: once there are some"""
+    """held: by id; parking, moves: where there is a host; files: where there is a disk"""
 
     def __init__(self, scheduler: Scheduler[Sequence], signals: Signals, seq_ids: Iterator[int]) -> None:
         self.scheduler, self.signals, self._seq_ids = scheduler, signals, seq_ids
         self.held: dict[int, Sequence] = {}
-        self.tiers: Tiers | None = None
+        self.parking: Parking | None = None
+        self.moves: Moves | None = None
+        self.files: Files | None = None
 
     def keep(self, parent: Sequence) -> None:
         """What a sequence is that has just been compressed at its compress_at, for others that begin like it.
@@ -48,19 +62,19 @@ class Hidden:
         if self.scheduler.snapshots.keep(parent, seq):
             self.held[seq.seq_id] = seq
             self.signals.fork(parent.seq_id, seq.seq_id)
-            if self.tiers is not None and self.tiers.prefixes is not None:
-                self.tiers.prefixes.made(seq)
+            if self.files is not None:
+                self.files.made(seq)
         self._move_out()
 
     def _move_out(self) -> None:
         """Those that have given way to a new one go to the host at once: before the next step a pass may take
         their blocks. One that does not arrive is forgotten."""
         parked = [seq.seq_id for seq in self.scheduler.snapshots.take_parked()]
-        if not parked or self.tiers is None:
+        if not parked or self.moves is None:
             return
         try:
             self.park(parked)
-            self.tiers.moves.out(self.tiers.memory.take_outs())
+            self.moves.out(self.moves.memory.take_outs())
         except Exception:
             logger.exception("moving %d compressed prefixes to the host failed", len(parked))
             self.unmoved(parked)
@@ -84,29 +98,28 @@ class Hidden:
     def begin(self, seq: Sequence, snapshot_id: int, unparked: bool) -> None:
         """A sequence begins as the fork of one."""
         snapshot = self.held[snapshot_id]
-        if unparked and self.tiers is not None:
-            self.tiers.parking.resume(snapshot)
+        if unparked and self.parking is not None:
+            self.parking.resume(snapshot)
         seq.state = snapshot.state.fork()
         self.signals.fork(snapshot.seq_id, seq.seq_id)
 
     def used(self, snapshot_id: int) -> bool:
         """To be told when a sequence has begun with one. Returns: whether it came from disk for it."""
-        prefixes = None if self.tiers is None else self.tiers.prefixes
-        return prefixes is not None and prefixes.used(self.held[snapshot_id])
+        return self.files is not None and self.files.used(self.held[snapshot_id])
 
     def park(self, seq_ids: Iterable[int]) -> None:
         """Their blocks go to the host in this step."""
         for seq_id in seq_ids:
-            assert self.tiers is not None, "only a memory with host slots parks anything"
-            self.tiers.parking.park(self.held[seq_id])
+            assert self.parking is not None, "only a memory with host slots parks anything"
+            self.parking.park(self.held[seq_id])
 
     def drop(self, seq_ids: Iterable[int]) -> None:
         """The memory has forgotten them."""
         for seq_id in seq_ids:
             del self.held[seq_id]
             self.signals.drop(seq_id)
-            if self.tiers is not None:
-                self.tiers.parking.drop(seq_id)
+            if self.parking is not None:
+                self.parking.drop(seq_id)
 
     def unmoved(self, seq_ids: Iterable[int]) -> None:
         """Their bytes may not have arrived where they were to go."""
@@ -117,5 +130,5 @@ class Hidden:
     def distrust(self, key: SnapshotKey | None) -> None:
         """What is kept under a key, wherever, may be wrong."""
         self.scheduler.snapshots.drop(key)
-        if key is not None and self.tiers is not None and self.tiers.prefixes is not None:
-            self.tiers.prefixes.distrust(key)
+        if key is not None and self.files is not None:
+            self.files.distrust(key)

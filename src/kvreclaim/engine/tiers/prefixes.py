@@ -6,16 +6,18 @@ import logging
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.core.sizing import load_wait, prefix_worth
 from kvreclaim.engine.tiers.disk import CLOSE_S, share_bytes, size_bytes
 from kvreclaim.engine.tiers.image import Image, image_of
 from kvreclaim.engine.tiers.image_record import UnfitError, image_from, key_facts, record_of
+from kvreclaim.engine.tiers.moves import Moves
+from kvreclaim.engine.tiers.parking import Parking
 from kvreclaim.engine.tiers.stats import PrefixStats
 from kvreclaim.schedule.below import PrefixesBelow
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -24,10 +26,6 @@ from kvreclaim.tiers.outcome import Outcome
 from kvreclaim.tiers.prefix_files import PrefixFiles
 from kvreclaim.tiers.prefix_workers import Loaded, PrefixWorkers, Stored
 from kvreclaim.tiers.session_file import SessionFile
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.core.hidden import Hidden
-    from kvreclaim.engine.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +43,14 @@ class Prefixes:
     def __init__(
         self,
         hidden: Hidden,
-        tiers: Tiers,
+        parking: Parking,
+        moves: Moves,
         files: PrefixFiles,
         below: PrefixesBelow[Sequence],
         store_after: int = 1,
     ) -> None:
-        self.hidden, self.memory, self.signals = hidden, tiers.memory, hidden.signals
-        self.parking, self.slots, self.cache = tiers.parking, tiers.moves.slots, tiers.parking.cache
+        self.hidden, self.memory, self.signals = hidden, parking.memory, hidden.signals
+        self.parking, self.slots, self.cache = parking, moves.slots, parking.cache
         self.files, self.below, self.store_after = files, below, store_after
         found = files.scan()
         self.below.know(found.items())
@@ -184,14 +183,16 @@ class Prefixes:
         self.workers.clear()
 
 
-def make_prefixes(config: EngineConfig, hidden: Hidden, tiers: Tiers, namespace: Namespace) -> Prefixes:
+def make_prefixes(
+    config: EngineConfig, hidden: Hidden, parking: Parking, moves: Moves, namespace: Namespace
+) -> Prefixes:
     """Of an engine with a file below its host slots."""
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
-    worth = prefix_worth(config, tiers.preemption.rates)
+    worth = prefix_worth(config, moves.rates)
     below = hidden.scheduler.snapshots.below = PrefixesBelow(load_wait(config), worth)
     store_after = 2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1
-    return Prefixes(hidden, tiers, files, below, store_after)
+    return Prefixes(hidden, parking, moves, files, below, store_after)
 
 
 def is_file_of(key: SnapshotKey, file: SessionFile) -> bool:
