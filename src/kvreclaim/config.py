@@ -88,8 +88,8 @@ class EngineConfig:
     )
     compressed_prefix_fraction: float = option(
         0.25,
-        "Of all blocks, and of the disk's size, at most so much for what compression left of prompts' "
-        "beginnings (compress_at), kept for requests that begin so, too.",
+        "Of all blocks, and of the disk's size, there half at most, so much for what compression left of "
+        "prompts' beginnings (compress_at), kept for requests that begin so, too.",
         low=0.0,
         high=1.0,
     )

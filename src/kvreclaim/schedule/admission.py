@@ -125,9 +125,11 @@ class Admission(Generic[Seq]):
     def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
         """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
         state = self.state
-        size, shares = state.memory.block_size, step.shares
+        size, shares, parked = state.memory.block_size, step.shares, state.parked_in(snapshot)
 
         def fits() -> bool:
+            if parked is not None and state.snapshots.lacks_open(parked.parked(snapshot.seq_id).table):
+                return False
             slots = slots_of_fork(seq, snapshot, state.memory)
             slots += known_growth(state.running, state.memory, prompts=shares is not None)
             return blocks_for(slots, size) <= state.memory.num_free
@@ -138,7 +140,6 @@ class Admission(Generic[Seq]):
                     state.snapshots.drop(snapshot.snapshot_key)
                     return self._admit(seq, step)
                 return False
-        parked = state.parked_in(snapshot)
         if parked is not None:
             parked.resume(snapshot.seq_id, parked.match_parked(snapshot.seq_id))
         state.snapshots.begin(snapshot, seq)

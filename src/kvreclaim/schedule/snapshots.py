@@ -28,6 +28,7 @@ class Snapshots(Generic[Seq]):
         max_blocks: that all of them may hold together; 0: none is kept
 
     below: those on disk; None without
+    max_open: of those in blocks, so many may have a last one that is not full; None: any number
     """
 
     def __init__(self, memory: MemoryManager, max_blocks: int) -> None:
@@ -35,6 +36,7 @@ class Snapshots(Generic[Seq]):
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
         self.below: PrefixesBelow[Seq] | None = None
+        self.max_open: int | None = None
         self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
@@ -50,6 +52,13 @@ class Snapshots(Generic[Seq]):
     def num_blocks(self) -> int:
         """That they hold, shared ones included."""
         return sum(self.memory.table(seq.seq_id).num_blocks for seq in self if not self.is_parked(seq))
+
+    def lacks_open(self, table: BlockTable) -> bool:
+        """Whether one with such a table is not full at its end, and as many as may be are so already."""
+        if self.max_open is None or table.begun(self.memory.block_size) is None:
+            return False
+        tables = (self.memory.table(seq.seq_id) for seq in self if not self.is_parked(seq))
+        return sum(each.begun(self.memory.block_size) is not None for each in tables) >= self.max_open
 
     def is_parked(self, seq: Seq) -> bool:
         """Whether it lies on the host."""
@@ -72,8 +81,8 @@ class Snapshots(Generic[Seq]):
 
     def keep(self, parent: Seq, hidden: Seq) -> bool:
         """Keep what a sequence is now, in a hidden one that bears its key. Returns: whether there is room."""
-        held, key = self.memory.table(parent.seq_id).num_blocks, hidden.snapshot_key
-        if key is None or key in self._held or not self._make_room(held):
+        key = hidden.snapshot_key
+        if key is None or key in self._held or not self._make_room(self.memory.table(parent.seq_id)):
             return False
         assert parent.keys is not None, f"sequence {parent.seq_id} was not added"
         hidden.keys = parent.keys.fork(hidden.token_ids)
@@ -83,13 +92,16 @@ class Snapshots(Generic[Seq]):
         self.num_taken += 1
         return True
 
-    def _make_room(self, num_blocks: int) -> bool:
-        """Let others give way for one of so many blocks. Returns: whether it may be kept now."""
-        if num_blocks > self.max_blocks:
+    def _make_room(self, table: BlockTable) -> bool:
+        """Let others give way for one with such a table. Returns: whether it may be kept now."""
+        if table.num_blocks > self.max_blocks:
             return False
-        while self.num_blocks + num_blocks > self.max_blocks and self.give_way():
+        while self._is_too_much(table) and self.give_way():
             pass
-        return self.num_blocks + num_blocks <= self.max_blocks
+        return not self._is_too_much(table)
+
+    def _is_too_much(self, table: BlockTable) -> bool:
+        return self.num_blocks + table.num_blocks > self.max_blocks or self.lacks_open(table)
 
     def enter(self, hidden: Seq, table: BlockTable) -> tuple[int | None, ...] | None:
         """Take in one that was read from disk; the least recently used of those on the host make room.
@@ -118,9 +130,9 @@ class Snapshots(Generic[Seq]):
         if needed > self.max_blocks:
             return None
         above = [seq for seq in self if not self.is_parked(seq)]
-        while above and (needed > self.memory.num_free or self.num_blocks + needed > self.max_blocks):
+        while above and (needed > self.memory.num_free or self._is_too_much(table)):
             self._drop(above.pop(0))
-        if needed > self.memory.num_free:
+        if needed > self.memory.num_free or self._is_too_much(table):
             return None
         self._held[hidden.snapshot_key] = hidden
         return self.memory.adopt(hidden.seq_id, table)

@@ -26,7 +26,7 @@ from kvreclaim.engine.core.admission import (
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
-from kvreclaim.engine.core.sizing import make_memory, open_rows
+from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
@@ -106,6 +106,7 @@ class Engine:
         self.signals = Signals(loaded, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
+        self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
         self.requests = self.lifecycle.requests
         self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)

@@ -135,8 +135,15 @@ def _beside(num_bytes: int) -> str:
 
 def open_rows(config: EngineConfig, form: KVFormat) -> int:
     """Rows for blocks that are not full: within a step a sequence may hold the row of a block that it has
-    just sealed and that of the next one."""
-    return 2 * config.max_num_seqs if form.has_open_blocks else 0
+    just sealed and that of the next one; and those of snapshots."""
+    return 2 * config.max_num_seqs + (max_open_snapshots(config, form) or 0) if form.has_open_blocks else 0
+
+
+def max_open_snapshots(config: EngineConfig, form: KVFormat) -> int | None:
+    """Compressed prefixes in the pool whose last blocks may be not full; None: any number."""
+    if not form.has_open_blocks:
+        return None
+    return config.max_num_seqs if config.compressed_prefix_fraction else 0
 
 
 def free_memory_bytes(device: torch.device) -> int:
