@@ -169,7 +169,7 @@ def test_a_prefix_hit_reads_sealed_blocks_as_they_were_written(kivi):
 def test_rows_are_those_of_running_sequences_and_none_leaks(kivi):
     llm = kivi(max_num_seqs=2, num_blocks=60)
     engine, rows = llm.engine, llm.engine.cache.open
-    assert rows.num_rows == 4
+    assert rows.num_rows == 6
     for i, prompt in enumerate(tiny.prompts((5, 19, 33, 8, 27), seed=5)):
         engine.add_request(f"r{i}", prompt, GREEDY)
     for number in range(200):
@@ -191,7 +191,7 @@ def test_bytes_of_the_pool_and_of_the_rows(kivi):
     cache = kivi(max_num_seqs=3, num_blocks=10).engine.cache
     facts = (cache.num_layers, cache.num_kv_heads, cache.block_size, cache.shape.k_dim + cache.shape.v_dim)
     row = 2 * facts[0] * facts[1] * facts[2] * facts[3]
-    assert cache.open_bytes == 6 * row + 4 * cache.num_blocks
+    assert cache.open_bytes == 9 * row + 4 * cache.num_blocks
     assert cache.bytes_per_block == sum(plane.nbytes for plane in cache.planes) // 10
     assert (cache.bytes_per_block, row) == (2 * 2 * 173, 2048)
 

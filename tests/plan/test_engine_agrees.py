@@ -75,7 +75,7 @@ def test_blocks_and_bytes_are_the_engines(path: Path, tmp_path: Path, monkeypatc
     shape = load_shape(directory)
     for name in FORMATS:
         cache = Cache(shape, KV_BYTES[name], Footprint(block_size=16))
-        rows = 2 * MAX_SEQS if cache.form.has_open_blocks else 0
+        rows = 3 * MAX_SEQS if cache.form.has_open_blocks else 0
         free = 99 * cache.block_bytes + 2 * rows * cache.form.open_row_bytes(shape.layers, 16) + 12_345
         monkeypatch.setattr(sizing, "free_memory_bytes", lambda _, free=free: free)
         llm = LLM(

@@ -132,7 +132,7 @@ class Chooser:
         return Bound(card, num, ceil(shares[worst]), why, worst, shares, pool.num_blocks)
 
     def _pool(self, card: Card, memory_bytes: int | None, num_cards: int) -> Pool:
-        rows = 2 * self.max_num_seqs if self.cache.form.has_open_blocks else 0
+        rows = 3 * self.max_num_seqs if self.cache.form.has_open_blocks else 0
         return make_pool(
             self.cache,
             memory_bytes or card.usable_bytes,

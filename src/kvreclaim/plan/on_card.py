@@ -75,7 +75,7 @@ def pool_of(cache: Cache, asked: Asked, memory_bytes: int, weights: WeightFormat
         utilization=asked.utilization,
         other_bytes=other,
         num_cards=asked.tensor_parallel_size,
-        open_rows=2 * asked.max_num_seqs if cache.form.has_open_blocks else 0,
+        open_rows=3 * asked.max_num_seqs if cache.form.has_open_blocks else 0,
     )
 
 
