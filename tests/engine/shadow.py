@@ -71,6 +71,7 @@ class Shadow:
     Sequences whose keys are turned when they move are compared up to their first pass.
 
     contents: full blocks by the name of the block before (at first: the salt) and their tokens
+    kept:     of compressed prefixes, by key
     wrong:    prefix hits that are not what they should be, in words
     """
 
@@ -83,6 +84,7 @@ class Shadow:
         self.facts = llm.loaded.facts
         self.cache = llm.engine.runner.cache
         self.histories: dict[int, History] = {}
+        self.kept: dict[object, History] = {}
         self.worst = 0.0
         self.num_calls = 0
         self.num_expanded = 0
@@ -101,9 +103,22 @@ class Shadow:
             return admit(seq_id, *args, **kwargs)
 
         def watched_fork(parent_id, child_id, *args):
+            if parent_id not in self.histories:  # a compressed prefix that came from disk under another id
+                key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key
+                self.histories[parent_id] = self.kept[key]
             self.histories[child_id] = self.histories[parent_id].copy()
             return fork(parent_id, child_id, *args)
 
+        snapshots = llm.engine.scheduler.snapshots
+        keep = snapshots.keep
+
+        def watched_keep(parent, hidden):
+            is_kept = keep(parent, hidden)
+            if is_kept:
+                self.kept[hidden.snapshot_key] = self.histories[hidden.seq_id]
+            return is_kept
+
+        monkeypatch.setattr(snapshots, "keep", watched_keep)
         monkeypatch.setattr(memory, "admit", watched_admit)
         monkeypatch.setattr(memory, "fork", watched_fork)
 
