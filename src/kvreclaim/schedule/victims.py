@@ -54,7 +54,7 @@ class Preemption:
             table = memory.table(seq.seq_id)
             found = 0
             if table.chain is not None:
-                ids = table.block_ids[: len(table.entries)]
+                ids = table.block_ids[: len(table.entries)] if len(group) > 1 else []
                 found = next((i for i, block in enumerate(ids) if block not in computed), len(ids))
                 if isinstance(memory, TieredMemory):
                     found = max(found, memory.num_below(seq.seq_id))
