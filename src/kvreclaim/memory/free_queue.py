@@ -53,6 +53,15 @@ class FreeQueue:
         self._prev[sentinel] = block
         self._size += 1
 
+    def push_front(self, block: int) -> None:
+        """Put a block that is not queued before all others."""
+        links, sentinel = self._next, self._num_blocks
+        assert links[block] == block, f"block {block} is queued already"
+        head = links[sentinel]
+        links[block], self._prev[block] = head, sentinel
+        self._prev[head] = links[sentinel] = block
+        self._size += 1
+
     def pop_front(self) -> int:
         """Take the least recently used block. The queue must not be empty."""
         block = self._next[self._num_blocks]

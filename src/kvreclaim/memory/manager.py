@@ -17,10 +17,12 @@ from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.cache import PrefixCache, PrefixMatch
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, Entry, PrefixIndex
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, WINDOW, Entry, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats, memory_stats
+from kvreclaim.memory.windows.tables import Windows
+from kvreclaim.memory.windows.window import Window
 
 
 class MemoryManager:
@@ -39,6 +41,9 @@ class MemoryManager:
         max_pinned_fraction:   most of the pool that may be pinned at a time, 0 to 1
         residency_sample:      share of the cached blocks that drain_residency tells of, 0 to 1
         clock:                 seconds, never backwards; of pins and residency
+        windows:               of layers that see the last tokens only. They have tables of their own, over
+                               blocks of the same pool, and hold what their windows need; what is said of a
+                               sequence's table otherwise is of the layers with full attention
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class MemoryManager:
         max_pinned_fraction: float = 0.5,
         residency_sample: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        windows: Sequence[Window] = (),
     ) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")
@@ -71,6 +77,7 @@ class MemoryManager:
             clock=clock,
         )
         self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
+        self.windows = Windows(self.pool, block_size, windows)
         self._hashing = BlockHash(block_size, fingerprint, hash_function)
         self._clock = clock
         self._tables: dict[int, BlockTable] = {}
@@ -127,7 +134,18 @@ class MemoryManager:
     def unfilled(self) -> list[int]:
         """The blocks that the next tokens of all sequences go to, one that holds some already included."""
         tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
-        return [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
+        found = [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
+        for seq_id, table in self._tables.items() if self.windows.windows else ():
+            found += self.windows.unfilled(seq_id, table.logical_len)
+        return found
+
+    def blocks(self, seq_id: int) -> list[int]:
+        """All that a sequence holds."""
+        return self.table(seq_id).blocks() + self.windows.blocks(seq_id)
+
+    def num_blocks(self, seq_id: int) -> int:
+        """How many these are."""
+        return self.table(seq_id).num_blocks + self.windows.num_blocks(seq_id)
 
     def keys(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
@@ -142,7 +160,14 @@ class MemoryManager:
         At least one token of the prompt stays to be computed, and max_tokens is not exceeded.
         A pure question: no order, count or statistic changes.
         """
-        return self.prefix.match(keys, max_tokens)
+        match = self.prefix.match(keys, max_tokens)
+        return match if not self.windows.windows else self._behind_windows(match)
+
+    def _behind_windows(self, match: PrefixMatch) -> PrefixMatch:
+        """As much of a match as every window can go on behind."""
+        length = self.windows.fit(match.entries)
+        entries, miss = match.entries[:length], match.miss if length == len(match.entries) else WINDOW
+        return PrefixMatch(match.keys, entries, miss, windows=self.windows.hits(entries))
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether admit and then grow(num_tokens) would succeed."""
@@ -150,7 +175,9 @@ class MemoryManager:
 
     def num_spare(self, match: PrefixMatch) -> int:
         """Blocks that could be taken beside those of a match: a queued hit is no longer free."""
-        return self.pool.num_free - (len(match.entries) - self.num_shared(match))
+        refs = self.pool.refs
+        queued = sum(not refs[block] for block in match.window_blocks)
+        return self.pool.num_free - (len(match.entries) - self.num_shared(match)) - queued
 
     def num_shared(self, match: PrefixMatch) -> int:
         """Blocks of a match that other sequences hold now."""
@@ -164,6 +191,8 @@ class MemoryManager:
         """
         self._refuse_known(seq_id)
         self._tables[seq_id] = self.prefix.begin(match, priority)
+        if self.windows.windows:
+            self.windows.begin(seq_id, match.windows, len(match.entries), match.keys.num_tokens, priority)
 
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Keep the full blocks of this sequence's beginning when others are reused, as long as
@@ -185,12 +214,15 @@ class MemoryManager:
         for block in child.blocks():
             self.pool.touch(block)
         self._tables[child_id] = child
+        if self.windows.windows:
+            self.windows.fork(parent_id, child_id, parent.logical_len)
 
     def adopt(self, seq_id: int, table: BlockTable) -> list[int]:
         """Begin an inexact sequence that comes from elsewhere, and whose block ids stand for any blocks; as
         many are free. Returns: its blocks, for the caller to fill."""
         self._refuse_known(seq_id)
         assert table.chain is None, "what is exact is found by its prefix"
+        assert not self.windows.windows, "nothing that comes from elsewhere has windows"
         blocks = self.pool.allocate(table.num_blocks)
         supply = iter(blocks)
         table.block_ids = [None if block is None else next(supply) for block in table.block_ids]
@@ -204,13 +236,16 @@ class MemoryManager:
         """
         blocks = self.table(seq_id).blocks()
         del self._tables[seq_id]
-        return self.pool.release(reversed(blocks))
+        return self.pool.release(reversed(blocks)) + self.windows.free(seq_id)
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
         table = self.table(seq_id)
         shared = num_tokens > 0 and self._shared_tail(table) is not None
-        return self._missing(table, num_tokens) + shared <= self.pool.num_free
+        needed = self._missing(table, num_tokens) + shared
+        if self.windows.windows and num_tokens:
+            needed += self.windows.missing(seq_id, table.logical_len, num_tokens, self._held)
+        return needed <= self.pool.num_free
 
     def grow(self, seq_id: int, num_tokens: int) -> Growth:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
@@ -221,6 +256,14 @@ class MemoryManager:
         table = self.table(seq_id)
         missing = self._missing(table, num_tokens)
         source = self._shared_tail(table) if num_tokens else None
+        if self.windows.windows and num_tokens:
+            main = self._grow_table(table, missing, source)
+            blocks, pairs = self.windows.grow(seq_id, table.logical_len, num_tokens, self._held)
+            self._cow_copies += len(pairs)
+            return Growth((*main.new_blocks, *blocks), (*main.copies, *pairs))
+        return self._grow_table(table, missing, source)
+
+    def _grow_table(self, table: BlockTable, missing: int, source: int | None) -> Growth:
         if not missing and source is None:
             return NO_GROWTH
         blocks = self.pool.allocate(missing + (source is not None))
@@ -242,7 +285,7 @@ class MemoryManager:
         """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
         tokens, and so all later ones, are not what full attention would give."""
         table = self.table(seq_id)
-        start = table.physical_len
+        start, num_entered = table.physical_len, len(table.entries)
         room = len(table.block_ids) * self.block_size - start
         assert num_tokens <= room, f"sequence {seq_id}: {num_tokens} tokens written, room for {room}"
         assert not num_tokens or self._shared_tail(table) is None, f"sequence {seq_id}: wrote a shared block"
@@ -251,6 +294,8 @@ class MemoryManager:
         table.advance(num_tokens)
         if table.chain is not None:
             self.prefix.enter_full_blocks(table, start // self.block_size)
+        if self.windows.windows:
+            self.windows.advance(seq_id, table, num_entered)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Give a sequence its planned table and release the other blocks, tail first: all or nothing.
@@ -295,6 +340,7 @@ class MemoryManager:
         """What the sequence's blocks hold may be wrong: no prefix hit finds any of them from now on."""
         for block in self.table(seq_id).blocks():
             self.pool.strip(block)
+        self.windows.distrust(seq_id)
 
     def mark_inexact(self, seq_id: int) -> None:
         """Something lossy happened: nothing written from here on is ever indexed."""
@@ -314,7 +360,9 @@ class MemoryManager:
 
     def check(self) -> None:
         """Verify the whole structure, O(pool). Raises AssertionError."""
-        check_memory(self.pool, self._tables, self._held, self.block_size)
+        held = self._held + Counter(self.windows.every_block())
+        check_memory(self.pool, self._tables, held, self.block_size)
+        self.windows.check(self._tables)
 
     def _missing(self, table: BlockTable, num_tokens: int) -> int:
         """Blocks to append before num_tokens more are written."""

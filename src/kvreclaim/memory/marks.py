@@ -10,3 +10,6 @@ PINNED: Final = 2
 """A pin holds, so the block is indexed, too."""
 SAMPLED: Final = 4
 """The block's residency is being measured."""
+WINDOW: Final = 8
+"""A hit finds the block as a part of a window, under the entry of another block."""
+CACHED: Final = INDEXED | WINDOW

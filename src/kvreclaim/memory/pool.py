@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU
-from kvreclaim.memory.marks import INDEXED, PINNED, SAMPLED
+from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.marks import CACHED, INDEXED, PINNED, SAMPLED, WINDOW
 from kvreclaim.memory.pins import Pins
 from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockKey
 from kvreclaim.memory.residency import Residency
+from kvreclaim.memory.windows.index import Row, RowKey, WindowIndex
 
 
 class BlockPool:
@@ -50,6 +52,9 @@ class BlockPool:
         self.marks = bytearray(num_blocks)
         self.free_queue: EvictionOrder = LRU(num_blocks) if order is None else order
         self.pins = Pins(self.marks, max_pinned, clock)
+        self.rows = WindowIndex()
+        self.leaving = FreeQueue(num_blocks, filled=False)
+        """Cached blocks that are reused before those of free_queue."""
         self.residency = Residency(residency_sample, clock, self.marks)
         self.num_free = num_blocks
         """Blocks that allocate can give, cached and pinned ones included."""
@@ -71,6 +76,8 @@ class BlockPool:
         if self.pins:
             self.pins.expire()
             pop = self._pop_sparing
+        if len(self.leaving):
+            pop = self._pop_leaving
         blocks, cached = [], []
         for _ in range(n):
             block = pop()
@@ -89,9 +96,11 @@ class BlockPool:
         if self.refs[block] == 0:
             if block in self.pins.aside:
                 self.pins.take_back(block)
+            elif len(self.leaving) and block in self.leaving:
+                self.leaving.remove(block)
             else:
                 self.free_queue.remove(block)
-            self.num_cached -= self.marks[block] & INDEXED
+            self.num_cached -= self.marks[block] & CACHED > 0
             self.num_free -= 1
             self._note_peak()
         self.refs[block] += 1
@@ -122,9 +131,23 @@ class BlockPool:
             self.refs[block] = refs
             if refs == 0:
                 push(block)
-                self.num_cached += marks[block] & INDEXED
+                self.num_cached += marks[block] & CACHED > 0
                 freed += 1
         self.num_free += freed
+        return freed
+
+    def release_first(self, blocks: Iterable[int]) -> int:
+        """As release, of blocks that are to be reused before all others that are cached."""
+        freed = 0
+        for block in blocks:
+            if self.refs[block] > 1 or not self.marks[block]:
+                freed += self.release((block,))
+                continue
+            self.refs[block] = 0
+            self.leaving.push_back(block)
+            self.num_cached += 1
+            self.num_free += 1
+            freed += 1
         return freed
 
     def enter(self, block: int, parent: Link, key: BlockKey, priority: int = 0) -> Entry | None:
@@ -156,9 +179,34 @@ class BlockPool:
             self.residency.begin(block)
         return self.index.add(parent, key, block)
 
+    def enter_row(self, key: RowKey, row: Row, priority: int) -> None:
+        """Let these blocks, which are in use and full, be hit as a part of a window, unless others are."""
+        if key in self.rows or self.marks[row[0]]:
+            return
+        self.rows.add(key, row)
+        self.index.version += 1
+        for block in row:
+            self.marks[block] = WINDOW
+            if self.free_queue.watches:
+                self.free_queue.entered(block, None, priority)
+
+    def _strip_row(self, block: int) -> None:
+        """Nothing finds the row any more that this block is in."""
+        self.index.version += 1
+        for each in self.rows.remove(block):
+            self.marks[each] = 0
+            self.num_cached -= self.refs[each] == 0
+            if len(self.leaving) and each in self.leaving:
+                self.leaving.remove(each)
+                self.free_queue.push_first(each)
+            if self.free_queue.watches:
+                self.free_queue.forgot(each)
+
     def strip(self, block: int) -> None:
         """Forget what the block caches, if anything; it keeps its references."""
-        if self.marks[block]:
+        if self.marks[block] & WINDOW:
+            self._strip_row(block)
+        elif self.marks[block]:
             self.index.remove(block)
             self.num_cached -= self.refs[block] == 0
             self._unmark(block)
@@ -171,6 +219,8 @@ class BlockPool:
             self._unmark(entry.block)
             if self.free_queue.watches:
                 self.free_queue.forgot(entry.block)
+        for row in list(self.rows):
+            self._strip_row(row[0])
         self.index.clear()
         self.num_cached = 0
 
@@ -180,12 +230,25 @@ class BlockPool:
     def _pop_sparing(self) -> int:
         return self.pins.take(self.free_queue)
 
+    def _pop_leaving(self) -> int:
+        """A block that caches nothing, if it is its turn; else one that is to be reused before cached ones."""
+        if not len(self.leaving):
+            return self._pop_sparing() if self.pins else self.free_queue.pop()
+        if len(self.free_queue):
+            block = self.free_queue.pop()
+            if not self.marks[block]:
+                return block
+            self.free_queue.push_first(block)
+        return self.leaving.pop_front()
+
     def _evict(self, blocks: list[int]) -> None:
         """Forget what these blocks cache, which are being reused."""
         marks = self.marks
+        self.num_evictions += len(blocks)
+        if self.rows:
+            blocks = self._evict_rows(blocks)
         self.index.evict(blocks)
         self.num_cached -= len(blocks)
-        self.num_evictions += len(blocks)
         for block in blocks:
             if self.free_queue.watches:
                 self.free_queue.reused(block)
@@ -195,6 +258,14 @@ class BlockPool:
                 if marks[block] & PINNED:
                     self.pins.drop(block)
             marks[block] = 0
+
+    def _evict_rows(self, blocks: list[int]) -> list[int]:
+        """The same of those that are parts of windows. Returns: the others."""
+        for block in blocks:
+            if self.marks[block] & WINDOW:
+                self.num_cached -= sum(self.refs[each] > 0 for each in self.rows.find_of(block))
+                self._strip_row(block)
+        return [block for block in blocks if self.marks[block]]
 
     def _unmark(self, block: int) -> None:
         """Nothing can hit the block any more, nobody has reused it."""
@@ -212,21 +283,26 @@ class BlockPool:
     def check(self) -> None:
         """Counts, queue, marks and index agree. Raises AssertionError."""
         self.free_queue.check()
+        self.leaving.check()
         self.index.check()
+        self.rows.check()
         self.pins.check()
         unreferenced = [block for block, refs in enumerate(self.refs) if refs == 0]
         assert min(self.refs) >= 0, f"a reference count is {min(self.refs)}"
-        queued = [*self.free_queue, *self.pins.aside]
+        queued = [*self.free_queue, *self.pins.aside, *self.leaving]
         assert sorted(queued) == unreferenced, (
             f"{len(queued)} blocks queued, {len(unreferenced)} unreferenced"
         )
         assert len(queued) == self.num_free, f"{len(queued)} blocks queued, {self.num_free} counted"
         indexed = {block for block, mark in enumerate(self.marks) if mark & INDEXED}
         assert indexed == {entry.block for entry in self.index}, f"{len(indexed)} marked as indexed"
-        bare = [block for block, mark in enumerate(self.marks) if mark and not mark & INDEXED]
+        in_rows = {block for row in self.rows for block in row}
+        windows = {block for block, mark in enumerate(self.marks) if mark & WINDOW}
+        assert in_rows == windows, f"{len(in_rows)} blocks in rows of windows, {len(windows)} marked"
+        bare = [block for block, mark in enumerate(self.marks) if mark and not mark & CACHED]
         assert not bare, f"block {bare[0]} has marks {self.marks[bare[0]]} but is not indexed"
         sampled = sum(1 for mark in self.marks if mark & SAMPLED)
         assert sampled == len(self.residency), f"{sampled} sampled, {len(self.residency)} measured"
-        cached = sum(1 for block in unreferenced if block in indexed)
+        cached = sum(1 for block in unreferenced if block in indexed or block in windows)
         assert cached == self.num_cached, f"{cached} blocks are cached, {self.num_cached} counted"
         assert self.num_in_use <= self.peak_in_use <= self.num_blocks, f"peak {self.peak_in_use}"

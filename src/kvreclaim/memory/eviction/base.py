@@ -31,6 +31,10 @@ class EvictionOrder(ABC):
     def push(self, block: int) -> None:
         """The last reference to this block has gone. It is not queued."""
 
+    def push_first(self, block: int) -> None:
+        """A block that is not queued is to be reused before all others, if the order knows such a place."""
+        self.push(block)
+
     @abstractmethod
     def pop(self) -> int:
         """Take the block to be reused next. There is one. A pinned block is only put aside by this."""

@@ -26,6 +26,7 @@ class LRU(FreeQueue, EvictionOrder):
         super().__init__(num_blocks)
 
     push = FreeQueue.push_back
+    push_first = FreeQueue.push_front
     pop = FreeQueue.pop_front
 
     def entered(self, block: int, parent: int | None, priority: int) -> None:

@@ -37,6 +37,9 @@ class Ranked(EvictionOrder):
         else:
             self._blank.push_back(block)
 
+    def push_first(self, block: int) -> None:
+        self._blank.push_front(block)
+
     def pop(self) -> int:
         return self._blank.pop_front() if len(self._blank) else self._cached.pop()
 

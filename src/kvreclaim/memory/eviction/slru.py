@@ -44,6 +44,9 @@ class SLRU(EvictionOrder):
             if len(self._protected) > self._limit:
                 self._probation.push_back(self._protected.pop_front())
 
+    def push_first(self, block: int) -> None:
+        self._blank.push_front(block)
+
     def pop(self) -> int:
         return next(segment for segment in self._segments() if len(segment)).pop_front()
 

@@ -10,6 +10,7 @@ from kvreclaim.memory.pins import Retention, ttls
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK, Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.windows.index import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,19 @@ class PrefixMatch:
     miss:    the reason why the next full block is not among them, which stands for all behind it; says
              nothing if there is none
     lower:   entries of the host's slots that hold the blocks behind these, in order
+    windows: of each window the rows that a sequence sees which begins with these entries
     """
 
     keys: BlockKeys
     entries: tuple[Entry, ...]
     miss: str
     lower: tuple[Entry, ...] = ()
+    windows: tuple[tuple[Row, ...], ...] = ()
+
+    @property
+    def window_blocks(self) -> list[int]:
+        """Blocks of these rows."""
+        return [block for rows in self.windows for row in rows for block in row]
 
     @property
     def block_ids(self) -> tuple[int, ...]:

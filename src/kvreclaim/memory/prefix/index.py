@@ -25,7 +25,10 @@ INELIGIBLE: Final = "ineligible"
 CORRUPT: Final = "corrupt"
 """Another content lies under the same digest."""
 
-MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT)
+WINDOW: Final = "window"
+"""The layers with full attention have it, but no layers with a sliding window what lies before it."""
+
+MISS_REASONS: Final = (COLD, EVICTED, SALT, SUB_BLOCK, INELIGIBLE, CORRUPT, WINDOW)
 """Why tokens of a prompt were not found."""
 
 

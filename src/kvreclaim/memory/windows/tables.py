@@ -1,0 +1,220 @@
+"""The windows of the sequences: what each still sees, and which blocks have left its window."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.memory.prefix.index import Entry
+from kvreclaim.memory.windows.index import Row, RowKey
+from kvreclaim.memory.windows.window import Window
+
+TURN_TOKENS = 2048
+"""A tail that an earlier turn has left stays worth keeping if the next one ends so many tokens later."""
+
+
+@dataclass(slots=True, eq=False)
+class WindowTable:
+    """What one sequence holds of one window: position p lies in rows[p // block_size - first].
+
+    first:   blocks of tokens before those of rows
+    tails:   ends, in blocks of tokens, of windows that later requests may go on behind
+    version: changes whenever first or rows change
+    """
+
+    first: int = 0
+    rows: list[Row] = field(default_factory=list)
+    tails: tuple[int, ...] = ()
+    version: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.rows)
+
+    def blocks(self) -> Iterator[int]:
+        return (block for row in self.rows for block in row)
+
+
+class Windows:
+    """The windows of every sequence. Positions are those in the text, whatever was evicted elsewhere.
+
+    A block that has left every window of its sequence may still be hit: the ones behind which a turn of a
+    conversation ends wait for their reuse like any other cached block, all others are reused before those
+    (vLLM issue 48435: else hits fall to nothing long before the pool is full).
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[Window]) -> None:
+        self.windows = tuple(windows)
+        self._pool = pool
+        self._size = block_size
+        self._tables: dict[int, tuple[WindowTable, ...]] = {}
+
+    def tables(self, seq_id: int) -> tuple[WindowTable, ...]:
+        """One for each window: read them, don't change them."""
+        return self._tables[seq_id]
+
+    def num_blocks(self, seq_id: int) -> int:
+        """Of the pool that a sequence holds here."""
+        return sum(
+            window.num_blocks * len(table.rows)
+            for window, table in zip(self.windows, self._tables.get(seq_id, ()), strict=False)
+        )
+
+    def blocks(self, seq_id: int) -> list[int]:
+        """That a sequence holds here."""
+        return [block for table in self._tables.get(seq_id, ()) for block in table.blocks()]
+
+    def every_block(self) -> Iterator[int]:
+        """Of all sequences, one for each reference; for checks."""
+        return (block for seq_id in self._tables for block in self.blocks(seq_id))
+
+    # Hits.
+
+    def fit(self, entries: Sequence[Entry]) -> int:
+        """How many of these leading entries can be hit: behind them every window is there, too."""
+        length, before = len(entries), -1
+        while length != before:
+            before = length
+            for n, window in enumerate(self.windows):
+                length = self._run(n, window.entries_before(self._size), entries, length)
+        return length
+
+    def _run(self, n: int, needed: int, entries: Sequence[Entry], most: int) -> int:
+        """The longest beginning, `most` entries at most, whose last `needed` rows (or all) can be hit."""
+        rows, run = self._pool.rows, 0
+        if not needed:
+            return most
+        for i in range(most - 1, -1, -1):
+            run = run + 1 if RowKey(entries[i].serial, n) in rows else 0
+            if run == needed:
+                return i + needed
+        return run
+
+    def hits(self, entries: Sequence[Entry]) -> tuple[tuple[Row, ...], ...]:
+        """Of each window the rows that a sequence which begins with these entries sees; fit has said yes."""
+        found = []
+        for n, window in enumerate(self.windows):
+            first = max(0, len(entries) - window.entries_before(self._size))
+            rows = [self._pool.rows.find(RowKey(entry.serial, n)) for entry in entries[first:]]
+            assert None not in rows, f"window {n} lacks a row behind {len(entries)} entries"
+            found.append(tuple(row for row in rows if row is not None))
+        return tuple(found)
+
+    def begin(
+        self, seq_id: int, hits: tuple[tuple[Row, ...], ...], num_hit: int, num_tokens: int, priority: int
+    ) -> None:
+        """A sequence of so many known tokens begins behind num_hit blocks of tokens."""
+        end = max(0, num_tokens - 1) // self._size
+        tails = (end, num_hit) if (end - num_hit) * self._size >= TURN_TOKENS else (end,)
+        tables = []
+        for rows in hits or ((),) * len(self.windows):
+            self._pool.hit([block for row in rows for block in row], priority)
+            tables.append(WindowTable(num_hit - len(rows), list(rows), tails))
+        self._tables[seq_id] = tuple(tables)
+
+    # Growth.
+
+    def missing(self, seq_id: int, start: int, num_tokens: int, held: Counter[int]) -> int:
+        """Blocks to take before the tokens from position `start` on are written."""
+        count = 0
+        for window, table in zip(self.windows, self._tables[seq_id], strict=True):
+            rows = blocks_for(start + num_tokens, self._size) - table.end
+            count += window.num_blocks * (max(0, rows) + (self._shared(table, start, held) is not None))
+        return count
+
+    def grow(
+        self, seq_id: int, start: int, num_tokens: int, held: Counter[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Make room for them. Returns: new blocks, and (source, destination) of those that are copied before
+        they are written; both belong to the sequence. Sources are released, but held."""
+        taken: list[int] = []
+        copies: list[tuple[int, int]] = []
+        for window, table in zip(self.windows, self._tables[seq_id], strict=True):
+            if (place := self._shared(table, start, held)) is not None:
+                old, new = table.rows[place], tuple(self._pool.allocate(window.num_blocks))
+                table.rows[place] = new
+                held.update(old)
+                copies += zip(old, new, strict=True)
+                table.version += 1
+            count = blocks_for(start + num_tokens, self._size) - table.end
+            if count > 0:
+                blocks = self._pool.allocate(count * window.num_blocks)
+                taken += blocks
+                supply = iter(blocks)
+                table.rows += [tuple(next(supply) for _ in range(window.num_blocks)) for _ in range(count)]
+                table.version += 1
+        return taken, copies
+
+    def _shared(self, table: WindowTable, start: int, held: Counter[int]) -> int | None:
+        """The place of the row that position `start` lies in, if it is begun and others hold it, too."""
+        index, used = divmod(start, self._size)
+        if not used:
+            return None
+        row = table.rows[index - table.first]
+        return index - table.first if self._pool.refs[row[0]] - held[row[0]] > 1 else None
+
+    def advance(self, seq_id: int, main: BlockTable, num_entered: int) -> None:
+        """The sequence's lengths have advanced: what is full can be hit under the entries from num_entered on,
+        and what no later token sees is let go."""
+        for n, (window, table) in enumerate(zip(self.windows, self._tables[seq_id], strict=True)):
+            for i in range(max(num_entered, table.first), len(main.entries)):
+                self._pool.enter_row(RowKey(main.entries[i].serial, n), table.rows[i - table.first], main.priority)
+            self._let_go(window, table, window.first_seen(main.logical_len) // self._size)
+
+    def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
+        count = min(first - table.first, len(table.rows))
+        if count <= 0:
+            return
+        needed = window.entries_before(self._size)
+        for i, row in enumerate(table.rows[:count], table.first):
+            is_tail = any(end - needed <= i < end for end in table.tails)
+            (self._pool.release if is_tail else self._pool.release_first)(row)
+        del table.rows[:count]
+        table.first += count
+        table.version += 1
+
+    # The rest of a sequence's life.
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
+        """The child shares what holds the first num_tokens positions."""
+        tables = []
+        for table in self._tables[parent_id]:
+            rows = table.rows[: blocks_for(num_tokens, self._size) - table.first]
+            for row in rows:
+                for block in row:
+                    self._pool.touch(block)
+            tables.append(replace(table, rows=rows, version=0))
+        self._tables[child_id] = tuple(tables)
+
+    def free(self, seq_id: int) -> int:
+        """Forget a sequence; what it still sees is what its next turn goes on behind. Returns: blocks that
+        went back to the pool."""
+        tables = self._tables.pop(seq_id, ())
+        return sum(self._pool.release(reversed(list(table.blocks()))) for table in tables)
+
+    def distrust(self, seq_id: int) -> None:
+        """Nothing finds the sequence's blocks any more."""
+        for block in self.blocks(seq_id):
+            self._pool.strip(block)
+
+    def unfilled(self, seq_id: int, num_tokens: int) -> list[int]:
+        """The blocks that positions from num_tokens on go to, one that holds some already included."""
+        place = num_tokens // self._size
+        tables = self._tables.get(seq_id, ())
+        return [block for table in tables for row in table.rows[place - table.first :] for block in row]
+
+    def check(self, mains: dict[int, BlockTable]) -> None:
+        """Every sequence holds what its next token sees. Raises AssertionError."""
+        assert not self.windows or self._tables.keys() == mains.keys(), "not every sequence has its windows"
+        for seq_id, tables in self._tables.items():
+            length = mains[seq_id].logical_len
+            for window, table in zip(self.windows, tables, strict=True):
+                first = window.first_seen(length) // self._size
+                assert table.first == first, (
+                    f"sequence {seq_id}: its window begins at block {table.first}, it sees from {first} on"
+                )
+                assert table.end >= blocks_for(length, self._size), f"sequence {seq_id}: {length} tokens written"
