@@ -82,14 +82,16 @@ AttentionArgs softmax_args(const Tensor& queries, const Cache& cache, int64_t la
   if (batch.max_block >= view.blocks) throw nb::index_error("the batch names a block outside the cache");
   if (batch.block_size != view.block_size) throw nb::value_error("the batch has another block size");
   const float* sink_data = nullptr;
+  int64_t num_sinks = heads;
   if (!sinks.is_none()) {
     const Tensor tensor(sinks, "sinks", 1);
-    tensor.require_shape({heads});
+    num_sinks = tensor.size(0);
+    tensor.require(num_sinks > 0 && num_sinks % heads == 0, "has a length that is no multiple of the heads");
     sink_data = tensor.data<float>(Element::kF32);
   }
   return {view,  layer, rows_view(queries),     RowsView{},
           rows,  heads, batch.sequences.data(), (int64_t)batch.sequences.size(),
-          scale, softcap, window, sink_data};
+          scale, softcap, window, sink_data, num_sinks};
 }
 
 void attend(nb::handle q, nb::handle out, const Cache& cache, int64_t layer, const Batch& batch, float scale,

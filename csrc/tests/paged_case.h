@@ -151,7 +151,7 @@ struct Layout {
     q.randomise(random);
     args = {cache.view, kLayer, rows_of(q, heads, head_dim(cache.view)), rows_of(out, heads, test.v_dim), rows, heads,
             views.data(), (int64_t)views.size(), 0.3f, test.softcap, test.window,
-            test.sinks ? sinks.data() : nullptr};
+            test.sinks ? sinks.data() : nullptr, heads};
   }
 };
 

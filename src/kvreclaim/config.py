@@ -59,6 +59,11 @@ class EngineConfig:
         "Tokens of the longest sequence, prompt and output; the model's own limit where not said.",
         low=1,
     )
+    disable_hybrid_kv_cache_manager: bool | None = option(
+        None,
+        "All layers share one block table, also where layers with sliding windows could hold their windows "
+        "alone, in tables of their own; where not said, they do unless something else asked for excludes it.",
+    )
     enable_prefix_caching: bool = option(True, "Share the blocks of equal prefixes.")
     kv_memory_fraction: float = option(
         0.5,

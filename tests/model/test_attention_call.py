@@ -31,7 +31,7 @@ def call_of(softmax: Softmax) -> AttentionCall:
 @pytest.mark.parametrize("sinks", [torch.zeros(4), torch.ones(4).bfloat16()], ids=["same", "weights"])
 def test_a_layer_that_asks_as_it_did_has_its_place(sinks: Tensor) -> None:
     cache = cache_of(PROBED)
-    assert call_of(replace(PROBED, sinks=sinks)).layer_of(cache) is cache.layers[0]
+    assert call_of(replace(PROBED, sinks=sinks)).served_by(cache.layers[0]) is cache.layers[0]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ struct AttentionArgs {
   float scale;
   float softcap;       // 0: none
   int64_t window;      // 0: none
-  const float* sinks;  // [H] or null
+  const float* sinks;  // of head h of sequence i: sinks[(i * num_heads + h) % num_sinks]; or null
+  int64_t num_sinks;   // a multiple of num_heads
 };
 
 struct ColumnSumsArgs {

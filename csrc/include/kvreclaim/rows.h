@@ -14,10 +14,11 @@ namespace kvreclaim::KVR_NS {
 // Row r of a KV head is query r / members, head first_head + r % members.
 struct RowMap {
   int64_t first_row, first_head, members;
+  const SequenceView* seq;
 };
 
 KVR_INLINE RowMap row_map(const SequenceView& seq, int64_t head, int64_t members) {
-  return {seq.first_row, head * members, members};
+  return {seq.first_row, head * members, members, &seq};
 }
 
 KVR_INLINE char* row_address(const RowsView& x, const RowMap& map, int64_t r) {
@@ -119,7 +120,8 @@ template <class Args>
 inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& sums) {
   float weight = sums.weight, factor = 1.0f;
   if (a.sinks != nullptr) {
-    const float sink = a.sinks[map.first_head + r % map.members] * kLog2e;
+    const int64_t head = (map.seq - a.sequences) * a.num_heads + map.first_head + r % map.members;
+    const float sink = a.sinks[head % a.num_sinks] * kLog2e;
     const float m = sums.m > sink ? sums.m : sink;
     factor = exp2_scalar(sums.m - m);
     weight = weight * factor + exp2_scalar(sink - m);

@@ -57,7 +57,8 @@ class Takes:
             default = inspect.Parameter.empty
         elif kind is bool:
             plain = flags[0]
-            flags = (f"{plain}/--no-{plain[2:]}",) if default else (plain,)
+            flags = (f"{plain}/--no-{plain[2:]}",) if default or setting.optional else (plain,)
+            kind = bool | None if setting.optional else bool
         elif said.typed_as is None and _several(setting):
             kind, default = str, ",".join(map(str, default))
         elif self.unset or default in (None, ()):

@@ -52,11 +52,7 @@ def refuse_format(policy: CompressionPolicy, kv_format: KVFormat) -> None:
 
 
 def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
-    odd = [
-        n
-        for n, layer in enumerate(facts.layers)
-        if layer.softmax.window is not None or layer.softmax.sinks is not None
-    ]
+    odd = [n for n, layer in enumerate(facts.layers) if layer.softmax.window is not None]
     if not odd:
         return
     what = (
@@ -65,9 +61,10 @@ def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
         else "reads some blocks per head"
     )
     raise InvalidArgumentError(
-        f"policy {policy.name} {what}, which is not served for layers with a sliding window or attention "
-        f"sinks, and layer {odd[0]} of {facts.name!r} is one; use a policy with equal counts, such as "
-        "query_mixture or snapkv."
+        f"policy {policy.name} {what}, which is not served for layers with a sliding window that share the "
+        f"others' block table, and layer {odd[0]} of {facts.name!r} is one; use a policy with equal counts, "
+        "such as query_mixture or snapkv, or, if other layers have full attention, start without "
+        "disable_hybrid_kv_cache_manager and kv_offloading_size."
     )
 
 
@@ -110,7 +107,7 @@ def layer_stats(
             f"attention layers of {facts.name!r} are given {facts.hidden_size or 'none that could be seen'}; "
             f"{RECALIBRATE}, or use surrogate."
         )
-    return tuple(stats.layer(n).to(facts.device) for n in range(facts.num_layers))
+    return tuple(stats.layer(n).to(facts.device) for n in facts.ids)
 
 
 def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.latent import hands_out_latents, up_projection
 from kvreclaim.ops.facts import Softmax
-from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.latent import UpProjection
 
 ATTENTION_NAME = "kvreclaim_paged"
@@ -39,12 +39,11 @@ class AttentionCall:
     latent: bool = False
     hidden: Tensor | None = None
 
-    def layer_of(self, cache: KVCache) -> LayerCache:
-        """The layer's place in the cache.
+    def served_by(self, layer: LayerCache) -> LayerCache:
+        """The layer's place in the cache, itself.
 
         Raises: UnsupportedModelError if it asks for another softmax than it did when it was probed.
         """
-        layer = cache.layers[self.layer]
         if not self.softmax.agrees(layer.softmax):
             raise UnsupportedModelError(
                 f"layer {self.layer} asks for {self.softmax}, but asked for {layer.softmax} when the model "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
 
 NAMES = ("o_proj", "dense", "out_proj", "wo", "c_proj")
 """What models call the linear layer behind attention."""
@@ -28,11 +28,11 @@ def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int):
             owners.setdefault(index, []).append(module)
-    return tuple(_projection(owners.get(layer, []), layer, facts) for layer in range(facts.num_layers))
+    pairs = zip(facts.ids, facts.layers, strict=True)
+    return tuple(_projection(owners.get(layer, []), layer, shape, facts.name) for layer, shape in pairs)
 
 
-def _projection(owners: list[nn.Module], layer: int, facts: ModelFacts) -> Tensor:
-    shape = facts.layers[layer]
+def _projection(owners: list[nn.Module], layer: int, shape: LayerFacts, name_of_model: str) -> Tensor:
     for owner in owners:
         for name in NAMES:
             linear = getattr(owner, name, None)
@@ -41,6 +41,6 @@ def _projection(owners: list[nn.Module], layer: int, facts: ModelFacts) -> Tenso
                 if weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features):
                     return weight.view(-1, shape.num_heads, shape.v_head_dim).permute(1, 2, 0)
     raise InvalidArgumentError(
-        f"the output projection of attention layer {layer} of {facts.name!r} was not found (a plain linear "
+        f"the output projection of attention layer {layer} of {name_of_model!r} was not found (a plain linear "
         f"layer named {', '.join(NAMES)}); use a policy that does not need it."
     )

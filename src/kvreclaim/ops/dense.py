@@ -40,8 +40,8 @@ def probabilities(q: Tensor, k: Tensor, mask: Tensor, softmax: Softmax) -> Tenso
     scores = scores.masked_fill(~_fold_mask(mask, num_queries, group), float("-inf"))
     if softmax.sinks is None:
         return torch.softmax(scores, dim=-1).nan_to_num(0.0)
-    rows = softmax.sinks.view(heads, group, 1).expand(-1, -1, num_queries)
-    rows = rows.reshape(1, heads, group * num_queries, 1).expand(len(q), -1, -1, -1)
+    rows = softmax.sinks.view(-1, heads, group, 1).expand(-1, -1, -1, num_queries)
+    rows = rows.reshape(-1, heads, group * num_queries, 1).expand(len(q), -1, -1, -1)
     return torch.softmax(torch.cat([scores, rows], dim=-1), dim=-1)[..., :-1]
 
 

@@ -18,7 +18,8 @@ class Softmax:
     scale:   multiplies q.k
     softcap: scores become softcap * tanh(score / softcap)
     window:  a key is seen while query position - key position < window (logical positions)
-    sinks:   [H] fp32 logits that join the softmax's denominator and carry no value
+    sinks:   [H] fp32 logits that join the softmax's denominator and carry no value; where the sequences of
+             a batch are KV heads with their H query heads each, of n such in turn: [n * H]
 
     Sources: sinks as in GPT-OSS; soft-capping as in Gemma 2.
     """
@@ -77,6 +78,7 @@ class ModelFacts:
 
     fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
+    layer_ids:   where these are some of the model's layers: which
     """
 
     name: str
@@ -87,10 +89,20 @@ class ModelFacts:
     max_position: int
     rope_problem: str | None = None
     hidden_size: int | None = None
+    layer_ids: tuple[int, ...] | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The place of each of these layers in the model."""
+        return tuple(range(self.num_layers)) if self.layer_ids is None else self.layer_ids
+
+    def of_layers(self, ids: tuple[int, ...]) -> ModelFacts:
+        """Of these layers alone."""
+        return replace(self, layers=tuple(self.layers[n] for n in ids), layer_ids=ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.protection import kept_prompt_slots
 from kvreclaim.schedule.way import Way
@@ -40,6 +41,7 @@ class Footprint:
                 are; 0: none. With prompt_only this is its pass
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
                 blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
+    windows:    of layers that hold the last tokens alone, in blocks of the same pool, whatever is compressed
     """
 
     way: Way = Way.KEEP
@@ -55,6 +57,7 @@ class Footprint:
     offset: int = 0
     aligned: bool = False
     compress_at: int = 0
+    windows: tuple[Window, ...] = ()
 
     @property
     def bounded(self) -> bool:
@@ -150,8 +153,14 @@ class Footprint:
             return min(known, max(num_prompt, self.budget))
         return min(known, self.first_pass(num_prompt) or known)
 
+    def window_slots(self, known: int, chunk: int | None = None) -> int:
+        """Slots of the blocks that a sequence of so many tokens holds at most for its windows. chunk: of them
+        computed at once; None: as many as may be."""
+        chunk = min(self.max_chunk, known) if chunk is None else chunk
+        return sum(w.most_blocks(known, chunk, self.block_size) for w in self.windows) * self.block_size
+
     def slots_needed(self, num_prompt: int, known: int) -> int:
-        """Slots that a sequence holds at most on its way to these lengths."""
+        """Slots that a sequence holds at most on its way to these lengths, but for its windows."""
         if not self.way.reclaims:
             return known
         if self.aligned:

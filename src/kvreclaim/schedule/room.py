@@ -17,6 +17,9 @@ def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
         return _slots_to_resume(seq, match, memory)
     known = len(seq.token_ids)
     slots = max(1, seq.footprint.slots_needed(seq.num_prompt, known) - match.num_tokens)
+    if seq.footprint.windows:
+        slots = blocks_for(slots, memory.block_size) * memory.block_size
+        slots += seq.footprint.window_slots(known) - len(match.window_blocks) * memory.block_size
     first_pass = seq.footprint.first_pass(seq.num_prompt)
     if seq.footprint.way.moves and first_pass is not None and first_pass < known:
         # Its blocks are its own from then on, while others go on holding those that it shared.
@@ -30,6 +33,7 @@ def _slots_of_followers(seq: Sequence, size: int) -> int:
     slots = 0
     for follower in seq.followers:
         known = len(follower.token_ids)
+        slots += seq.footprint.window_slots(known)
         if seq.footprint.way.moves and seq.footprint.bounded:
             slots += blocks_for(seq.footprint.slots_needed(seq.num_prompt, known), size) * size
         else:
@@ -51,6 +55,7 @@ def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> i
         and grows >= min(footprint.decode_cap, footprint.prompt_cap)
     ):
         slots = max(slots, footprint.slots_needed(seq.num_prompt, known))
+    slots = blocks_for(slots, size) * size + footprint.window_slots(known)
     if isinstance(memory, TieredMemory) and memory.is_parked(snapshot.seq_id):
         slots += len(memory.parked(snapshot.seq_id).held) * size
     return max(slots, 1)
@@ -83,4 +88,7 @@ def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts:
         if peak:
             held = len(memory.table(seq.seq_id).block_ids)
             growth += max(0, blocks_for(peak, size) - held) * size
+            if seq.footprint.windows:
+                chunk = None if seq.is_prefill else 1
+                growth += max(0, seq.footprint.window_slots(peak, chunk) - memory.windows.num_blocks(seq.seq_id) * size)
     return growth

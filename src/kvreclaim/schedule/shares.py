@@ -78,7 +78,7 @@ class Shares(Generic[Seq]):
         """
         rest, gone = list(self._running), []
         released, freed, refs = Counter[int](), 0, self._memory.pool.refs
-        hits, spare, size = set(match.block_ids), self._memory.num_spare(match), self._memory.block_size
+        hits, spare, size = {*match.block_ids, *match.window_blocks}, self._memory.num_spare(match), self._memory.block_size
         most = self._max_num_seqs - seq.kept_seats
         while (crowded := kept_seats(rest) > most) or blocks_for(needed(rest), size) > spare + freed:
             above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, rest)
@@ -87,7 +87,7 @@ class Shares(Generic[Seq]):
             victim = _last(rest, max(above, key=above.__getitem__))
             rest.remove(victim)
             gone.append(victim)
-            for block in self._memory.table(victim.seq_id).blocks():
+            for block in self._memory.blocks(victim.seq_id):
                 released[block] += 1
                 freed += released[block] == refs[block] and block not in hits
         return gone
@@ -106,7 +106,8 @@ class Shares(Generic[Seq]):
 
     def _above_blocks(self, seq: Seq, rest: list[Seq]) -> dict[Tenant, int]:
         """Tenants that hold more blocks than their part, while this one's would not."""
-        slots = seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids))
+        known = len(seq.token_ids)
+        slots = seq.footprint.slots_needed(seq.num_prompt, known) + seq.footprint.window_slots(known)
         if self._held(seq.tenant, rest) + blocks_for(slots, self._memory.block_size) > self.blocks:
             return {}
         counts = _num_units(rest)
@@ -117,9 +118,9 @@ class Shares(Generic[Seq]):
 
     def _held(self, tenant: Tenant, running: list[Seq]) -> int:
         """Blocks of a tenant, each counted once; counted only if they may be above its part."""
-        tables = [self._memory.table(seq.seq_id) for seq in running if seq.tenant == tenant]
-        most = sum(table.num_blocks for table in tables)
-        return most if most <= self.blocks else len(set().union(*(table.blocks() for table in tables)))
+        ids, memory = [seq.seq_id for seq in running if seq.tenant == tenant], self._memory
+        most = sum(map(memory.num_blocks, ids))
+        return most if most <= self.blocks else len(set().union(*map(memory.blocks, ids)))
 
 
 class PromptTokens:

@@ -51,7 +51,7 @@ class Snapshots(Generic[Seq]):
     @property
     def num_blocks(self) -> int:
         """That they hold, shared ones included."""
-        return sum(self.memory.table(seq.seq_id).num_blocks for seq in self if not self.is_parked(seq))
+        return sum(self.memory.num_blocks(seq.seq_id) for seq in self if not self.is_parked(seq))
 
     def lacks_open(self, table: BlockTable) -> bool:
         """Whether one with such a table is not full at its end, and as many as may be are so already."""

@@ -12,6 +12,7 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
+from kvreclaim.memory.windows.window import Window
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
@@ -76,14 +77,20 @@ def check_priority(priority: int, config: EngineConfig) -> None:
 
 
 def footprint_of(
-    compressor: Compressor | None, config: EngineConfig, prompt: list[int], compress_at: int | None = None
+    compressor: Compressor | None,
+    config: EngineConfig,
+    prompt: list[int],
+    compress_at: int | None = None,
+    windows: tuple[Window, ...] = (),
 ) -> Footprint:
     """What a request's compression lets it hold in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
-    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+    plain = Footprint(
+        block_size=config.block_size, max_chunk=config.max_num_batched_tokens, windows=windows
+    )
     _check_compress_at(compress_at, compressor, len(prompt))
     if compressor is None:
         return plain

@@ -44,6 +44,7 @@ from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.groups import layer_groups
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.rates import Rates
 
@@ -71,7 +72,8 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
-        facts = loaded.facts
+        self.groups = groups = layer_groups(loaded.facts, config)
+        facts = groups.facts
         self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
         self.loaded = loaded
         self.config = config
@@ -94,6 +96,7 @@ class Engine:
             eviction_policy=config.eviction_policy,
             max_pinned_fraction=config.max_pinned_fraction,
             residency_sample=config.kv_cache_metrics_sample,
+            windows=groups.windows,
         )
         self.cache = backend.allocate(
             facts.layers,
@@ -101,14 +104,14 @@ class Engine:
             config.block_size,
             like=like,
             kv_format=form,
-            open_rows=open_rows(config, form),
+            open_rows=open_rows(config, form, groups),
         )
-        self.signals = Signals(loaded, self.cache, backend, config.max_signal_bytes)
+        self.signals = Signals(loaded, groups, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
         self.requests = self.lifecycle.requests
-        self.runner = ModelRunner(loaded, self.memory, self.cache, backend, self.signals)
+        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals)
         self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         self.tiers = None
         if isinstance(self.memory, TieredMemory):
@@ -132,7 +135,15 @@ class Engine:
 
     @cached_property
     def sessions(self) -> Sessions:
-        """Saves and restores what is cached. The first time all weights are read, for a digest of them."""
+        """Saves and restores what is cached. The first time all weights are read, for a digest of them.
+
+        Raises: InvalidArgumentError where layers have tables of their own.
+        """
+        if self.groups.windows:
+            raise InvalidArgumentError(
+                "sessions are not saved where layers with sliding windows have block tables of their own; "
+                "start with disable_hybrid_kv_cache_manager=True."
+            )
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
         hidden, config = self.lifecycle.hidden, self.config
         compressed = CompressedSessions(hidden, self.memory, self.cache, self.backend, self.tiers, config)
@@ -156,7 +167,7 @@ class Engine:
         """Block to the requests whose running sequences hold it, a request once for each of them."""
         found: dict[int, list[str]] = {}
         for seq in self.scheduler.running:
-            for block in self.memory.table(seq.seq_id).blocks():
+            for block in self.memory.blocks(seq.seq_id):
                 found.setdefault(block, []).append(seq.request.request_id)
         return {block: tuple(names) for block, names in found.items()}
 
@@ -192,7 +203,9 @@ class Engine:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
         check_priority(priority, self.config)
-        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at)
+        footprint = footprint_of(
+            compressor, self.config, prompt_token_ids, compress_at, self.groups.windows
+        )
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
@@ -326,7 +339,7 @@ class Engine:
         if seq.finish_reason is not None:
             return
         table = self.memory.table(seq.seq_id)
-        seq.note_blocks(table.num_blocks)
+        seq.note_blocks(self.memory.num_blocks(seq.seq_id))
         self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
         if seq.num_computed < seq.num_prompt:
             return

@@ -55,6 +55,7 @@ class Hidden:
             awaits=None,
             row_cache=None,
             cell_cache=None,
+            window_cache={},
             generator=None,
             detokenizer=None,
             logprobs=[],

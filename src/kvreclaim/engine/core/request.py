@@ -37,6 +37,7 @@ class Sequence(schedule.Sequence):
     state:      what its way of compressing remembers
     row_cache:  (version, block ids) of the block table as the kernels want it
     cell_cache: (version, cells of each head), where heads have their own tables
+    window_cache: of each window (version, block ids [groups, blocks])
     hypothesis: that it says, where it is what a beam search has come to
     """
 
@@ -52,6 +53,7 @@ class Sequence(schedule.Sequence):
     answer_blocks: int = 0
     row_cache: tuple[int, np.ndarray] | None = None
     cell_cache: tuple[int, np.ndarray] | None = None
+    window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
 
     @property
@@ -71,6 +73,7 @@ class Sequence(schedule.Sequence):
         self.state = CompressionState()
         self.row_cache = None
         self.cell_cache = None
+        self.window_cache = {}
 
     def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
         """What the sampler has to know to draw the next token."""

@@ -17,6 +17,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format
+from kvreclaim.ops.groups import LayerGroups, layer_groups
 from kvreclaim.schedule.rates import Rates
 
 MOST_WAIT_S = 10.0
@@ -38,15 +39,18 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
             f"max_model_len is {max_model_len}, but {facts.name} was made for {facts.max_position} positions "
             "(beyond them its rotation would change or is untrained); lower max_model_len."
         )
-    form = kv_format(config.kv_cache_dtype, facts.dtype)
-    block_bytes = form.bytes_per_block(facts.layers, config.block_size)
-    open_bytes = open_rows(config, form) * form.open_row_bytes(facts.layers, config.block_size)
+    form, groups = kv_format(config.kv_cache_dtype, facts.dtype), layer_groups(facts, config)
+    layers, size = groups.facts.layers, config.block_size
+    block_bytes = form.bytes_per_block(layers, size)
+    open_bytes = open_rows(config, form, groups) * form.open_row_bytes(layers, size)
     free = free_memory_bytes(facts.device)
     kept_bytes = open_bytes + (config.max_signal_bytes or 0)
     num_blocks = config.num_blocks
     if num_blocks is None:
         affordable = (int(free * config.kv_memory_fraction) - kept_bytes) // block_bytes
-        num_blocks = min(affordable, blocks_for(max_model_len, config.block_size) * config.max_num_seqs)
+        chunk = min(config.max_num_batched_tokens, max_model_len)
+        each = sum(window.most_blocks(max_model_len, chunk, size) for window in groups.windows)
+        num_blocks = min(affordable, (blocks_for(max_model_len, size) + each) * config.max_num_seqs)
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "
@@ -133,10 +137,12 @@ def _beside(num_bytes: int) -> str:
     return f" (with {num_bytes / 2**20:.1f} MiB for open blocks and signals)" if num_bytes else ""
 
 
-def open_rows(config: EngineConfig, form: KVFormat) -> int:
+def open_rows(config: EngineConfig, form: KVFormat, groups: LayerGroups) -> int:
     """Rows for blocks that are not full: within a step a sequence may hold the row of a block that it has
-    just sealed and that of the next one; and those of snapshots."""
-    return 2 * config.max_num_seqs + (max_open_snapshots(config, form) or 0) if form.has_open_blocks else 0
+    just sealed and that of the next one, in each of its tables; and those of snapshots."""
+    if not form.has_open_blocks:
+        return 0
+    return (1 + len(groups.tables)) * (2 * config.max_num_seqs + (max_open_snapshots(config, form) or 0))
 
 
 def max_open_snapshots(config: EngineConfig, form: KVFormat) -> int | None:

@@ -91,7 +91,7 @@ class _ReplayedKVBatch:
     tables: Any
 
     def attend(self, call: AttentionCall) -> Tensor:
-        layer = call.layer_of(self.cache)
+        layer = call.served_by(self.cache.layers[call.layer])
         self.ops.write_kv(layer, call.k, call.v, self.slot_mapping)
         return self.ops.decode_attention(call.q, layer, self.tables)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
+from kvreclaim.engine.ways.windows import window_batches
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.groups import LayerGroups, Place
+from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.schedule import StepPlan
 
 
@@ -30,18 +32,33 @@ from kvreclaim.schedule import StepPlan
 class PagedKVBatch:
     """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch).
 
+    layers:   every layer of the model, at `places` in the tables
+    batches:  of each table; the first one's is that of compression, observers and parts, whose layers are the
+              layers of the cache
     observer: sees every call, if policies of the step need signals
     parts:    make the batch up; none if it is attended as a whole
     """
 
     ops: Backend
     cache: KVCache
-    batch: AttentionBatch
+    layers: tuple[LayerCache, ...]
+    places: tuple[Place, ...]
+    batches: tuple[AttentionBatch, ...]
     observer: Observer | None = None
     parts: tuple[Part, ...] = ()
 
+    @property
+    def batch(self) -> AttentionBatch:
+        return self.batches[0]
+
     def attend(self, call: AttentionCall) -> Tensor:
-        layer = call.layer_of(self.cache)
+        layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
+        if place.table:
+            batch = self.batches[place.table]
+            self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
+            return self.ops.paged_attention(call.q, layer, batch)
+        if place.layer != call.layer:
+            call = replace(call, layer=place.layer)
         self.ops.write_kv(layer, call.k, call.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call)
@@ -55,7 +72,7 @@ class PagedKVBatch:
         if not parts:
             return call.weights.finish(self.attend(call.absorbed()))
         new = call.call
-        layer = new.layer_of(self.cache)
+        layer = new.served_by(self.layers[new.layer])
         self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
         if self.observer is not None:
             self.observer.see(call.absorbed())
@@ -89,18 +106,20 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
+        groups: LayerGroups,
         memory: MemoryManager,
         cache: KVCache,
         backend: Backend,
         signals: Signals,
     ) -> None:
+        self.groups, self.layers = groups, groups.layers(cache)
         self.model = loaded.model
         self.device = loaded.facts.device
         self.memory = memory
         self.cache = cache
         self.ops = backend
         self.signals = signals
-        self._has_windows = any(layer.softmax.window is not None for layer in loaded.facts.layers)
+        self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
 
@@ -139,6 +158,7 @@ class ModelRunner:
         if logits is not None:
             return logits, inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
+        others = window_batches(step, self.groups, self.memory, self.cache.block_size, self.device)
         observer = self.signals.observe(step, batch) if watched else None
         try:
             parts = split(step, batch, self.memory, self.cache, self.ops, self.signals.digests)
@@ -147,7 +167,9 @@ class ModelRunner:
                 position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
-                kv_batch=PagedKVBatch(self.ops, self.cache, batch, observer, parts),
+                kv_batch=PagedKVBatch(
+                    self.ops, self.cache, self.layers, self.groups.places, (batch, *others), observer, parts
+                ),
             )
             if observer is not None:
                 observer.commit()
@@ -177,7 +199,9 @@ class ModelRunner:
             len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)
         ):
             return None
-        if watched:
+        if self.groups.windows:
+            self.graphs.refuse("layers with sliding windows have block tables of their own")
+        elif watched:
             self.graphs.refuse("a policy keeps queries, attention or scores of tokens")
         elif any(has_head_tables(item.seq) for item in step):
             self.graphs.refuse("heads have block tables of their own")

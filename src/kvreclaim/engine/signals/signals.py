@@ -24,6 +24,7 @@ from kvreclaim.model.projection import output_projections
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 
 QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
@@ -63,15 +64,17 @@ class Signals:
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: KVCache, backend: Backend, max_bytes: int | None = None
+        self, loaded: LoadedModel, groups: LayerGroups, cache: KVCache, backend: Backend, max_bytes: int | None = None
     ) -> None:
         self.loaded = loaded
+        self.facts = facts = groups.facts
+        self._has_groups = bool(groups.windows)
         self.cache = cache
         self.backend = backend
         self._queries: dict[int, QueryStore] = {}
         self.room = Room(max_bytes)
-        self._mass = MassStore(loaded.facts, self.room)
-        self.digests = DigestStore(loaded.facts, cache.number, self.room)
+        self._mass = MassStore(facts, self.room)
+        self.digests = DigestStore(facts, cache.number, self.room)
         self.scores: SlotScores | None = None
         self._passes: dict[int, dict[Signal, list[Tensor]]] = {}
         self._projections: tuple[Tensor, ...] | None = None
@@ -82,7 +85,7 @@ class Signals:
         if compressor is None:
             return
         policy, limit = compressor.policy, self.room.limit
-        least = signal_bytes(compressor, self.loaded.facts, compressor.budget, self.cache.block_size)
+        least = signal_bytes(compressor, self.facts, compressor.budget, self.cache.block_size)
         begins = Signal.TOKEN_SCORES in needs and self.scores is None
         scores = score_bytes(self.cache) if begins else 0
         problems = {
@@ -98,6 +101,13 @@ class Signals:
             f"keeps {scores} bytes of scores beside the slots of all blocks, more than the {self.room.used} "
             f"that are taken leave of max_signal_bytes, {limit}; raise it, or lower num_blocks": (
                 not self.room.fits(scores)
+            ),
+            "turns keys to positions relative to the cache, which the layers with sliding windows, whose tables "
+            "are their own, know nothing of; keep the original positions (positions=original), or start with "
+            "disable_hybrid_kv_cache_manager": self._has_groups and policy.cache_relative,
+            "needs the prompt read again, which the layers with sliding windows no longer hold; use another "
+            "policy, or start with disable_hybrid_kv_cache_manager": (
+                self._has_groups and Signal.READ_AGAIN in needs
             ),
             "needs the prompt read again, which is there whole for a first pass at its end alone; let it be "
             "prompt_only": Signal.READ_AGAIN in needs and not policy.prompt_only,
@@ -238,7 +248,7 @@ class Signals:
 
     def _query_store(self, window: int) -> QueryStore:
         if window not in self._queries:
-            self._queries[window] = QueryStore(window, self.loaded.facts, self.room)
+            self._queries[window] = QueryStore(window, self.facts, self.room)
         return self._queries[window]
 
     def _query_write(
@@ -324,7 +334,7 @@ class Signals:
 
     def _output_projection(self, layer: int) -> Tensor:
         if self._projections is None:
-            self._projections = output_projections(self.loaded.model, self.loaded.facts)
+            self._projections = output_projections(self.loaded.model, self.facts)
         return self._projections[layer]
 
     def _one_more_pass(
@@ -344,6 +354,7 @@ class Signals:
                     lambda _, queries: found.append(queries.to(dtype)),
                     rotated=True,
                 )
+                found = [found[layer] for layer in self.facts.ids]
             else:
                 context = seq.token_ids[: seq.num_computed]
                 found = read_again(self.loaded, context, lambda layer: source(layer).tensors())

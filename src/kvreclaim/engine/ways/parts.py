@@ -71,9 +71,7 @@ class HeadPart:
 
     def attend(self, call: AttentionCall, q: Tensor) -> Tensor:
         layer = self.cells[call.layer]
-        softmax = layer.softmax
-        assert softmax.window is None, f"layer {call.layer}: window {softmax.window}, refused by check_policy"
-        assert softmax.sinks is None, f"layer {call.layer}: attention sinks, which check_policy refuses"
+        assert layer.softmax.window is None, f"layer {call.layer}: a window, refused by check_policy"
         by_head = q.unflatten(1, (call.k.shape[1], -1)).flatten(0, 1)
         if self.order is not None:
             by_head = by_head[self.order]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.batch import AttentionBatch, AttentionGroup
 from kvreclaim.ops.dense import attend_rows, probabilities
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.kv_cache import LayerCache
@@ -32,9 +34,18 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
         step = max(1, MAX_SCORES // (k.shape[0] * q.shape[1] * k.shape[2]))
         for start in range(0, group.num_queries, step):
             rows = group.rows[:, start : start + step]
-            part = attend_rows(q[rows].float(), k, v, mask[:, :, start : start + step], layer.softmax)
+            softmax = _own_sinks(layer.softmax, group, q.shape[1])
+            part = attend_rows(q[rows].float(), k, v, mask[:, :, start : start + step], softmax)
             out[rows.reshape(-1)] = part.reshape(-1, *part.shape[2:]).to(q.dtype)
     return out
+
+
+def _own_sinks(softmax: Softmax, group: AttentionGroup, num_heads: int) -> Softmax:
+    """Where the sequences are KV heads each has sinks of its own: [n, H]."""
+    if softmax.sinks is None or len(softmax.sinks) == num_heads:
+        return softmax
+    every = softmax.sinks.view(-1, num_heads)
+    return replace(softmax, sinks=every[group.places % len(every)])
 
 
 def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:

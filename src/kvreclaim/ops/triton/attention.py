@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     HAS_WINDOW: bool
     HAS_POSITIONS: bool
     HAS_EVICTED: bool
-    HAS_SINKS: bool
+    NUM_SINKS: int
     KEEP_16: bool
     PRECISION: str
 
@@ -201,7 +201,7 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, masks: Masks | None) 
         HAS_WINDOW=has_window,
         HAS_POSITIONS=has_window and masks is not None and masks.has_positions,
         HAS_EVICTED=masks is not None and masks.has_evicted,
-        HAS_SINKS=softmax.sinks is not None,
+        NUM_SINKS=0 if softmax.sinks is None else len(softmax.sinks),
         KEEP_16=keeps_16_bits(operands),
         PRECISION=dot_precision(q.device),
     )

@@ -59,7 +59,8 @@ def decode_kernel(
     v_dims = tl.arange(0, L.BLOCK_DV)
     writable = is_row[:, None] & (v_dims < L.DV)[None, :]
     if SPLITS == 1:
-        result = real_values(normalised(top, total, acc, rule.sinks, heads, is_row, A), store, L)
+        sinks = seq * L.KV_HEADS * A.GROUP + heads
+        result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
         places = out + (token * L.KV_HEADS * A.GROUP + heads)[:, None] * L.DV + v_dims[None, :]
         tl.store(places, result.to(out.dtype.element_ty), mask=writable)
     else:
@@ -78,19 +79,20 @@ def reduce_kernel(
     HEADS: tl.constexpr = L.KV_HEADS * A.GROUP
     index = tl.program_id(0)
     head = tl.program_id(1)
-    token = tl.load(seqs.query_starts + tl.load(seq_ids + index)).to(tl.int64)
+    seq = tl.load(seq_ids + index)
+    token = tl.load(seqs.query_starts + seq).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     part = (index.to(tl.int64) * HEADS + head) * SPLITS + splits
     sums = tl.load(parts.total + part)
     tops = tl.where(sums > 0.0, tl.load(parts.top + part), NOTHING)
     top = tl.max(tops, axis=0)
-    if A.HAS_SINKS:
-        sink = tl.load(rule.sinks + head).to(tl.float32) * LOG2_E
+    if A.NUM_SINKS:
+        sink = tl.load(rule.sinks + (seq * HEADS + head) % A.NUM_SINKS).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
     top = tl.where(top == NOTHING, 0.0, top)
     weights = tl.exp2(tops - top)
     total = tl.sum(weights * sums, axis=0)
-    if A.HAS_SINKS:
+    if A.NUM_SINKS:
         total += tl.exp2(sink - top)
     dims = tl.arange(0, L.BLOCK_DV)
     mask = (sums > 0.0)[:, None] & (dims < L.DV)[None, :]
@@ -133,7 +135,8 @@ def tile_kernel(queries, store, out, tiles, seqs, rule, L: tl.constexpr, A: tl.c
         query, latent, query_slots, start, stop, store, seqs, seq, head, rule, L, A
     )
 
-    result = real_values(normalised(top, total, acc, rule.sinks, heads, is_row, A), store, L)
+    sinks = seq * L.KV_HEADS * A.GROUP + heads
+    result = real_values(normalised(top, total, acc, rule.sinks, sinks, is_row, A), store, L)
     v_dims = tl.arange(0, L.BLOCK_DV)
     places = out + (tokens * L.KV_HEADS * A.GROUP + heads)[:, None] * L.DV + v_dims[None, :]
     tl.store(places, result.to(out.dtype.element_ty), mask=is_row[:, None] & (v_dims < L.DV)[None, :])

@@ -132,9 +132,10 @@ def attend_slots(
 
 @triton.jit
 def normalised(top, total, acc, sinks, heads, is_row, A: tl.constexpr):
-    """acc over the softmax's denominator, the sinks' share included; zero where nothing was seen."""
-    if A.HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+    """acc over the softmax's denominator, the sinks' share included; zero where nothing was seen. heads: of
+    all sequences one after the other."""
+    if A.NUM_SINKS:
+        sink = tl.load(sinks + heads % A.NUM_SINKS, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
         fade = tl.exp2(top - higher)
         total = total * fade + tl.exp2(sink - higher)
