@@ -68,12 +68,13 @@ class ScoreShadow(Shadow):
     def _remember(self, item: Scheduled, call: AttentionCall, rows: slice) -> History:
         history = super()._remember(item, call, rows)
         seq, start, compressor = item.seq, item.seq.num_computed, item.seq.request.compressor
-        if _has_scores(seq):
+        place = self.groups.places[call.layer]
+        if _has_scores(seq) and not place.table:
             assert call.hidden is not None
-            new = token_scores(call.hidden[rows], compressor.stats[call.layer]).T.to(DTYPE).float()
-            old = self.scores[seq.seq_id].get(call.layer, new[:, :0])[:, :start]
+            new = token_scores(call.hidden[rows], compressor.stats[place.layer]).T.to(DTYPE).float()
+            old = self.scores[seq.seq_id].get(place.layer, new[:, :0])[:, :start]
             assert old.shape[1] == start
-            self.scores[seq.seq_id][call.layer] = torch.cat([old, new], 1)
+            self.scores[seq.seq_id][place.layer] = torch.cat([old, new], 1)
         return history
 
     def _note_contents(self, item: Scheduled) -> None:
@@ -81,13 +82,13 @@ class ScoreShadow(Shadow):
         if not _has_scores(item.seq):
             return
         seq, history = item.seq, self.histories[item.seq.seq_id]
-        own = torch.stack([self.scores[seq.seq_id][layer] for layer in range(self.facts.num_layers)])
+        own = torch.stack([self.scores[seq.seq_id][layer] for layer in range(self.groups.facts.num_layers)])
         for end in range(self.size, history.num_noted + 1, self.size):
             self.shared[seq.cache_salt, tuple(seq.token_ids[:end])] = own[..., :end]
 
     def _compare_scores(self, seq: Sequence) -> None:
         history = self.histories[seq.seq_id]
-        for layer in range(self.facts.num_layers):
+        for layer in range(self.groups.facts.num_layers):
             found = self._beside(seq, layer)
             for head, positions in enumerate(history.attended(layer)):
                 want = self.scores[seq.seq_id][layer][head, positions]

@@ -30,7 +30,7 @@ lies within some thousandths of a step of the boundary."""
 @dataclass
 class History:
     """One sequence: k, v per layer [K, T, D] by logical position; live [L, K, n] positions attended, or
-    heads[layer][head] [n] where heads keep unequal numbers.
+    heads[layer][head] [n] where heads keep unequal numbers; of the layers that compression is about.
 
     num_exact: leading tokens that are finite and were computed over all tokens before them
     chain:     of the full blocks that were noted as contents, the last one's name
@@ -50,7 +50,7 @@ class History:
         return replace(self, k=dict(self.k), v=dict(self.v), live=live, heads=heads)
 
     def attended(self, layer: int) -> list[Tensor]:
-        """[n] positions per head, those of this step not included."""
+        """[n] positions per head, those of this step not included; layer: of these."""
         assert self.live is not None
         return list(self.live[layer]) if self.heads is None else self.heads[layer]
 
@@ -81,7 +81,7 @@ class Shadow:
         self.contents: dict[tuple[object, tuple[int, ...]], Content] = {}
         self.wrong: list[str] = []
         self.num_hits = 0
-        self.facts = llm.loaded.facts
+        self.facts, self.groups = llm.loaded.facts, llm.engine.groups
         self.cache = llm.engine.runner.cache
         self.histories: dict[int, History] = {}
         self.kept: dict[object, History] = {}
@@ -191,9 +191,11 @@ class Shadow:
         if not seq.num_computed:
             return history
         self.num_hits += 1
-        k, v = self._held(seq)
+        held, firsts = zip(*(self._held(seq, n) for n in range(self.facts.num_layers)), strict=True)
+        k, v = zip(*held, strict=True)
         history.k, history.v = dict(enumerate(k)), dict(enumerate(v))
-        history.live = torch.arange(seq.num_computed).expand(*k.shape[:2], -1)
+        facts = self.groups.facts
+        history.live = torch.arange(seq.num_computed).expand(facts.num_layers, k[0].shape[0], -1)
         while history.num_noted < seq.num_computed:
             tokens = tuple(seq.token_ids[history.num_noted : history.num_noted + self.size])
             content = self.contents.get((history.chain, tokens))
@@ -203,10 +205,11 @@ class Shadow:
             if content is None:
                 self.wrong.append(f"{where}, which were never computed exactly")
                 return history
-            for held, want in ((k[:, :, block], content.k), (v[:, :, block], content.v)):
-                off = float((held - want).abs().max() / (want.max() - want.min()))
-                if not off <= self._most_off():
-                    self.wrong.append(f"{where}, which are off by {off:.3g} of their spread")
+            for every, content_of in ((k, content.k), (v, content.v)):
+                for held, want, first in zip(every, content_of, firsts, strict=True):
+                    off = float((held[:, block] - want).abs().max() / (want.max() - want.min()))
+                    if block.start >= first and not off <= self._most_off():
+                        self.wrong.append(f"{where}, which are off by {off:.3g} of their spread")
             history.num_noted, history.chain = block.stop, content.name
         return history
 
@@ -215,14 +218,24 @@ class Shadow:
         rounds a number may fall to either side of a boundary."""
         return 1e-4 if self.cache.format.name == "fp32" else 0.15
 
-    def _held(self, seq: Sequence) -> tuple[Tensor, Tensor]:
-        """[L, K, T, D] and [L, K, T, Dv] fp64: what the cache holds of a sequence's computed tokens."""
-        ids = self.llm.engine.memory.table(seq.seq_id).block_ids[: -(-seq.num_computed // self.size)]
-        tokens = [
-            self.llm.engine.backend.gather_tokens(PagedTokens(layer, torch.tensor(ids), seq.num_computed))
-            for layer in self.cache.layers
-        ]
-        return torch.stack([k for k, _ in tokens]).double(), torch.stack([v for _, v in tokens]).double()
+    def _held(self, seq: Sequence, layer: int) -> tuple[tuple[Tensor, Tensor], int]:
+        """[K, T, D] and [K, T, Dv] fp64: what the cache holds of a sequence's computed tokens in a layer of
+        the model; zeros where a window has left them behind. And the first position that it holds."""
+        (k, v), first = self._there(seq.seq_id, layer, seq.num_computed)
+        gone = [x.new_zeros(len(x), first, x.shape[-1]) for x in (k, v)]
+        return (torch.cat([gone[0], k], 1).double(), torch.cat([gone[1], v], 1).double()), first
+
+    def _there(self, seq_id: int, layer: int, end: int) -> tuple[tuple[Tensor, Tensor], int]:
+        """Keys and values in the slots up to `end`, and the first of these that the layer's table holds."""
+        memory, place = self.llm.engine.memory, self.groups.places[layer]
+        ids, first = [block or 0 for block in memory.table(seq_id).block_ids], 0
+        if place.table:
+            window, group = self.groups.tables[place.table - 1]
+            table = memory.windows.tables(seq_id)[window]
+            ids, first = [row[group] for row in table.rows], table.first * self.size
+        blocks = torch.tensor(ids[: -(-(end - first) // self.size)], dtype=torch.int64)
+        tokens = PagedTokens(self.llm.engine.runner.layers[layer], blocks, end - first)
+        return self.llm.engine.backend.gather_tokens(tokens), first
 
     def _note_contents(self, item: Scheduled) -> None:
         """The full blocks that are now there, as far as they are exact."""
@@ -245,7 +258,7 @@ class Shadow:
         history = self.histories[item.seq.seq_id]
         start = item.seq.num_computed
         new = torch.arange(start, start + item.num_tokens)
-        new = new.expand(self.facts.num_layers, self.facts.layers[0].num_kv_heads, -1)
+        new = new.expand(self.groups.facts.num_layers, self.facts.layers[0].num_kv_heads, -1)
         history.live = new if history.live is None else torch.cat([history.live, new], -1)
         if history.heads is not None:
             history.heads = [[torch.cat([old, new[0, 0]]) for old in rows] for rows in history.heads]
@@ -285,13 +298,12 @@ class Shadow:
         stored, form = self._stored(*given), self.cache.format
         if form.is_plain or form.has_open_blocks:
             return stored
-        table, size = self.llm.engine.memory.table(item.seq.seq_id), self.size
-        first, end = table.physical_len, table.physical_len + item.num_tokens
-        blocks = torch.tensor([block or 0 for block in table.block_ids[: -(-end // size)]])
-        there = self.llm.engine.backend.gather_tokens(PagedTokens(self.cache.layers[call.layer], blocks, end))
+        table = self.llm.engine.memory.table(item.seq.seq_id)
+        end = table.logical_len if self.groups.places[call.layer].table else table.physical_len
+        there, _ = self._there(item.seq.seq_id, call.layer, end + item.num_tokens)
         found = []
         for token, want, held in zip(given, stored, there, strict=True):
-            got = held[:, first:].transpose(0, 1).to(want.dtype)
+            got = held[:, held.shape[1] - item.num_tokens :].transpose(0, 1).to(want.dtype)
             far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
             found.append(torch.where((other <= far * AS_NEAR)[..., None], got, want))
         return found[0], found[1]
@@ -317,8 +329,11 @@ class Shadow:
         total = start + item.num_tokens
         attended = torch.zeros(heads, total, dtype=torch.bool)
         attended[:, start:] = True
-        if history.live is not None and start > 0:
-            for head, positions in enumerate(history.attended(layer)):
+        place = self.groups.places[layer]
+        if place.table:
+            attended[:] = True  # the window's mask says the rest
+        elif history.live is not None and start > 0:
+            for head, positions in enumerate(history.attended(place.layer)):
                 attended[head, positions] = True
         queries = torch.arange(start, total)
         mask = attended[:, None, :] & (torch.arange(total) <= queries[:, None])

@@ -41,7 +41,7 @@ class SignalShadow(Shadow):
         history, compressor = self.histories[seq.seq_id], seq.request.compressor
         assert history.live is not None
         assert compressor is not None
-        live = history.live[layer]
+        live, layer = history.live[layer], self.groups.facts.ids[layer]
         if signals.mass is not None:
             want = self.mass[seq.seq_id][layer].gather(-1, live)
             self.worst_mass = max(self.worst_mass, float(((signals.mass - want).abs() / (1 + want)).max()))

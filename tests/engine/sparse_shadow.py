@@ -25,7 +25,7 @@ class SparseShadow(ScoreShadow):
     def _attend(self, item, history, call, rows):
         out = super()._attend(item, history, call, rows)
         compressor = item.seq.request.compressor
-        if compressor is None or compressor.way is not Way.READS:
+        if compressor is None or compressor.way is not Way.READS or self.groups.places[call.layer].table:
             return out
         keys, values = history.k[call.layer], history.v[call.layer]
         heads = len(keys)
@@ -43,7 +43,10 @@ class SparseShadow(ScoreShadow):
                 scores = (q[head] @ keys[head][read].T) * call.softmax.scale
                 if call.softmax.softcap is not None:
                     scores = call.softmax.softcap * torch.tanh(scores / call.softmax.softcap)
-                expected.copy_(scores.softmax(-1) @ values[head][read])
+                if call.softmax.sinks is not None:
+                    own = call.softmax.sinks.double().view(heads, -1, 1)[head]
+                    scores = torch.cat([scores, own], -1)
+                expected.copy_(scores.softmax(-1)[:, : len(read)] @ values[head][read])
             self.sparse_rows += 1
         return out
 
