@@ -143,7 +143,8 @@ class RelativeShadow:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_key_is_rotated_to_its_slot(family, make_llm, monkeypatch):
-    llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    options = {"block_size": 8, "max_num_batched_tokens": 32, "disable_hybrid_kv_cache_manager": True}
+    llm = make_llm(family, enable_prefix_caching=False, **options)
     shadow = RelativeShadow(llm, monkeypatch)
     outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, streaming())
     assert [out.error for out in outputs] == [None] * 3

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from paged_batch import paged
 from torch import Tensor
 
 from kvreclaim.engine.execute.graphs import CudaCapture, DecodeGraphs, padded_sizes
-from kvreclaim.engine.execute.runner import PagedKVBatch
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
@@ -94,7 +94,7 @@ class World:
             input_ids=torch.tensor([tokens]),
             position_ids=torch.from_numpy(positions)[None],
             use_cache=False,
-            kv_batch=PagedKVBatch(reference, self.plain, batch),
+            kv_batch=paged(reference, self.plain, batch),
         ).logits[0]
 
 
@@ -230,7 +230,7 @@ def test_cuda_graphs_equal_ordinary_steps(tiny_dir) -> None:
                 input_ids=torch.tensor([tokens], device="cuda"),
                 position_ids=torch.from_numpy(positions)[None].cuda(),
                 use_cache=False,
-                kv_batch=PagedKVBatch(kernels, plain, batch),
+                kv_batch=paged(kernels, plain, batch),
             ).logits[0]
         got = graphs.forward(tokens, positions, slots)
         assert got is not None

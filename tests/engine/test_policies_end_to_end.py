@@ -112,7 +112,7 @@ EXPECTED = {
 @pytest.mark.parametrize("policy", EXPECTED)
 def test_the_first_choice_is_that_of_dense_attention(policy, family, chunk, make_llm, calibrated_dir, passes):
     score, options = EXPECTED[policy]
-    llm = make_llm(family, max_num_batched_tokens=chunk)
+    llm = make_llm(family, max_num_batched_tokens=chunk, disable_hybrid_kv_cache_manager=True)
     prompt = tiny.prompts((61,), seed=2)[0]
     llm.generate(prompt, PARAMS, tight(policy, **options))
     first = passes[0]
@@ -161,7 +161,7 @@ def test_the_observation_window_is_always_whole(policy, make_llm, passes):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monkeypatch):
     """The choice once more, from the statistics and the keys that the model itself puts out."""
-    llm = make_llm(family, max_num_batched_tokens=200)
+    llm = make_llm(family, max_num_batched_tokens=200, disable_hybrid_kv_cache_manager=True)
     prompt = tiny.prompts((61,), seed=2)[0]
     config = tight("expected_attention", horizon=16)
     sources = []

@@ -84,7 +84,8 @@ class ScoreShadow(SignalShadow):
     ],
 )
 def test_scores_of_every_pass(family, policy, wrapper, make_llm, monkeypatch):
-    llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=16)
+    options = {"block_size": 8, "max_num_batched_tokens": 16, "disable_hybrid_kv_cache_manager": True}
+    llm = make_llm(family, enable_prefix_caching=False, **options)
     shadow = ScoreShadow(llm, monkeypatch, policy)
     config = small(wrapper.format(policy), budget=7, interval=4, sinks=1, recent=2, options=OPTIONS[policy])
     (out,) = llm.generate(tiny.prompts((70,), seed=3), GREEDY, config)

@@ -48,7 +48,7 @@ def paid_by_repetitions(model, tokenizer, context: list[int], part: int) -> list
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
 @pytest.mark.parametrize("policy", ["recorder", "evict-only(recorder)"])
 def test_a_token_is_worth_what_a_repetition_pays_it(family, policy, make_llm, calibrated_dir):
-    llm = make_llm(family, max_num_batched_tokens=32)
+    llm = make_llm(family, max_num_batched_tokens=32, disable_hybrid_kv_cache_manager=True)
     (prompt,) = tiny.prompts((110,), seed=6)
     (out,) = llm.generate([prompt], GREEDY, config(policy))
     assert (out.error, out.metrics.compactions, len(out.outputs[0].token_ids)) == (None, 1, 20)
@@ -65,7 +65,7 @@ def test_a_token_is_worth_what_a_repetition_pays_it(family, policy, make_llm, ca
 @pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss", "glm4"])
 def test_latents_sinks_and_partial_rotations_are_read_again(family, make_llm):
     """Over the cache as over the keys and values of a dense pass."""
-    llm = make_llm(family, max_num_batched_tokens=32)
+    llm = make_llm(family, max_num_batched_tokens=32, disable_hybrid_kv_cache_manager=True)
     (prompt,) = tiny.prompts((140,), seed=6)
     (out,) = llm.generate([prompt], GREEDY, config())
     assert out.error is None

@@ -70,7 +70,7 @@ def test_the_future_is_refused_where_it_is_not_known(policy, make_llm):
 
 
 def test_the_output_projection_is_the_models_own(make_llm):
-    llm = make_llm("gemma2")
+    llm = make_llm("gemma2", disable_hybrid_kv_cache_manager=True)
     llm.generate(tiny.prompts((50,)), GREEDY, config("projection"))
     want = output_projections(llm.loaded.model, llm.loaded.facts)
     assert {seen.layer for seen in Recorder.seen} == {0, 1}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paged_batch import paged
 from torch import Tensor
 
-from kvreclaim.engine.execute.runner import PagedKVBatch
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops import reference
@@ -49,5 +49,5 @@ def test_a_layer_that_changed_is_refused_before_anything_is_written(change: dict
     slots = SequenceSlots(torch.tensor([1], dtype=torch.int32).numpy(), 1, 1)
     batch = AttentionBatch.build((slots,), 4, torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match=words):
-        PagedKVBatch(reference, cache, batch).attend(call_of(replace(PROBED, **change)))
+        paged(reference, cache, batch).attend(call_of(replace(PROBED, **change)))
     assert not cache.k.any()

@@ -234,7 +234,7 @@ class QueryStats:
         meta, first = self.metadata, facts.layers[0]
         layouts = [layer.rope for layer in facts.layers if layer.rope is not None and layer.rope.num_bands]
         pairs: list[tuple[str, object, object]] = [
-            ("layers", meta.num_layers, facts.num_layers if facts.layer_ids is None else None),
+            ("layers", meta.num_layers, facts.num_model_layers or facts.num_layers),
             ("query heads", meta.num_heads, first.num_heads),
             ("KV heads", meta.num_kv_heads, first.num_kv_heads),
             ("head_dim", meta.head_dim, first.head_dim),

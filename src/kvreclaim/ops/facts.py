@@ -78,7 +78,7 @@ class ModelFacts:
 
     fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
-    layer_ids:   where these are some of the model's layers: which
+    layer_ids:   where these are some of the model's layers: which; num_model_layers: of how many
     """
 
     name: str
@@ -90,6 +90,7 @@ class ModelFacts:
     rope_problem: str | None = None
     hidden_size: int | None = None
     layer_ids: tuple[int, ...] | None = None
+    num_model_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -102,7 +103,8 @@ class ModelFacts:
 
     def of_layers(self, ids: tuple[int, ...]) -> ModelFacts:
         """Of these layers alone."""
-        return replace(self, layers=tuple(self.layers[n] for n in ids), layer_ids=ids)
+        layers = tuple(self.layers[n] for n in ids)
+        return replace(self, layers=layers, layer_ids=ids, num_model_layers=self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
