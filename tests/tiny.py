@@ -20,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     GptOssConfig,
     JambaConfig,
@@ -107,6 +108,15 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "attn_logit_softcapping": 2.0,
         },
     ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 25,
+        },
+    ),
     "phi3": (Phi3Config, {}),
     "gpt-oss": (
         GptOssConfig,
@@ -137,7 +147,8 @@ SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
 REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
 FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
 LATENT = ("deepseek-v2", "deepseek-v3")
-WINDOWED = ("mistral", "gemma2", "gpt-oss")
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt-oss")
+GROUPED = ("gemma2", "gemma3", "gpt-oss")
 
 
 def config(family: str, **overrides: Any) -> PreTrainedConfig:
@@ -228,7 +239,12 @@ def queries_before_rope(directory: Path, documents: list[list[int]]) -> list[Ten
     seen: list[list[Tensor]] = [[] for _ in model.model.layers]
     for layer, block in enumerate(model.model.layers):
         last = next(m for n in _LAST_BEFORE_ROPE if (m := getattr(block.self_attn, n, None)) is not None)
-        last.register_forward_hook(lambda _, __, out, layer=layer: seen[layer].append(out[0]))
+        by_head = model.config.model_type == "gemma3_text"  # its norm comes behind the transposition
+
+        def see(_, __, out, layer=layer, by_head=by_head) -> None:
+            seen[layer].append(out[0].transpose(0, 1) if by_head else out[0])
+
+        last.register_forward_hook(see)
     for document in documents:
         model(torch.tensor([document]))
     return [_as_heads(torch.cat(parts), model, layer) for layer, parts in enumerate(seen)]

@@ -37,10 +37,10 @@ def load(directory: Path, **limits: int | bool) -> LLM:
     return LLM(directory, dtype="float32", device="cpu", **limits)
 
 
-def few(family: str, num_blocks: int, grouped: int) -> int:
-    """Blocks that do not suffice for all prompts at once; where windows have tables of their own a block is one
-    of a layer of two."""
-    return grouped if family in ("gemma2", "gpt-oss") else num_blocks
+def few(family: str, num_blocks: int, grouped: int, tables: int) -> int:
+    """Blocks that do not suffice for all prompts at once; where windows have tables of their own a block is
+    that of one table. grouped: with two; tables: of gemma3 with six."""
+    return {"gemma3": tables, "gemma2": grouped, "gpt-oss": grouped}.get(family, num_blocks)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -73,7 +73,7 @@ def test_chunks_of_seven_tokens_change_nothing(family, tiny_dir, expected: Expec
 
 @EVERY_FAMILY
 def test_preemption_changes_nothing(family, tiny_dir, expected: Expected) -> None:
-    llm = load(tiny_dir(family), num_blocks=few(family, 9, 14), enable_prefix_caching=False)
+    llm = load(tiny_dir(family), num_blocks=few(family, 9, 14, 42), enable_prefix_caching=False)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens(outputs) == expected(family)
     assert sum(output.metrics.preemptions for output in outputs) > 0
@@ -82,7 +82,7 @@ def test_preemption_changes_nothing(family, tiny_dir, expected: Expected) -> Non
 
 @EVERY_FAMILY
 def test_preemption_with_cached_prefixes_changes_nothing(family, tiny_dir, expected: Expected) -> None:
-    llm = load(tiny_dir(family), num_blocks=few(family, 25, 33), block_size=4, max_num_batched_tokens=20)
+    llm = load(tiny_dir(family), num_blocks=few(family, 25, 33, 75), block_size=4, max_num_batched_tokens=20)
     for _ in range(2):
         outputs = llm.generate(PROMPTS, GREEDY)
         assert tokens(outputs) == expected(family)

@@ -41,6 +41,7 @@ def test_mass_is_the_column_sum_of_transformers_attention(family, kernels, chunk
     prompt = tiny.prompts((61,), seed=2)[0]
     llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=2), config("mass", budget=30, interval=8))
     attentions = oracle_attentions(calibrated_dir(family), prompt)
+    attentions = [attentions[layer] for layer in llm.engine.groups.facts.ids]
     for seen in Recorder.seen[: len(attentions)]:
         computed = seen.logical_len
         heads = seen.keys.shape[0]
@@ -82,7 +83,8 @@ def test_signals_follow_their_slots_through_every_pass(family, policy, make_llm,
     outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, asking)
     assert [out.error for out in outputs] == [None] * 3
     assert all(out.metrics.compactions >= 2 for out in outputs)
-    assert shadow.num_checked == 2 * sum(out.metrics.compactions for out in outputs)
+    num_passes = sum(out.metrics.compactions for out in outputs)
+    assert shadow.num_checked == llm.engine.groups.facts.num_layers * num_passes
     assert shadow.worst <= 1e-5
     assert shadow.worst_mass <= 1e-5
 
