@@ -257,7 +257,7 @@ def _as_heads(out: Tensor, model: PreTrainedModel, layer: int) -> Tensor:
     """A hooked output of T tokens as [H, T, D], in the arrangement that the rotation works on and with
     the factor that YaRN puts into it; of latent attention what meets a latent and its rotary key."""
     heads, kind = model.config.num_attention_heads, model.config.model_type
-    factor = model.model.rotary_emb.attention_scaling
+    factor = getattr(model.model.rotary_emb, "attention_scaling", 1.0)
     if kind == "phi3":
         out = out[:, : model.config.hidden_size]
     out = out.reshape(len(out), heads, -1).transpose(0, 1)

@@ -45,7 +45,8 @@ def test_each_head_reads_the_blocks_with_the_highest_bounds(family, make_llm, mo
     for out in outputs:
         m = out.metrics
         assert (m.tokens_evicted, m.blocks_freed, m.compactions, m.reclaim_efficiency) == (0, 0, 0, None)
-    assert outputs[0].metrics.peak_blocks == -(-(70 + 50 - 1) // 8)
+    windows = sum(window.most_blocks(70, 32, 8) for window in llm.engine.groups.windows)
+    assert 0 <= outputs[0].metrics.peak_blocks - -(-(70 + 50 - 1) // 8) <= windows
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v3"])
