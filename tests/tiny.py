@@ -26,6 +26,7 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     MambaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
@@ -117,6 +118,15 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "query_pre_attn_scalar": 25,
         },
     ),
+    "ministral": (
+        MinistralConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "phi3": (Phi3Config, {}),
     "gpt-oss": (
         GptOssConfig,
@@ -147,8 +157,8 @@ SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
 REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
 FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
 LATENT = ("deepseek-v2", "deepseek-v3")
-WINDOWED = ("mistral", "gemma2", "gemma3", "gpt-oss")
-GROUPED = ("gemma2", "gemma3", "gpt-oss")
+WINDOWED = ("mistral", "ministral", "gemma2", "gemma3", "gpt-oss")
+GROUPED = ("ministral", "gemma2", "gemma3", "gpt-oss")
 
 
 def config(family: str, **overrides: Any) -> PreTrainedConfig:

@@ -20,7 +20,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-GROUPED = ("gemma2", "gpt-oss", "gemma3")
+GROUPED = tiny.GROUPED
 POLICIES = (
     "knorm",
     "query_mixture",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvreclaim import BeamSearchParams, SamplingParams
@@ -119,6 +120,11 @@ class Oracle:
         self.machine = machine
         self.known: dict[Question, Answer] = {}
         self.ties = 0
+
+    @cached_property
+    def windowed(self) -> Oracle:
+        """Of the machine with sliding windows."""
+        return Oracle(self.machine.windowed)
 
     def learn(self, questions: Iterable[Question]) -> None:
         """Answer those that are not known yet, many in one engine that has room for all and shares nothing:

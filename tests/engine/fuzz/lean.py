@@ -26,7 +26,7 @@ class Boom(RuntimeError):
 
 
 class Lean:
-    """A Llama's forward pass with its weights: given to a model as `forward`. No fault is on at first.
+    """A Llama's forward pass with its weights, or a Ministral's: given to a model as `forward`. No fault is on at first.
 
     forbids:    nobody draws a special token
     raises:     passes that are still to fail when all but the last layer is computed
@@ -126,6 +126,7 @@ class _Layer:
             None,
             scaling=self.attention.scaling,
             kv_batch=kv_batch,
+            sliding_window=getattr(self.attention, "sliding_window", None),
             layer_input=normed[None],
         )
         hidden = hidden + attended[0].flatten(1) @ self.out

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,13 +53,17 @@ class Brittle(Knorm):
 
 
 class Machine:
-    """What all engines of a run share. texts: the prompts of which requests take the beginnings."""
+    """What all engines of a run share. texts: the prompts of which requests take the beginnings.
 
-    def __init__(self, directory: Path) -> None:
-        path = tiny.save_model("llama", directory, **SHAPE)
+    family: llama, or ministral, some of whose layers have sliding windows
+    """
+
+    def __init__(self, directory: Path, family: str = "llama") -> None:
+        self._directory = directory
+        path = tiny.save_model(family, directory, **SHAPE | ({"head_dim": 8} if family == "ministral" else {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
-        llm = LLM(path, dtype="float32", device="cpu", num_blocks=8)
+        llm = LLM(path, dtype="float32", device="cpu", num_blocks=64)
         lengths = (60, 60, 60, 140)
         *texts, long = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts(lengths, seed=5)]
         calibrate(llm.loaded, [*texts, long], num_centers=4, kvzap="mlp").save(path / STATS_FILE)
@@ -72,6 +77,12 @@ class Machine:
         self.faults.forbids = True
         self._first = llm
         self._roomy: dict[tuple[str, int], LLM] = {}
+
+    @cached_property
+    def windowed(self) -> Machine:
+        """The same with sliding windows."""
+        (directory := self._directory / "windowed").mkdir()
+        return Machine(directory, "ministral")
 
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts

@@ -52,7 +52,7 @@ POLICIES = (
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
-    worth waiting for while others compute them."""
+    worth waiting for while others compute them; windows: of some of the model's layers."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -71,6 +71,7 @@ class Setup:
     disk_slots: int = 0
     load_policy: str = "timeout"
     least_shared: int = 64
+    windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,9 @@ def random_setup(random: Random) -> Setup:
     kv_format = random.choice(FORMATS)
     host_slots = random.choice((0, 1, 4, 12, 60, 200))
     prefix_caching = random.random() < 0.9
+    windows = random.random() < 0.3
+    if windows and random.random() < 0.8:
+        host_slots = 0
     return Setup(
         kv_format=kv_format,
         num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
@@ -182,7 +186,7 @@ def random_setup(random: Random) -> Setup:
         scheduling_policy=random.choice(("fcfs", "priority", "cache")),
         eviction_policy=random.choice(("lru", "lru", "slru", "lfu", "priority", "gdsf")),
         prefix_caching=prefix_caching,
-        shadow=kv_format != "fp32" or random.random() < 0.3,
+        shadow=(kv_format != "fp32" or random.random() < 0.3) and not (windows and kv_format == "kivi4"),
         host_slots=host_slots,
         preemption_mode=random.choice(("auto", "swap", "swap") if host_slots else ("auto", "recompute")),
         victim_policy=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),
@@ -191,6 +195,7 @@ def random_setup(random: Random) -> Setup:
         load_policy=random.choice(("timeout", "wait_complete", "best_effort", "race")),
         write_policy=random.choice(("write_through", "write_through_selective")),
         least_shared=random.choice((1, 4, 8, 64)),
+        windows=windows,
     )
 
 

@@ -40,6 +40,8 @@ class Walk:
 
     def run(self, machine: Machine, oracle: Oracle) -> Counter[str]:
         """Raises: AssertionError for whatever is not as it should be, or what the engine raised."""
+        if self.setup.windows:
+            machine, oracle = machine.windowed, oracle.windowed
         world = World(machine, self.setup)
         try:
             for operation in self.operations:

@@ -204,6 +204,9 @@ class World:
         for asked in comparable:
             self._check_answer(asked, oracle)
         totals = self.engine.totals
+        if self.engine.groups.windows:
+            self.counts["steps of groups"] += totals.steps
+            self.counts["hit tokens of groups"] += self.engine.memory.stats().prefix_hit_tokens
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits
