@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvreclaim.engine.execute.runner import PagedKVBatch
+from kvreclaim.memory.windows.window import Place
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.groups import Place
 from kvreclaim.ops.kv_cache import KVCache
 
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import odd_policies
 import pytest
 import tiny
-import torch
 from score_shadow import ScoreShadow
 from settings import assert_idle, small
-from shadow import Shadow
 from signal_shadow import SignalShadow
 from sparse_shadow import SparseShadow
-from test_uneven import tokens
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.engine.core.sizing import choose_limits
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Window
+from kvreclaim import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED

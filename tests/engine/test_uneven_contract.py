@@ -28,7 +28,7 @@ def test_what_cannot_be_served_is_refused(make_llm):
     prompt = tiny.prompts((20,))
     with pytest.raises(InvalidArgumentError, match=r"interval is 15 tokens.*at least 16"):
         llm.generate(prompt, GREEDY, heads(interval=15))
-    with pytest.raises(InvalidArgumentError, match="a sliding window that share .*, and layer 0"):
+    with pytest.raises(InvalidArgumentError, match=r"a sliding window that share .*, and layer 0"):
         make_llm("mistral").generate(prompt, GREEDY, heads(interval=16))
     with pytest.raises(InvalidArgumentError, match="is refused"):
         heads("evict-only(head-norm)")

@@ -18,7 +18,9 @@ def make(num_blocks: int = 400, *windows: Window, size: int = SIZE, **others) ->
     return MemoryManager(num_blocks, size, windows=windows or (Window(5, 1),), **others)
 
 
-def run(memory: MemoryManager, seq_id: int, tokens: list[int], *, chunk: int = 3, known: int | None = None) -> int:
+def run(
+    memory: MemoryManager, seq_id: int, tokens: list[int], *, chunk: int = 3, known: int | None = None
+) -> int:
     """Compute all of a sequence's tokens; the first `known` are its prompt. Returns: tokens hit."""
     memory_tokens = list(tokens[: known or len(tokens)])
     keys = memory.keys(memory_tokens)

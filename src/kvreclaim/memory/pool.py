@@ -231,7 +231,7 @@ class BlockPool:
         return self.pins.take(self.free_queue)
 
     def _pop_leaving(self) -> int:
-        """A block that caches nothing, if it is its turn; else one that is to be reused before cached ones."""
+        """A block that caches nothing, if it is its turn; else one that goes before those that do."""
         if not len(self.leaving):
             return self._pop_sparing() if self.pins else self.free_queue.pop()
         if len(self.free_queue):

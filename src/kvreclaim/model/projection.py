@@ -41,6 +41,6 @@ def _projection(owners: list[nn.Module], layer: int, shape: LayerFacts, name_of_
                 if weight.is_floating_point() and weight.shape == (linear.out_features, linear.in_features):
                     return weight.view(-1, shape.num_heads, shape.v_head_dim).permute(1, 2, 0)
     raise InvalidArgumentError(
-        f"the output projection of attention layer {layer} of {name_of_model!r} was not found (a plain linear "
-        f"layer named {', '.join(NAMES)}); use a policy that does not need it."
+        f"the output projection of attention layer {layer} of {name_of_model!r} was not found (a plain "
+        f"linear layer named {', '.join(NAMES)}); use a policy that does not need it."
     )

@@ -10,7 +10,9 @@ def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks:
     """Slots that the whole pool lacks for a sequence on its way to this length; not positive: none."""
     needed = footprint.slots_needed(num_prompt, length)
     if footprint.windows:
-        needed = blocks_for(needed, footprint.block_size) * footprint.block_size + footprint.window_slots(length)
+        needed = blocks_for(needed, footprint.block_size) * footprint.block_size + footprint.window_slots(
+            length
+        )
     return needed - num_blocks * footprint.block_size
 
 

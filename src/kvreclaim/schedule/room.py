@@ -90,5 +90,7 @@ def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts:
             growth += max(0, blocks_for(peak, size) - held) * size
             if seq.footprint.windows:
                 chunk = None if seq.is_prefill else 1
-                growth += max(0, seq.footprint.window_slots(peak, chunk) - memory.windows.num_blocks(seq.seq_id) * size)
+                growth += max(
+                    0, seq.footprint.window_slots(peak, chunk) - memory.windows.num_blocks(seq.seq_id) * size
+                )
     return growth

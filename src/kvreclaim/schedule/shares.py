@@ -78,7 +78,11 @@ class Shares(Generic[Seq]):
         """
         rest, gone = list(self._running), []
         released, freed, refs = Counter[int](), 0, self._memory.pool.refs
-        hits, spare, size = {*match.block_ids, *match.window_blocks}, self._memory.num_spare(match), self._memory.block_size
+        hits, spare, size = (
+            {*match.block_ids, *match.window_blocks},
+            self._memory.num_spare(match),
+            self._memory.block_size,
+        )
         most = self._max_num_seqs - seq.kept_seats
         while (crowded := kept_seats(rest) > most) or blocks_for(needed(rest), size) > spare + freed:
             above = self._above_seats(seq, rest) if crowded else self._above_blocks(seq, rest)

@@ -26,7 +26,8 @@ class Boom(RuntimeError):
 
 
 class Lean:
-    """A Llama's forward pass with its weights, or a Ministral's: given to a model as `forward`. No fault is on at first.
+    """A Llama's forward pass with its weights, or a Ministral's: given to a model as `forward`. No fault is
+    on at first.
 
     forbids:    nobody draws a special token
     raises:     passes that are still to fail when all but the last layer is computed

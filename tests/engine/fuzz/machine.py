@@ -60,7 +60,9 @@ class Machine:
 
     def __init__(self, directory: Path, family: str = "llama") -> None:
         self._directory = directory
-        path = tiny.save_model(family, directory, **SHAPE | ({"head_dim": 8} if family == "ministral" else {}))
+        path = tiny.save_model(
+            family, directory, **SHAPE | ({"head_dim": 8} if family == "ministral" else {})
+        )
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
         llm = LLM(path, dtype="float32", device="cpu", num_blocks=64)

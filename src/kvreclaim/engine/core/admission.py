@@ -88,9 +88,7 @@ def footprint_of(
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
-    plain = Footprint(
-        block_size=config.block_size, max_chunk=config.max_num_batched_tokens, windows=windows
-    )
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, windows=windows)
     _check_compress_at(compress_at, compressor, len(prompt))
     if compressor is None:
         return plain
@@ -148,9 +146,10 @@ def check_length(
             if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
+        windows = ", which windows take some of" if footprint.windows else ""
         raise RequestTooLongError(
             f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
-            f"({config.num_blocks} blocks of {config.block_size}); {remedy}.",
+            f"({config.num_blocks} blocks of {config.block_size}{windows}); {remedy}.",
             field="prompt",
         )
 

@@ -19,11 +19,12 @@ from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.engine.ways.windows import window_batches
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.groups import LayerGroups, Place
+from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.schedule import StepPlan
 

@@ -72,7 +72,9 @@ class LLM:
         self.engine = Engine(loaded, choose_limits(config, loaded.facts))
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
         block_size = self.engine.config.block_size
-        self.compressors = Compressors(self.engine.groups.facts, stats_file, select_top, kv_format, block_size)
+        self.compressors = Compressors(
+            self.engine.groups.facts, stats_file, select_top, kv_format, block_size
+        )
         self._ids = itertools.count()
         self.compression = None if compression is None else self.resolved(compression)
         if self.compression is not None:

@@ -57,8 +57,8 @@ def pool_view(engine: Engine) -> PoolView:
     pool.pins.expire()
     refs = np.frombuffer(pool.refs, dtype=np.int32)
     bits = np.frombuffer(pool.marks, dtype=np.uint8)
-    by_marks = np.array([FREE, CACHED, PINNED, PINNED], dtype=np.uint8)
-    state = by_marks[bits & (marks.INDEXED | marks.PINNED)]
+    state = np.where(bits & marks.CACHED, np.uint8(CACHED), np.uint8(FREE))
+    state[(bits & marks.PINNED) > 0] = PINNED
     state[refs > 0] = IN_USE
     state[refs > 1] = SHARED
     running: dict[str, list[Sequence]] = {}
@@ -68,6 +68,7 @@ def pool_view(engine: Engine) -> PoolView:
     for index, sequences in reversed(list(enumerate(running.values()))):
         for seq in sequences:
             owner[block_row(seq, engine.memory)] = index
+            owner[engine.memory.windows.blocks(seq.seq_id)] = index
     requests = tuple(_request_view(engine, seqs[0].request, seqs) for seqs in running.values())
     return PoolView(state, owner, requests)
 
@@ -79,7 +80,7 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         num_sequences=len(sequences),
         logical_len=sum(table.logical_len for table in tables),
         physical_len=sum(table.physical_len for table in tables),
-        num_blocks=sum(table.num_blocks for table in tables),
+        num_blocks=sum(engine.memory.num_blocks(seq.seq_id) for seq in sequences),
         num_evicted=sum(seq.account.num_evicted for seq in sequences),
         blocks_freed=sum(seq.account.blocks_freed for seq in sequences),
     )

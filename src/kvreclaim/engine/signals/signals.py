@@ -23,8 +23,8 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import output_projections
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
 
 QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.FUTURE_QUERIES})
@@ -64,7 +64,12 @@ class Signals:
     """
 
     def __init__(
-        self, loaded: LoadedModel, groups: LayerGroups, cache: KVCache, backend: Backend, max_bytes: int | None = None
+        self,
+        loaded: LoadedModel,
+        groups: LayerGroups,
+        cache: KVCache,
+        backend: Backend,
+        max_bytes: int | None = None,
     ) -> None:
         self.loaded = loaded
         self.facts = facts = groups.facts
@@ -102,8 +107,8 @@ class Signals:
             f"that are taken leave of max_signal_bytes, {limit}; raise it, or lower num_blocks": (
                 not self.room.fits(scores)
             ),
-            "turns keys to positions relative to the cache, which the layers with sliding windows, whose tables "
-            "are their own, know nothing of; keep the original positions (positions=original), or start with "
+            "turns keys to positions relative to the cache, of which layers with sliding windows in tables "
+            "of their own know nothing; keep the original positions (positions=original), or start with "
             "disable_hybrid_kv_cache_manager": self._has_groups and policy.cache_relative,
             "needs the prompt read again, which the layers with sliding windows no longer hold; use another "
             "policy, or start with disable_hybrid_kv_cache_manager": (

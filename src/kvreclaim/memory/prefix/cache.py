@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.pins import Retention, ttls
@@ -29,7 +29,7 @@ class PrefixMatch:
     entries: tuple[Entry, ...]
     miss: str
     lower: tuple[Entry, ...] = ()
-    windows: tuple[tuple[Row, ...], ...] = ()
+    windows: tuple[tuple[Row, ...], ...] = field(default=(), kw_only=True)
 
     @property
     def window_blocks(self) -> list[int]:

@@ -158,11 +158,13 @@ class Windows:
         return index - table.first if self._pool.refs[row[0]] - held[row[0]] > 1 else None
 
     def advance(self, seq_id: int, main: BlockTable, num_entered: int) -> None:
-        """The sequence's lengths have advanced: what is full can be hit under the entries from num_entered on,
-        and what no later token sees is let go."""
+        """The sequence's lengths have advanced: what is full can be hit under the entries from num_entered
+        on, and what no later token sees is let go."""
         for n, (window, table) in enumerate(zip(self.windows, self._tables[seq_id], strict=True)):
             for i in range(max(num_entered, table.first), len(main.entries)):
-                self._pool.enter_row(RowKey(main.entries[i].serial, n), table.rows[i - table.first], main.priority)
+                self._pool.enter_row(
+                    RowKey(main.entries[i].serial, n), table.rows[i - table.first], main.priority
+                )
             self._let_go(window, table, window.first_seen(main.logical_len) // self._size)
 
     def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
@@ -217,4 +219,6 @@ class Windows:
                 assert table.first == first, (
                     f"sequence {seq_id}: its window begins at block {table.first}, it sees from {first} on"
                 )
-                assert table.end >= blocks_for(length, self._size), f"sequence {seq_id}: {length} tokens written"
+                assert table.end >= blocks_for(length, self._size), (
+                    f"sequence {seq_id}: {length} tokens written"
+                )

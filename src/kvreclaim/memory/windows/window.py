@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvreclaim.memory.blocks import blocks_for
 
@@ -32,3 +34,42 @@ class Window:
         at once."""
         span = blocks_for(self.num_tokens - 2 + chunk, block_size) + 1
         return self.num_blocks * min(blocks_for(num_tokens, block_size), span)
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values lie: in the blocks of a table, there as their n-th layer. Table 0 is
+    that of the layers with full attention; those of the windows' groups follow."""
+
+    table: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """full: the layers with full attention, as many as a block has room for; places: of every layer"""
+
+    full: tuple[int, ...]
+    windows: tuple[Window, ...]
+    places: tuple[Place, ...]
+
+
+def grouping(windows: Sequence[int | None]) -> Grouping | None:
+    """How layers with these windows (None: full attention) are put into groups: those of one window into as
+    many groups as it takes, each of as many layers as have full attention, the last maybe of fewer. None
+    where there are not both kinds: all layers share one table.
+
+    Source: vLLM, v1/core/kv_cache_utils.py (groups of equally many layers over one pool).
+    """
+    full = tuple(n for n, window in enumerate(windows) if window is None)
+    if not full or len(full) == len(windows):
+        return None
+    places = {layer: Place(0, n) for n, layer in enumerate(full)}
+    found: list[Window] = []
+    tables = 1
+    for size in sorted({window for window in windows if window is not None}):
+        members = [n for n, own in enumerate(windows) if own == size]
+        for n, layer in enumerate(members):
+            places[layer] = Place(tables + n // len(full), n % len(full))
+        found.append(Window(size, -(-len(members) // len(full))))
+        tables += found[-1].num_blocks
+    return Grouping(full, tuple(found), tuple(places[n] for n in range(len(windows))))
