@@ -18,7 +18,6 @@ from kvreclaim.schedule.way import Way
 LAYER = LayerFacts(4, 2, 8, 8, Softmax(0.5), rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
 WINDOWED = replace(FACTS, layers=(LAYER, replace(LAYER, softmax=Softmax(0.5, window=8))))
-SUNK = replace(FACTS, layers=(LAYER, replace(LAYER, softmax=Softmax(0.5, sinks=torch.zeros(4)))))
 UNKNOWN = replace(FACTS, layers=(LAYER, replace(LAYER, rope=None)))
 
 
@@ -44,7 +43,6 @@ def test_a_plain_model_has_all(policy):
     [
         ("quest", WINDOWED, "quest reads some blocks per head.*layer 1 of 'toy' is one"),
         ("ada_kv", WINDOWED, "ada_kv keeps unequal numbers of tokens per head.*layer 1 of 'toy' is one"),
-        ("quest", SUNK, "a sliding window or attention sinks, and layer 1 of 'toy' is one"),
         ("streaming_llm(positions=cache)", UNKNOWN, "needs the rotation of 'toy'.*no rotation.*layer 1"),
     ],
 )
@@ -70,4 +68,4 @@ def test_contradictions(traits, message):
 def test_the_message_is_one_sentence_that_names_a_way_out():
     with pytest.raises(InvalidArgumentError) as caught:
         check_policy(make_policy("quest"), WINDOWED)
-    assert str(caught.value).endswith("such as query_mixture or snapkv.")
+    assert str(caught.value).endswith("disable_hybrid_kv_cache_manager and kv_offloading_size.")

@@ -40,7 +40,9 @@ def load(directory: Path, **limits: int | bool) -> LLM:
 def few(family: str, num_blocks: int, grouped: int, tables: int) -> int:
     """Blocks that do not suffice for all prompts at once; where windows have tables of their own a block is
     that of one table. grouped: with two; tables: of gemma3 with six."""
-    return {"gemma3": tables, "gemma2": grouped, "gpt-oss": grouped}.get(family, num_blocks)
+    own = {"gemma3": tables, "gemma2": grouped, "gpt-oss": grouped, "ministral": (grouped + tables) // 2}
+    own["mistral"] = 6 if num_blocks == 9 else 8  # what has left its windows is given back
+    return own.get(family, num_blocks)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

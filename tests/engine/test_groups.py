@@ -7,10 +7,15 @@ import pytest
 import tiny
 from score_shadow import ScoreShadow
 from settings import assert_idle, small
+from shadow import Shadow
 from signal_shadow import SignalShadow
 from sparse_shadow import SparseShadow
+from test_uneven import tokens
 
-from kvreclaim import SamplingParams
+from kvreclaim import BeamSearchParams, SamplingParams
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.windows.window import Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED
@@ -59,3 +64,143 @@ def test_every_policy_over_the_layers_with_full_attention(family, policy, make_l
     if policy != "quest":
         assert outputs[0].metrics.compactions >= 2
         assert outputs[0].metrics.blocks_freed > 0 or policy.startswith("evict-only")
+
+
+def test_a_model_of_windows_alone_gives_back_what_lies_behind_them(make_llm, tiny_dir):
+    """Tokens as ever, in the blocks of the window and of a chunk; its prompts are hit as long as the pool has
+    room."""
+    llm = make_llm("mistral", block_size=4, max_num_batched_tokens=16, num_blocks=60)
+    assert llm.engine.groups.trailing == Window(tiny.WINDOW, 1)
+    prompts = tiny.prompts((90, 61), seed=3)
+    held = []
+    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    outputs = llm.generate(prompts, params, on_step=lambda step: held.append(step.blocks_in_use))
+    assert tokens(outputs) == tiny.greedy(tiny_dir("mistral"), prompts, 70)
+    assert max(held) <= 2 * Window(tiny.WINDOW, 1).most_blocks(160, 16, 4)
+    assert max(held[40:]) <= 2 * Window(tiny.WINDOW, 1).most_blocks(160, 1, 4) == 6
+    again = llm.generate(prompts[1], params)
+    assert again[0].metrics.num_cached_tokens > 0 or llm.engine.memory.stats().prefix_evictions > 0
+    assert tokens(again) == tokens(outputs)[1:]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_what_is_held_is_what_the_formula_says(family, make_llm):
+    llm = make_llm(family, block_size=4, max_num_batched_tokens=16)
+    (window,) = llm.engine.groups.windows
+    held = []
+    params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    llm.generate(tiny.prompts((90,)), params, on_step=lambda step: held.append(step.blocks_in_use))
+    tables = window.num_blocks * (blocks_for(tiny.WINDOW - 1, 4) + 1)
+    assert max(held[10:]) <= blocks_for(160, 4) + tables
+    assert held[-2] >= blocks_for(158, 4) + tables - window.num_blocks
+
+
+@pytest.mark.parametrize("family", GROUPED)
+@pytest.mark.parametrize("kv_format", ["int8", "int4", "fp8_e4m3", "turboquant4", "bf16"])
+def test_formats(family, kv_format, make_llm, monkeypatch):
+    llm = make_llm(
+        family, block_size=16, max_num_batched_tokens=32, kv_cache_dtype=kv_format, kernels="native"
+    )
+    shadow = Shadow(llm, monkeypatch)
+    prompts = tiny.prompts((70, 9, 33), seed=3)
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY, small("knorm", budget=48, interval=16))
+        assert [out.error for out in outputs] == [None] * 3
+    assert not shadow.wrong
+    assert shadow.num_hits
+    assert shadow.worst <= 2e-2 if kv_format == "bf16" else 1e-3
+
+
+def test_kivi4_seals_the_blocks_of_every_table(make_llm):
+    """Its open blocks lie in rows beside the pool, for each table: as many as the engine makes do."""
+    llm = make_llm(
+        "ministral", block_size=16, kv_cache_dtype="kivi4", max_num_seqs=2, max_num_batched_tokens=32
+    )
+    outputs = llm.generate(
+        tiny.prompts((70, 33, 50, 20), seed=3), GREEDY, small("knorm", budget=48, interval=16)
+    )
+    assert [out.error for out in outputs] == [None] * 4
+    assert_idle(llm)
+
+
+def test_hits_and_forks(make_llm, monkeypatch):
+    llm = make_llm("gemma3", block_size=4, num_blocks=600, max_num_batched_tokens=32)
+    shadow = Shadow(llm, monkeypatch)
+    prompts = tiny.prompts((70, 40), seed=4)
+    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+    first = llm.generate(prompts, params)
+    again = llm.generate(prompts, params)
+    assert tokens(first) == tokens(again)
+    assert [out.metrics.num_cached_tokens for out in again] == [68, 36]
+    assert not shadow.wrong
+    assert shadow.worst <= 1e-5
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("policy", [None, "knorm", "ada_kv(snapkv(window=3),alpha=0)"])
+def test_preemption(policy, make_llm, monkeypatch):
+    calm, tight = (
+        make_llm("gemma3", block_size=4, num_blocks=count, max_num_batched_tokens=16) for count in (900, 105)
+    )
+    config = None if policy is None else small(policy, budget=40, interval=8)
+    prompts = tiny.prompts((70, 40, 55), seed=4)
+    alone = calm.generate(prompts, GREEDY, config)
+    shadow = Shadow(tight, monkeypatch)
+    outputs = tight.generate(prompts, GREEDY, config)
+    assert sum(out.metrics.preemptions for out in outputs) > 0 or policy
+    assert tokens(outputs) == tokens(alone)
+    assert not shadow.wrong
+    assert shadow.worst <= 1e-5
+    assert_idle(tight)
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_the_next_turn_goes_on_behind_the_answer(family, make_llm):
+    llm = make_llm(family, block_size=4)
+    (prompt,) = tiny.prompts((50,), seed=5)
+    (answer,) = llm.generate([prompt], GREEDY)
+    said = answer.outputs[0].token_ids
+    (turn,) = llm.generate([[*prompt, *said, 7, 8, 9]], GREEDY)
+    assert turn.metrics.num_cached_tokens == (len(prompt) + len(said) - 1) // 4 * 4
+    (without,) = llm.generate([[*prompt, 7, 8, 9]], GREEDY)
+    assert without.metrics.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    assert_idle(llm)
+
+
+def test_beams(make_llm):
+    found = {}
+    for off in (True, None):
+        llm = make_llm("gemma2", block_size=4, disable_hybrid_kv_cache_manager=off)
+        params = BeamSearchParams(beam_width=3, max_tokens=20, num_return_sequences=3, ignore_eos=True)
+        (out,) = llm.beam_search(tiny.prompts((30,)), params)
+        found[off] = [
+            (each.token_ids, pytest.approx(each.sequences_scores, abs=1e-4)) for each in out.outputs
+        ]
+        assert_idle(llm)
+    assert found[True] == found[None]
+
+
+def test_compressed_prefixes_bring_their_windows(make_llm, monkeypatch):
+    llm = make_llm("ministral", block_size=4)
+    shadow = Shadow(llm, monkeypatch)
+    (prompt,) = tiny.prompts((60,), seed=6)
+    config = small("knorm", budget=24, interval=8)
+    for tail in ([1, 2], [3, 4, 5]):
+        llm.generate([[*prompt, *tail]], GREEDY, config, compress_at=60)
+    assert llm.engine.scheduler.snapshots.num_hits == 1
+    assert shadow.worst <= 1e-5
+
+
+def test_refusals_name_the_option(make_llm, tmp_path):
+    llm = make_llm("gemma2")
+    for policy in ("streaming_llm(positions=cache)", "kvzip"):
+        with pytest.raises(InvalidArgumentError, match="disable_hybrid_kv_cache_manager"):
+            llm.generate(tiny.prompts((30,)), GREEDY, small(policy, budget=20, interval=8))
+    with pytest.raises(InvalidArgumentError, match=r"sessions .* disable_hybrid_kv_cache_manager=True"):
+        llm.save_session(tiny.prompts((30,))[0], tmp_path / "session")
+    with pytest.raises(InvalidArgumentError, match="kv_offloading_size is set"):
+        make_llm("gemma2", kv_offloading_size=0.01, disable_hybrid_kv_cache_manager=False)
+    assert not make_llm("gemma2", kv_offloading_size=0.01).engine.groups.windows
+    assert not make_llm("gemma2", disable_hybrid_kv_cache_manager=True).engine.groups.windows
+    assert not make_llm("llama").engine.groups.windows

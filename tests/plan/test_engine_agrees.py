@@ -85,6 +85,7 @@ def test_blocks_and_bytes_are_the_engines(path: Path, tmp_path: Path, monkeypatc
             kv_cache_dtype=name,
             kv_memory_fraction=FRACTION,
             max_num_seqs=MAX_SEQS,
+            disable_hybrid_kv_cache_manager=True,
         )
         pool = make_pool(cache, free, WEIGHTS["fp32"], utilization=FRACTION, other_bytes=0, open_rows=rows)
         pool = replace(pool, weight_bytes=0)  # the engine asks how much is free beside them

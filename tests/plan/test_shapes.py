@@ -46,6 +46,7 @@ LATENT = {
 SHARED = ("mistral", "mixtral", "phi3")
 MOE = {"num_experts_per_tok": 2}
 OWN = {
+    "ministral": {"head_dim": 16},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "mixtral": {**MOE, "num_local_experts": 4},

@@ -24,6 +24,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
 from kvreclaim.config import format_names
+from kvreclaim.sim.groups import GroupsPlan
 from kvreclaim.sim.order import OrderPlan
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: correctness first, then ratios of one run.")
@@ -106,6 +107,17 @@ def compress(
         rows = compress.run(plan, common.wide_console(stderr=True))
         due = together.run(plan)
         publish(rows, [compress.compress_table(rows), together.together_table(due)], json_file, together=due)
+
+
+@bench_app.command("groups")
+@takes
+def groups(plan: Annotated[GroupsPlan, Takes(config=GroupsPlan)], json_file: Json = None) -> None:
+    """Memory of layers with sliding windows in tables of their own, and what conversations hit there."""
+    from kvreclaim.bench import groups as shown
+    from kvreclaim.sim import groups
+
+    memory, hits = groups.memory_rows(), groups.hit_rows(plan)
+    publish(memory, [shown.memory_table(memory), shown.hits_table(hits)], json_file, hits=hits)
 
 
 @bench_app.command("kernels")

@@ -41,6 +41,7 @@ class BlockTable:
     priority: int = 0
     _exact_len: int = 0
     _num_holes: int = 0
+    _first: int = 0
 
     @classmethod
     def of_inexact(
@@ -116,6 +117,19 @@ class BlockTable:
         self.block_ids, self._num_holes = list(block_ids), 0
         self.physical_len = num_tokens
         self.version += 1
+
+    def let_go(self, end: int) -> list[int]:
+        """Leave holes before entry `end`, whose slots no later token sees: what is computed stays exact.
+        Returns: the blocks that were there."""
+        first = self._first
+        if end <= first:
+            return []
+        blocks = [block for block in self.block_ids[first:end] if block is not None]
+        self.block_ids[first:end] = [None] * (end - first)
+        self._num_holes += len(blocks)
+        self._first = end
+        self.version += 1
+        return blocks
 
     def punch(self, indices: Sequence[int]) -> list[int]:
         """Leave holes at these entries. Returns: the blocks that were there, in this order."""

@@ -192,7 +192,7 @@ class MemoryManager:
         self._refuse_known(seq_id)
         self._tables[seq_id] = self.prefix.begin(match, priority)
         if self.windows.windows:
-            self.windows.begin(seq_id, match.windows, len(match.entries), match.keys.num_tokens, priority)
+            self.windows.begin(seq_id, match.entries, match.windows, match.keys.num_tokens, priority)
 
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Keep the full blocks of this sequence's beginning when others are reused, as long as
@@ -234,9 +234,9 @@ class MemoryManager:
 
         Returns: blocks that went back to the pool.
         """
-        blocks = self.table(seq_id).blocks()
+        table = self.table(seq_id)
         del self._tables[seq_id]
-        return self.pool.release(reversed(blocks)) + self.windows.free(seq_id)
+        return self.pool.release(reversed(table.blocks())) + self.windows.free(seq_id, table)
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
@@ -316,6 +316,11 @@ class MemoryManager:
         freed = self.pool.release(dropped) - len(fresh)
         self._freed_by_compression += freed
         return Shrunk(block_ids, freed)
+
+    def let_go(self, seq_id: int, num_tokens: int) -> int:
+        """Give back the full blocks of a sequence's first tokens, which no layer sees any more; they can be
+        hit like any others. Nothing of it may be compressed later. Returns: blocks that went back."""
+        return self.pool.release(self.table(seq_id).let_go(num_tokens // self.block_size))
 
     def punch(self, seq_id: int, indices: Sequence[int]) -> int:
         """Give back the full blocks at these table entries, last first, and leave holes; the lengths stay.

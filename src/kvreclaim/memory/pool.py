@@ -179,6 +179,13 @@ class BlockPool:
             self.residency.begin(block)
         return self.index.add(parent, key, block)
 
+    def demote(self, blocks: Iterable[int]) -> None:
+        """Of these, those that are queued are to be reused before all others that are cached."""
+        for block in blocks:
+            if self.refs[block] == 0 and self.marks[block] and block in self.free_queue:
+                self.free_queue.remove(block)
+                self.leaving.push_back(block)
+
     def enter_row(self, key: RowKey, row: Row, priority: int) -> None:
         """Let these blocks, which are in use and full, be hit as a part of a window, unless others are."""
         if key in self.rows or self.marks[row[0]]:

@@ -25,12 +25,14 @@ class LayerGroups:
     facts:   of those with full attention, which compression is about; of all where all share one table
     windows: of the others
     places:  of every layer of the model
+    trailing: the widest window where no layer has full attention
     """
 
     model: ModelFacts
     facts: ModelFacts
     windows: tuple[Window, ...]
     places: tuple[Place, ...]
+    trailing: Window | None = None
 
     @property
     def tables(self) -> tuple[tuple[int, int], ...]:
@@ -44,25 +46,25 @@ class LayerGroups:
 
 
 def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
-    """Groups where the model has windows beside full attention, and nothing that is asked for excludes them.
+    """Groups where the model has windows beside full attention, unless what is asked for excludes them.
 
     Raises: InvalidArgumentError if groups are asked for and cannot be had.
     """
     windows = [layer.softmax.window for layer in model.layers]
+    widest = max((window for window in windows if window is not None), default=None)
     together = LayerGroups(model, model, (), tuple(Place(0, n) for n in range(model.num_layers)))
-    if not any(windows) or config.disable_hybrid_kv_cache_manager:
+    if widest is None or config.disable_hybrid_kv_cache_manager:
+        return together
+    if config.kv_offloading_size:
+        why_not = "kv_offloading_size is set, and windows have no places in host memory"
+        if config.disable_hybrid_kv_cache_manager is False:
+            raise InvalidArgumentError(
+                f"disable_hybrid_kv_cache_manager is False, but {why_not}; leave one of them out.",
+                field="disable_hybrid_kv_cache_manager",
+            )
+        logger.warning("layers with sliding windows hold all tokens: %s", why_not)
         return together
     found = grouping(windows)
-    if found is not None and not config.kv_offloading_size:
-        return LayerGroups(model, model.of_layers(found.full), found.windows, found.places)
-    why_not = f"no layer of {model.name!r} has full attention"
-    if found is not None:
-        why_not = "with kv_offloading_size blocks have places in host memory, which windows have not"
-    if config.disable_hybrid_kv_cache_manager is False:
-        raise InvalidArgumentError(
-            f"disable_hybrid_kv_cache_manager is False, but {why_not}; leave it out, and all layers share "
-            "one block table.",
-            field="disable_hybrid_kv_cache_manager",
-        )
-    logger.warning("layers with sliding windows hold all tokens: %s", why_not)
-    return together
+    if found is None:
+        return replace(together, trailing=Window(widest, 1))
+    return LayerGroups(model, model.of_layers(found.full), found.windows, found.places)

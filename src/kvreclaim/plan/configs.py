@@ -206,7 +206,7 @@ class _Reader:
             every = self.number("no_rope_layer_interval", 4)
             rotated = self.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
             return [_FULL if each else _SLIDING for each in rotated]
-        pattern = self.number("sliding_window_pattern", pattern)
+        pattern = self.number("sliding_window_pattern", pattern or count + 1)
         return [_SLIDING if (n + 1) % pattern else _FULL for n in range(count)]
 
     def _heads(self) -> LayerShape:

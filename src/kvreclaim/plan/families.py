@@ -21,7 +21,7 @@ class Family:
     norms:    vectors of hidden_size per layer
     windows:  which layers have a sliding_window: all; by layer_types; from max_window_layers on;
               "used", and from_layer: where use_sliding_window says so
-    pattern:  every n-th layer is full where layer_types is not given
+    pattern:  every n-th layer is full where layer_types is not given; 0: none
     sinks:    one per head
     experts:  whether there are routed ones, whose number stands under one of EXPERTS
     router_bias: of the router; expert_bias: of each expert
@@ -63,6 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(**_ALL_BIASED, mlp_bias="mlp_bias", defaults={**_BIASED, "mlp_bias": False}),
         "mistral": Family(windows="all", defaults={"sliding_window": 4096}),
+        "ministral": Family(windows="types", defaults={"sliding_window": 4096}),
         "mixtral": Family(windows="all", experts=True),
         "qwen2": Family(qkv_bias=True, windows="from_layer", defaults={"use_sliding_window": False}),
         "qwen3": Family(**_ALL_BIASED, qk_norm="head", windows="from_layer", defaults=_QWEN3),

@@ -42,6 +42,8 @@ class Footprint:
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
                 blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
     windows:    of layers that hold the last tokens alone, in blocks of the same pool, whatever is compressed
+    trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
+                everything
     """
 
     way: Way = Way.KEEP
@@ -58,6 +60,13 @@ class Footprint:
     aligned: bool = False
     compress_at: int = 0
     windows: tuple[Window, ...] = ()
+    trailing: Window | None = None
+
+    def seen_from(self, num_computed: int) -> int:
+        """Tokens before the first one that a later token sees, of those that may be given back."""
+        if self.trailing is None or self.way is not Way.KEEP:
+            return 0
+        return self.trailing.first_seen(num_computed)
 
     @property
     def bounded(self) -> bool:
@@ -161,6 +170,9 @@ class Footprint:
 
     def slots_needed(self, num_prompt: int, known: int) -> int:
         """Slots that a sequence holds at most on its way to these lengths, but for its windows."""
+        if self.way is Way.KEEP and self.trailing is not None:
+            most = self.trailing.most_blocks(known, min(self.max_chunk, known), self.block_size)
+            return min(known, most * self.block_size)
         if not self.way.reclaims:
             return known
         if self.aligned:

@@ -21,7 +21,7 @@ def longest_output(num_prompt: int, limit: int, footprint: Footprint, num_blocks
     excess = excess_slots(num_prompt, limit, footprint, num_blocks)
     if excess <= 0:
         return limit
-    if not footprint.windows:
+    if not footprint.windows and not footprint.trailing:
         return num_blocks * footprint.block_size if footprint.bounded else limit - excess
     low, high = 1, limit  # the windows' part grows with the length, too
     while high - low > 1:

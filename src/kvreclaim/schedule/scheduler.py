@@ -197,6 +197,8 @@ class Scheduler(Generic[Seq]):
                 try:
                     self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
                     seq.num_computed += row.num_tokens
+                    if seen_from := seq.footprint.seen_from(seq.num_computed):
+                        self.memory.let_go(seq.seq_id, seen_from)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
                     seq.last_step = self.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))

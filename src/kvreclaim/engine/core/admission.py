@@ -12,8 +12,8 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
-from kvreclaim.memory.windows.window import Window
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
 from kvreclaim.schedule.limits import check_blocks
@@ -81,14 +81,16 @@ def footprint_of(
     config: EngineConfig,
     prompt: list[int],
     compress_at: int | None = None,
-    windows: tuple[Window, ...] = (),
+    groups: LayerGroups | None = None,
 ) -> Footprint:
     """What a request's compression lets it hold in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
-    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, windows=windows)
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+    if groups is not None:
+        plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
     _check_compress_at(compress_at, compressor, len(prompt))
     if compressor is None:
         return plain

@@ -203,7 +203,7 @@ class Engine:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
         check_priority(priority, self.config)
-        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups.windows)
+        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)

@@ -52,6 +52,8 @@ class Windows:
         self._pool = pool
         self._size = block_size
         self._tables: dict[int, tuple[WindowTable, ...]] = {}
+        self._kept: dict[int, None] = {}
+        """Serials of entries behind which a turn has ended, while they may be live; the oldest first."""
 
     def tables(self, seq_id: int) -> tuple[WindowTable, ...]:
         """One for each window: read them, don't change them."""
@@ -105,16 +107,42 @@ class Windows:
         return tuple(found)
 
     def begin(
-        self, seq_id: int, hits: tuple[tuple[Row, ...], ...], num_hit: int, num_tokens: int, priority: int
+        self,
+        seq_id: int,
+        entries: Sequence[Entry],
+        hits: tuple[tuple[Row, ...], ...],
+        num_tokens: int,
+        priority: int,
     ) -> None:
-        """A sequence of so many known tokens begins behind num_hit blocks of tokens."""
-        end = max(0, num_tokens - 1) // self._size
+        """A sequence of so many known tokens begins with these entries, behind the rows of hits."""
+        end, num_hit = max(0, num_tokens - 1) // self._size, len(entries)
         tails = (end, num_hit) if (end - num_hit) * self._size >= TURN_TOKENS else (end,)
         tables = []
         for rows in hits or ((),) * len(self.windows):
             self._pool.hit([block for row in rows for block in row], priority)
             tables.append(WindowTable(num_hit - len(rows), list(rows), tails))
         self._tables[seq_id] = tuple(tables)
+        self._supersede(entries, end)
+
+    def _supersede(self, entries: Sequence[Entry], end: int) -> None:
+        """Earlier turns of what a sequence goes on with end near its own: who comes next goes on behind that,
+        and the rows before theirs are no longer worth more than others."""
+        first = max(0, end - TURN_TOKENS // self._size)
+        for i in range(len(entries) - 1, first - 1, -1):
+            if entries[i].serial not in self._kept:
+                continue
+            del self._kept[entries[i].serial]
+            for n, window in enumerate(self.windows):
+                for entry in entries[max(0, i + 1 - window.entries_before(self._size)) : i + 1]:
+                    if (row := self._pool.rows.find(RowKey(entry.serial, n))) is not None:
+                        self._pool.demote(row)
+
+    def _note_turn(self, main: BlockTable, end: int) -> None:
+        """A turn ends behind so many blocks of tokens of this sequence."""
+        if 0 < end <= len(main.entries):
+            self._kept[main.entries[end - 1].serial] = None
+            if len(self._kept) > self._pool.num_blocks:
+                del self._kept[next(iter(self._kept))]
 
     # Growth.
 
@@ -166,6 +194,9 @@ class Windows:
                     RowKey(main.entries[i].serial, n), table.rows[i - table.first], main.priority
                 )
             self._let_go(window, table, window.first_seen(main.logical_len) // self._size)
+        for end in self._tables[seq_id][0].tails:
+            if num_entered < end <= len(main.entries):
+                self._note_turn(main, end)
 
     def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
         count = min(first - table.first, len(table.rows))
@@ -192,9 +223,11 @@ class Windows:
             tables.append(replace(table, rows=rows, version=0))
         self._tables[child_id] = tuple(tables)
 
-    def free(self, seq_id: int) -> int:
+    def free(self, seq_id: int, main: BlockTable) -> int:
         """Forget a sequence; what it still sees is what its next turn goes on behind. Returns: blocks that
         went back to the pool."""
+        if self.windows:
+            self._note_turn(main, len(main.entries))
         tables = self._tables.pop(seq_id, ())
         return sum(self._pool.release(reversed(list(table.blocks()))) for table in tables)
 

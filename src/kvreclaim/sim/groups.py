@@ -1,0 +1,204 @@
+"""What tables of their own save for layers with sliding windows, and what conversations still hit: the
+engine's memory manager alone, in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.windows.tables import Windows, WindowTable
+from kvreclaim.memory.windows.window import Window, grouping
+from kvreclaim.options import check_options, option
+
+Row = dict[str, Any]
+SIZE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's layers: so many, every `pattern`-th with full attention, and bytes of a token in a layer."""
+
+    num_layers: int
+    pattern: int
+    window: int
+    token_bytes: int
+
+    @property
+    def windows(self) -> list[int | None]:
+        return [self.window if (n + 1) % self.pattern else None for n in range(self.num_layers)]
+
+
+SHAPES: Final = MappingProxyType(
+    {
+        "gpt-oss-20b": Shape(24, 2, 128, 2 * 8 * 64 * 2),
+        "gemma-2-9b": Shape(42, 2, 4096, 2 * 8 * 256 * 2),
+        "gemma-3-4b": Shape(34, 6, 1024, 2 * 4 * 256 * 2),
+        "gemma-3-27b": Shape(62, 6, 1024, 2 * 16 * 128 * 2),
+    }
+)
+"""In bf16, from their configurations."""
+CONTEXTS: Final = (8192, 32_768, 131_072)
+CHUNK: Final = 2048
+SPOKEN: Final = 16
+"""Tokens of an answer that are computed at once here."""
+AT_ONCE: Final = 4
+ENDLESS: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsPlan:
+    """Of the conversations. Raises: InvalidArgumentError."""
+
+    conversations: int = option(30, "That take turns.", low=1)
+    turns: int = option(5, "Of each.", low=2)
+    question: int = option(200, "Tokens of a question, on average.", low=2)
+    answer: int = option(4000, "Tokens of an answer, on average.", low=2)
+    seed: int = option(0, "Of their lengths.", low=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def held_bytes(shape: Shape, num_tokens: int, *, grouped: bool) -> int:
+    """Of one sequence that has computed so many tokens, as the memory manager counts its blocks."""
+    found = grouping(shape.windows) if grouped else None
+    windows = () if found is None else found.windows
+    layers = shape.num_layers if found is None else len(found.full)
+    memory = MemoryManager(
+        shape.num_layers * blocks_for(num_tokens + CHUNK, SIZE),
+        SIZE,
+        enable_prefix_caching=False,
+        windows=windows,
+    )
+    memory.admit(0, memory.match_prefix(memory.keys([0])))
+    for start in range(0, num_tokens, CHUNK):
+        memory.grow(0, min(CHUNK, num_tokens - start))
+        memory.commit(0, min(CHUNK, num_tokens - start))
+    return memory.num_blocks(0) * layers * SIZE * shape.token_bytes
+
+
+def memory_rows() -> list[Row]:
+    rows = []
+    for name, shape in SHAPES.items():
+        for context in CONTEXTS:
+            together, grouped = (held_bytes(shape, context, grouped=grouped) for grouped in (False, True))
+            rows.append(
+                {"model": name, "context": context, "one_table": together, "groups": grouped}
+                | {"ratio": together / grouped}
+            )
+    return rows
+
+
+class LastOut(Windows):
+    """As vLLM has it: whatever has left a window goes behind all other cached blocks."""
+
+    def _let_go(self, window: Window, table: WindowTable, first: int) -> None:
+        table.tails = tuple(range(table.end + 1))
+        super()._let_go(window, table, first)
+
+
+@dataclass(slots=True)
+class Talk:
+    """One conversation. tokens: all that have been said; turns: tokens of each question and answer."""
+
+    tokens: list[int]
+    turns: list[tuple[int, int]]
+    seq_id: int = -1
+    end: int = 0
+    hit: int = 0
+    asked: int = 0
+
+
+@dataclass(slots=True)
+class Talks:
+    """All of them over one memory, AT_ONCE at a time."""
+
+    plan: GroupsPlan
+    memory: MemoryManager
+    talks: list[Talk] = field(default_factory=list)
+    _last: int = 0
+    _token: int = 0
+
+    def __post_init__(self) -> None:
+        random = Random(self.plan.seed)
+        mean_question, mean_answer = self.plan.question, self.plan.answer
+        for _ in range(self.plan.conversations):
+            lengths = [
+                (random.randint(1, 2 * mean_question - 1), random.randint(1, 2 * mean_answer - 1))
+                for _ in range(self.plan.turns)
+            ]
+            self.talks.append(Talk([], lengths))
+
+    def run(self) -> int:
+        """Returns: tokens that were hit."""
+        for turn in range(self.plan.turns):
+            for first in range(0, len(self.talks), AT_ONCE):
+                talks = self.talks[first : first + AT_ONCE]
+                for talk in talks:
+                    self._ask(talk, turn)
+                while sum(map(self._step, talks)):
+                    pass
+                for talk in talks:
+                    self.memory.free(talk.seq_id)
+        return sum(talk.hit for talk in self.talks)
+
+    def _ask(self, talk: Talk, turn: int) -> None:
+        question, answer = talk.turns[turn]
+        self._say(talk, question)
+        talk.seq_id, talk.end = self._last, len(talk.tokens) + answer
+        self._last += 1
+        keys = self.memory.keys(talk.tokens)
+        match = self.memory.match_prefix(keys)
+        self.memory.admit(talk.seq_id, match)
+        talk.hit += match.num_tokens
+        talk.asked += len(talk.tokens)
+
+    def _say(self, talk: Talk, count: int) -> None:
+        talk.tokens += range(self._token, self._token + count)
+        self._token += count
+
+    def _step(self, talk: Talk) -> bool:
+        """Compute what is known, or say what comes next. Returns: whether it goes on."""
+        done = self.memory.table(talk.seq_id).logical_len
+        if done == len(talk.tokens):
+            if done == talk.end:
+                return False
+            self._say(talk, min(SPOKEN, talk.end - done))
+        count = min(CHUNK, len(talk.tokens) - done)
+        self.memory.grow(talk.seq_id, count)
+        self.memory.commit(talk.seq_id, count)
+        self.memory.settle()
+        return True
+
+
+def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) -> list[Row]:
+    """Hit tokens over those of a pool without end, for pools of which the conversations' blocks, with the
+    windows behind their last questions and answers, fill such a share."""
+    rows = []
+    for name in ("gpt-oss-20b", "gemma-3-4b"):
+        found = grouping(SHAPES[name].windows)
+        assert found is not None, f"{name} has windows"
+        endless = Talks(plan, MemoryManager(ENDLESS, SIZE, windows=found.windows))
+        most = endless.run()
+        kept = sum(_kept(talk, found.windows) for talk in endless.talks)
+        for occupancy in occupancies:
+            num_blocks = int(kept / occupancy)
+            ours = Talks(plan, MemoryManager(num_blocks, SIZE, windows=found.windows)).run()
+            memory = MemoryManager(num_blocks, SIZE, windows=found.windows)
+            memory.windows = LastOut(memory.pool, SIZE, found.windows)
+            others = Talks(plan, memory).run()
+            rows.append(
+                {"model": name, "occupancy": occupancy, "blocks": num_blocks, "hit_tokens": ours}
+                | {"share": ours / most, "share_last_out": others / most, "most": most}
+            )
+    return rows
+
+
+def _kept(talk: Talk, windows: tuple[Window, ...]) -> int:
+    tails = sum(2 * window.num_blocks * window.entries_before(SIZE) for window in windows)
+    return blocks_for(len(talk.tokens), SIZE) + tails
