@@ -134,7 +134,7 @@ class Soak:
         else:
             verdict = self.oracle.judge(number, tokens)
             if verdict not in (None, "tie"):
-                raise WrongError(f"{case}: {verdict}")
+                raise WrongError(f"{case}: {verdict}; {said['preemptions']} preemptions")
             kind = "compressed" if case.policy else "full"
             kind = kind if case.compress_at is None else "compressed at a place"
             outcomes["a tie" if verdict else f"as alone, {kind}"] += 1

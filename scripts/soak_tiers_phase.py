@@ -115,8 +115,8 @@ class Phase:
         place, number, _, _ = self._running.pop(request.request_id)
         outputs, metrics = request.output().outputs, request.collect_metrics()
         tokens = [output.token_ids for output in outputs]
-        postponed = metrics.compactions_postponed
-        say(place=place, number=number, tokens=tokens, error=request.error, postponed=postponed)
+        counts = {"postponed": metrics.compactions_postponed, "preemptions": metrics.preemptions}
+        say(place=place, number=number, tokens=tokens, error=request.error, **counts)
 
     def _give_up(self) -> None:
         now = self.engine.totals.steps

@@ -26,6 +26,7 @@ class ScoreShadow(Shadow):
 
     def __init__(self, llm: LLM, monkeypatch) -> None:
         self.scores: dict[int, dict[int, Tensor]] = {}
+        self.kept_scores: dict[object, dict[int, Tensor]] = {}
         self.shared: dict[tuple[str | None, tuple[int, ...]], Tensor] = {}
         self.num_compared = 0
         super().__init__(llm, monkeypatch)
@@ -34,11 +35,23 @@ class ScoreShadow(Shadow):
     def _watch_memory(self, llm: LLM, monkeypatch) -> None:
         super()._watch_memory(llm, monkeypatch)
         fork = llm.engine.memory.fork
+        snapshots = llm.engine.scheduler.snapshots
+        keep = snapshots.keep
 
         def watched_fork(parent_id, child_id, *args):
+            if parent_id not in self.scores and parent_id in llm.engine.lifecycle.hidden.held:
+                key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key  # it came from disk
+                self.scores[parent_id] = self.kept_scores.get(key, {})
             self.scores[child_id] = dict(self.scores.get(parent_id, {}))
             return fork(parent_id, child_id, *args)
 
+        def watched_keep(parent, hidden):
+            is_kept = keep(parent, hidden)
+            if is_kept:
+                self.kept_scores[hidden.snapshot_key] = self.scores[hidden.seq_id]
+            return is_kept
+
+        monkeypatch.setattr(snapshots, "keep", watched_keep)
         monkeypatch.setattr(llm.engine.memory, "fork", watched_fork)
 
     def _watch_steps(self, llm: LLM, monkeypatch) -> None:

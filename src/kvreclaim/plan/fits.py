@@ -13,12 +13,11 @@ def check_fits(cache: Cache, compression: str | None) -> None:
     if compression is None:
         return
     policy, _, _ = compression.partition(":")
-    odd = [n for n, layer in enumerate(cache.shape.layers) if layer.window is not None or layer.sinks]
-    if odd and cache.footprint.way in (Way.CELLS, Way.READS):
+    if all(layer.window for layer in cache.shape.layers) and cache.footprint.way in (Way.CELLS, Way.READS):
         raise InvalidArgumentError(
-            f"policy {policy} keeps or reads unequal tokens per head, which is not served for layers with a "
-            f"sliding window or attention sinks, and layer {odd[0]} of {cache.shape.name} is one; use a "
-            "policy with equal counts, such as query_mixture or snapkv.",
+            f"policy {policy} keeps or reads unequal tokens per head, which is served for layers with full "
+            f"attention, and {cache.shape.name} has none; use a policy with equal counts, such as "
+            "query_mixture or snapkv.",
             field="compression",
         )
     if not cache.form.is_plain and _turns_keys(parse_spec(policy)):

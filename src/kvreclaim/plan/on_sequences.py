@@ -104,7 +104,7 @@ def on_request(answer: Answer, cache: Cache, asked: Asked, context: int) -> None
         windowed = cache.shape.windowed_bytes(cache.form, context, size, asked.max_num_batched_tokens)
         section.row(
             "with windows given back",
-            f"{words.size(windowed)}, as vLLM does; here every layer holds every token",
+            f"{words.size(windowed)}, a chunk's included; all else here is of one table for all layers",
         )
     answer.set(
         context=context,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic
@@ -33,7 +32,7 @@ class PrefixesBelow(Generic[Seq]):
         self,
         wait_s: Callable[[int], float],
         is_worth: Callable[[int, int], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._wait_s, self._is_worth, self._clock = wait_s, is_worth, clock
         self._known: dict[str, int] = {}

@@ -56,6 +56,7 @@ class Sequence:
     arrived_at:   prompt tokens that had been processed, of all sequences, when it came
     num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
+    put_off:      passes that lacked blocks before it was last computed again: what was drawn then stays
     """
 
     seq_id: int
@@ -86,6 +87,7 @@ class Sequence:
     looked_up: int = -1
     awaits: Awaited | None = None
     num_awaited: int = 0
+    put_off: int = 0
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -143,5 +145,6 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
+        self.put_off += self.account.postponed
         self.num_computed = 0
         self.account = Account()

@@ -41,6 +41,48 @@ COPIED = Walk(
     ),
 )
 """A copy whose source another sequence has got is not made again."""
+ALL_GAVE_WAY = Walk(
+    Setup(
+        kv_format="kivi4",
+        num_blocks=8,
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        eviction_policy="slru",
+        host_slots=1,
+        preemption_mode="swap",
+        victim_policy="priority",
+        compressed_prefix_fraction=0.5,
+        disk_slots=20,
+    ),
+    (
+        Ask(
+            text=2,
+            cut=27,
+            tail=(9, 17, 5, 5, 9),
+            policy="ada_kv(snapkv(window=2), alpha=0)",
+            interval=6,
+            kind="many",
+            seed=1,
+            max_tokens=1,
+            retention=8,
+            tenant="x",
+            compress_at=14,
+        ),
+        Ask(
+            text=1,
+            cut=1,
+            tail=(5, 17),
+            policy="r_kv(window=3)",
+            kind="many",
+            max_tokens=9,
+            stop=(7, 11, 30),
+            retention=8,
+            tenant="x",
+            compress_at=14,
+        ),
+    ),
+)
+"""A step in which everybody gave way is none in which nobody fits."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -49,7 +91,7 @@ def test_a_random_walk(seed, machine, oracle):
     assert counts["steps"] > 0
 
 
-@pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED])
+@pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED, ALL_GAVE_WAY])
 def test_a_walk_that_failed_once(walk, machine, oracle):
     walk.run(machine, oracle)
 

@@ -251,8 +251,8 @@ class Engine:
             self.tiers.begin_step()
         plan = self.scheduler.schedule()
         step = self.lifecycle.follow(plan)
-        idle = not step and not touched and self.scheduler.waiting and not self.scheduler.running
-        if idle and (self.tiers is None or not self.tiers.wait()):
+        rests = not (step or touched or plan.preempted or self.scheduler.running)
+        if rests and self.scheduler.waiting and (self.tiers is None or not self.tiers.wait()):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)

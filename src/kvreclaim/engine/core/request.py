@@ -234,6 +234,7 @@ class Request:
         m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
         m.compactions = sum(a.compactions for a in accounts)
         m.compactions_postponed = sum(a.postponed for a in accounts)
+        m.compactions_postponed += sum(seq.put_off for seq in self.sequences)
         m.peak_blocks = max((peak for peak, _ in peaks), default=0)
         m.answer_blocks = max((peak for _, peak in peaks), default=0)
         return replace(m)
