@@ -12,7 +12,10 @@ from kvreclaim.memory.tiers.disk import Outcome, Transfer
 from kvreclaim.memory.tiers.manager import TieredMemory
 
 Content = tuple[Any, ...]
-"""Of each slot of a block: the salt and all tokens so far, or, behind something lossy, a name of its own."""
+"""Of each slot of a block: the salt, all tokens so far, and a name for who has computed it, since each may
+round otherwise; or, behind something lossy, a name of its own."""
+HIT = "hit"
+"""Whoever has computed it."""
 
 
 @dataclass(eq=False)
@@ -40,7 +43,7 @@ class TiersWorld:
         self.parked: dict[int, Live] = {}
         self.waiting: dict[int, Live] = {}
         self.under_way: list[Transfer] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: dict[int, tuple[tuple[int, int], ...]] = {}
         self.ids, self.names = count(1), count()
         self.num_hits = self.num_loads = self.num_back = 0
 
@@ -67,7 +70,7 @@ class TiersWorld:
         self.num_hits += len(match.entries)
         self.num_loads += len(match.lower)
         self.memory.admit(seq_id, match)
-        live.slots = [self._token(live, p) for p in range(match.num_tokens)]
+        live.slots = [self._token(live, p, HIT) for p in range(match.num_tokens)]
         self.live[seq_id] = live
 
     def grow(self, number: int, num_tokens: int) -> None:
@@ -76,7 +79,7 @@ class TiersWorld:
         live = self.live[seq_id]
         if live.grown or not self.memory.can_grow(seq_id, num_tokens):
             return
-        self.copies += self.memory.grow(seq_id, num_tokens).copies
+        self.copies[seq_id] = self.memory.grow(seq_id, num_tokens).copies
         live.grown = num_tokens
 
     def fork(self, number: int) -> None:
@@ -107,13 +110,14 @@ class TiersWorld:
         live.exact = False
 
     def park(self, number: int) -> None:
-        """One gives way that has not been computed in this step."""
-        seq_id = self._pick(number)
-        if not seq_id or self.live[seq_id].grown:
+        """One gives way, maybe after it has grown: then that was in vain."""
+        if not (seq_id := self._pick(number)):
             return
         before = self.memory.num_free
         if self.memory.park(seq_id):
-            self.parked[seq_id] = self.live.pop(seq_id)
+            self.parked[seq_id] = live = self.live.pop(seq_id)
+            self.copies.pop(seq_id, None)
+            live.grown = 0
         else:
             assert self.memory.num_free == before
 
@@ -179,7 +183,8 @@ class TiersWorld:
             self.host[slot] = self.device[block]
         moved = {block: self.host[slot] for slot, block in memory.take_loads()}
         self.device.update(moved)
-        self.device.update({target: self.device[source] for source, target in self.copies})
+        copies = [pair for pairs in self.copies.values() for pair in pairs]
+        self.device.update({target: self.device[source] for source, target in copies})
         self.copies.clear()
         for seq_id, live in self.live.items():
             self._write(seq_id, live)
@@ -201,7 +206,8 @@ class TiersWorld:
             p = len(live.slots)
             if len(live.tokens) <= self.memory.table(seq_id).logical_len + live.grown:
                 live.tokens.append(p % 2)
-            value = self._token(live, p) if live.exact else ("own", next(self.names))
+            name = next(self.names)
+            value = self._token(live, p, name) if live.exact else ("own", name)
             block = ids[p // self.size]
             assert block is not None
             others = self.memory.pool.refs[block] - self.memory._held[block]  # sources of copies are held
@@ -218,6 +224,9 @@ class TiersWorld:
             for i, block in enumerate(table.block_ids[: blocks_for(len(live.slots), self.size)]):
                 want = tuple(live.slots[i * self.size : (i + 1) * self.size])
                 held = self.device[block][: len(want)]
+                if any(each[-1] == HIT for each in want):
+                    assert [each[:-1] for each in held] == [each[:-1] for each in want], f"{held}: not {want}"
+                    live.slots[i * self.size : i * self.size + len(want)] = want = held
                 assert held == want, f"sequence {seq_id}, block {i}: {held} instead of {want}"
 
     def finish(self) -> None:
@@ -243,5 +252,5 @@ class TiersWorld:
     def _pick(self, number: int) -> int | None:
         return list(self.live)[number % len(self.live)] if self.live else None
 
-    def _token(self, live: Live, position: int) -> Any:
-        return live.salt, tuple(live.tokens[: position + 1])
+    def _token(self, live: Live, position: int, name: Any) -> Any:
+        return live.salt, tuple(live.tokens[: position + 1]), name
