@@ -87,3 +87,14 @@ def test_a_prompt_that_will_need_blocks_of_its_own_begins_when_there_are_enough(
             pair.add(pair.small)
     assert len(pair.preempted) <= 1, "the neighbour's own growth may cost it its place once"
     assert pair.memory.stats().in_use == 0
+
+
+def test_passes_that_lacked_blocks_are_remembered_over_a_preemption():
+    """What was drawn while they were late stays, and so does the count that says so."""
+    seq = Sequence(0, "r", list(range(9)), num_prompt=4, max_len=20)
+    seq.account.postponed = 2
+    seq.reset()
+    assert (seq.account.postponed, seq.put_off) == (0, 2)
+    seq.account.postponed = 1
+    seq.reset()
+    assert seq.put_off == 3
