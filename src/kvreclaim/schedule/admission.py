@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
 from kvreclaim.schedule.in_flight import InFlight
@@ -114,12 +116,29 @@ class Admission(Generic[Seq]):
                 self.giving_way.preempt([victim], seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:
+            if seq.followers:
+                return self._begin_all_again(seq, match, parked, step)
             parked.resume(seq.seq_id, match)
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
             seq.num_computed = match.num_tokens
         num_loaded = len(match.lower) * state.memory.block_size
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None), step)
+        return True
+
+    def _begin_all_again(self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: Draft[Seq]) -> bool:
+        """Bring sequences back that run together, in one step; there is room in the pool. Returns: whether
+        the step has a token left for each."""
+        followers, seq.followers, seq.seats = seq.followers, [], 1
+        if step.room(seq) <= len(followers):
+            seq.followers, seq.seats = followers, len(followers) + 1
+            return False
+        parked.resume(seq.seq_id, match)
+        self._begin(seq, Admitted(seq.seq_id, match.num_tokens, 0, resumed=True), step)
+        for each in followers:
+            match = self.state.match(each)
+            parked.resume(each.seq_id, match)
+            self._run(each, Admitted(each.seq_id, match.num_tokens, 0, resumed=True), step)
         return True
 
     def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
@@ -152,8 +171,11 @@ class Admission(Generic[Seq]):
 
     def _begin(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
         """It has its blocks: it leaves the queue and computes its next tokens."""
+        self.state.waiting.begin(seq)
+        self._run(seq, begun, step)
+
+    def _run(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
         state = self.state
-        state.waiting.begin(seq)
         state.end_loading(seq)
         room = step.room(seq)
         state.running.append(seq)

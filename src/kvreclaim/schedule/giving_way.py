@@ -41,13 +41,15 @@ class GivingWay(Generic[Seq]):
             self.state.waiting.add_back(victim)
 
     def _preempt_all(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
-        """Sequences that run together: the first one waits for all of them, and is computed again up to where
-        they part; there the others fork from it."""
+        """Sequences that run together: the first one waits for all of them. Either all of them keep what
+        their blocks hold, and come back in one step, or it is computed again up to where they part, and there
+        the others fork from it."""
         group = [seq for seq in self.state.running if seq.first_id == victim.first_id]
         first = min(group, key=lambda seq: seq.index)
         unborn = first.followers  # it was on its way to where they part
+        parked = not unborn and self._park_all(group, step)
         for seq in reversed(group):
-            self._preempt(seq, needy, reason, step, parked=False)
+            self._preempt(seq, needy, reason, step, parked=parked)
         if len(group) > 1:
             first.followers = [seq for seq in group if seq is not first]
             first.seats = len(group)
@@ -80,15 +82,33 @@ class GivingWay(Generic[Seq]):
         victim.status = Status.WAITING
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
-    def _park(self, victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
-        """Move what its blocks hold to slots, if that is wanted and there are some. Of one that has begun in
-        this very step nothing is there yet; one that has come back in it just goes back."""
-        tiers = self.state.tiers
-        if tiers is None:
+    def _park_all(self, group: ListLike[Seq], step: Draft[Seq]) -> bool:
+        """Park all of them, what they share once, or none. Returns: which."""
+        swaps, tiers = self.preemption.swaps(group, self.state.memory), self.state.tiers
+        if tiers is None or not all(self._is_worth_slots(seq, step, swaps=swaps) for seq in group):
             return False
+        if not tiers.can_park([seq.seq_id for seq in group]):
+            return False
+        for seq in group:
+            has_slots = tiers.park(seq.seq_id)
+            assert has_slots, f"sequence {seq.seq_id} finds no slots, though there were some for all"
+        return True
+
+    def _park(self, victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
+        """Move what its blocks hold to slots, if that is wanted and there are some."""
+        tiers = self.state.tiers
+        return (
+            tiers is not None
+            and self._is_worth_slots(victim, step, swaps=swaps)
+            and tiers.park(victim.seq_id)
+        )
+
+    @staticmethod
+    def _is_worth_slots(victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
+        """Of one that has begun in this very step nothing is there yet; one that has come back in it just
+        goes back."""
         begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)
-        wanted = swaps and victim.num_computed > 0 if begun is None else begun.resumed
-        return wanted and tiers.park(victim.seq_id)
+        return swaps and victim.num_computed > 0 if begun is None else begun.resumed
 
 
 def common_length(tokens: ListLike[ListLike[int]]) -> int:

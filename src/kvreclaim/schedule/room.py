@@ -34,11 +34,18 @@ def _slots_of_followers(seq: Sequence, size: int) -> int:
     for follower in seq.followers:
         known = len(follower.token_ids)
         slots += seq.footprint.window_slots(known)
-        if seq.footprint.way.moves and seq.footprint.bounded:
+        if _becomes_own(seq):
             slots += blocks_for(seq.footprint.slots_needed(seq.num_prompt, known), size) * size
         else:
             slots += (blocks_for(known, size) - seq.fork_at // size) * size
     return slots
+
+
+def _becomes_own(seq: Sequence) -> bool:
+    """Whether passes will make blocks its own that it shares with others."""
+    first_pass = seq.footprint.first_pass(seq.num_prompt)
+    moves = seq.footprint.way.moves and seq.footprint.bounded
+    return moves and first_pass is not None and first_pass < seq.max_len
 
 
 def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> int:
@@ -62,15 +69,22 @@ def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> i
 
 
 def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) -> int:
-    """Of one that comes back as it was: what it held, its next tokens, and what it will take for sure."""
-    size, table = memory.block_size, memory.parked(seq.seq_id).table
-    peak = table.physical_len + seq.next_chunk
-    if seq.footprint.bounded:
-        peak = max(peak, min(seq.max_len, seq.footprint.decode_cap))
-    growth = blocks_for(peak, size) - blocks_for(table.physical_len, size)
-    if seq.footprint.way.moves and not seq.account.compactions and seq.footprint.bounded:
-        growth += memory.num_shared(match) + memory.num_coming(seq.seq_id, match)
-    return (memory.num_to_resume(seq.seq_id, match) + growth) * size
+    """Of one that comes back as it was, with those that come back with it: what they held, their next tokens,
+    and what they will take for sure."""
+    size, growth = memory.block_size, 0
+    for each in (seq, *seq.followers):
+        length = memory.parked(each.seq_id).table.physical_len
+        peak = length + (1 if seq.followers else seq.next_chunk)
+        if each.footprint.bounded:
+            peak = max(peak, min(each.max_len, each.footprint.decode_cap))
+        growth += blocks_for(peak, size) - blocks_for(length, size)
+    if _becomes_own(seq):
+        for each in seq.followers:
+            growth += len(memory.parked(each.seq_id).held)
+        if not seq.account.compactions:
+            growth += memory.num_shared(match) + memory.num_coming(seq.seq_id, match)
+    others = [each.seq_id for each in seq.followers]
+    return (memory.num_to_resume(seq.seq_id, match, others) + growth) * size
 
 
 def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts: bool) -> int:

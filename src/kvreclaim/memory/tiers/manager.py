@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -57,6 +58,15 @@ class TieredMemory(WriteThrough):
             table = self.table(seq_id)
             blocks.update(self._sources(table, len(self._slots_below(seq_id, table))))
         return len(blocks - self._leaving.keys() - {None})
+
+    def can_park(self, seq_ids: ListLike[int]) -> bool:
+        """Whether there are slots to park all of these, one after the other."""
+        if all(seq_id in self._resumed for seq_id in seq_ids):
+            return True
+        refs = self.host.pool.refs
+        below = {slot for each in seq_ids for slot in self._slots_below(each, self.table(each))}
+        new, queued = self.num_to_park(seq_ids), sum(not refs[slot] for slot in below)
+        return new + queued <= self.host.pool.num_free and len(self._own) + new <= self.max_parked
 
     def _sources(self, table: BlockTable, first: int) -> list[int | None]:
         """Where the tokens of its entries from `first` on lie before this step's copies; None: a hole."""
@@ -146,9 +156,22 @@ class TieredMemory(WriteThrough):
         same = takewhile(lambda pair: pair[0].serial in self._twins.get(pair[1], ()), pairs)
         return replace(match, entries=match.entries[: len(list(same))], lower=())
 
-    def num_to_resume(self, seq_id: int, match: PrefixMatch) -> int:
-        """Blocks that it takes beside those of the match, its own next tokens not counted."""
-        return len(self._parked[seq_id].held) - len(match.entries) - self.num_coming(seq_id, match)
+    def num_to_resume(self, seq_id: int, match: PrefixMatch, others: ListLike[int] = ()) -> int:
+        """Blocks that it takes beside those of the match, its own next tokens not counted; and others that
+        come back with it, who share its full blocks."""
+        needed = len(self._parked[seq_id].held) - len(match.entries) - self.num_coming(seq_id, match)
+        known = set(self._full_slots(self._parked[seq_id]))
+        for other in others:
+            parked = self._parked[other]
+            full = [slot for slot in self._full_slots(parked) if slot not in known]
+            needed += len(full) + len(parked.held) - len(self._full_slots(parked))
+            known.update(full)
+        return needed
+
+    def _full_slots(self, parked: Parked) -> list[int]:
+        """That hold its full blocks."""
+        slots = parked.slots[: parked.table.physical_len // self.block_size]
+        return [slot for slot in slots if slot is not None]
 
     def num_coming(self, seq_id: int, match: PrefixMatch) -> int:
         """Blocks that it would share with others that have come back in this step, beside the match."""

@@ -1,0 +1,123 @@
+"""Beam searches that give way and keep what their blocks hold: parked as one, what they share once, and back
+in one step."""
+
+from __future__ import annotations
+
+import odd_policies
+import pytest
+import tiny
+from settings import assert_idle, small
+from test_beam_search import MOVING, WIDE, answers, force, same
+
+from kvreclaim import SamplingParams
+from kvreclaim.schedule.sequence import Status
+
+SWAP = {"kv_offloading_size": 0.05, "preemption_mode": "swap"}
+PROMPTS = tiny.prompts((70, 37), seed=8)
+
+
+@pytest.fixture(autouse=True)
+def _policies(monkeypatch):
+    odd_policies.register(monkeypatch)
+
+
+def check_empty(llm):
+    assert_idle(llm)
+    assert llm.engine.memory.num_parked == llm.engine.memory.host.pool.num_in_use == 0
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4", "turboquant4", "kivi4"])
+@pytest.mark.parametrize("policy", [None, *MOVING[:2], "ada_kv(snapkv(window=3),alpha=0)", "quest"])
+def test_they_find_what_they_would_have_found(make_llm, monkeypatch, form, policy):
+    """To the bit, in formats whose blocks would be others if they were computed again, too."""
+    config = None if policy is None else small(policy, budget=48, interval=16)
+    want = [make_llm(kv_cache_dtype=form).beam_search(prompt, WIDE, config)[0] for prompt in PROMPTS]
+    llm = make_llm(kv_cache_dtype=form, **SWAP)
+    force(llm, monkeypatch, 7)
+    found = llm.beam_search(PROMPTS, WIDE, config)
+    assert llm.engine.totals.swaps > 4
+    same(answers(found), answers(want))
+    check_empty(llm)
+
+
+@pytest.mark.parametrize("victims", ["last", "priority", "lru", "cost"])
+def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims):
+    prompts = tiny.prompts((70, 37, 21, 50), seed=8)
+    want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
+    llm = make_llm(num_blocks=18, victim_policy=victims, max_num_seqs=10, **SWAP)
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    others = [engine.add_request(f"o{i}", p, params) for i, p in enumerate(tiny.prompts((40, 60), seed=3))]
+    requests = [engine.add_request(f"r{i}", p, WIDE.sampling, beams=WIDE) for i, p in enumerate(prompts)]
+    while engine.has_unfinished:
+        engine.step()
+        engine.memory.check()
+        for request in requests:
+            assert len({seq.status for seq in request.sequences}) == 1, "beams run or wait as one"
+    assert engine.totals.swaps > 0
+    assert not [request.error for request in (*requests, *others) if request.error]
+    same(answers([request.output() for request in requests]), want)
+    check_empty(llm)
+
+
+def give_way_once(llm, monkeypatch, request):
+    """The search gives way in the first step in which all its beams run, and nobody begins in that."""
+    scheduler = llm.engine.scheduler
+    decide, held = scheduler._decide, []
+
+    def preempting(step):
+        running = [seq for seq in scheduler.running if seq.request is request]
+        if len(running) == 4 and not held and running[0].num_computed > len(request.prompt_token_ids) + 5:
+            memory = llm.engine.memory
+            blocks = {block for seq in running for block in memory.table(seq.seq_id).blocks()}
+            held.append(len(blocks))
+            scheduler.giving_way.preempt([running[2]], running[0], "decode", step)
+            step.pressed = True
+        decide(step)
+
+    monkeypatch.setattr(scheduler, "_decide", preempting)
+    return held
+
+
+def test_what_beams_share_is_parked_once(make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=4, **SWAP)
+    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, beams=WIDE)
+    held = give_way_once(llm, monkeypatch, request)
+    while not held:
+        llm.engine.step()
+    memory = llm.engine.memory
+    assert memory.num_parked == 4
+    assert memory.host.pool.num_in_use == held[0] < 4 * 18
+    assert memory.pool.num_in_use == 0
+    llm.engine.step()
+    assert memory.num_parked == 0
+    assert {seq.status for seq in request.sequences} == {Status.RUNNING}
+    assert memory.pool.num_in_use <= held[0] + 4
+    llm.engine.abort("r")
+    check_empty(llm)
+
+
+def test_an_abort_while_they_are_parked_leaves_nothing(make_llm, monkeypatch):
+    llm = make_llm(**SWAP)
+    request = llm.engine.add_request("r", PROMPTS[0], WIDE.sampling, beams=WIDE)
+    held = give_way_once(llm, monkeypatch, request)
+    while not held:
+        llm.engine.step()
+    assert llm.engine.memory.num_parked == 4
+    llm.engine.abort("r")
+    check_empty(llm)
+
+
+def test_a_host_too_small_for_all_of_them_keeps_none(make_llm, monkeypatch):
+    """They are computed again, and find the same."""
+    (want,) = make_llm().beam_search(PROMPTS[0], WIDE)
+    block = make_llm().engine.cache.bytes_per_block
+    llm = make_llm(
+        enable_prefix_caching=False, kv_offloading_size=3.5 * block / 2**30, preemption_mode="swap"
+    )
+    force(llm, monkeypatch, 7)
+    (found,) = llm.beam_search(PROMPTS[0], WIDE)
+    assert llm.engine.totals.swaps == 0
+    assert sum(llm.engine.totals.preemptions.values()) > 4
+    same(answers([found]), answers([want]))
+    check_empty(llm)
