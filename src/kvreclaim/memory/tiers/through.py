@@ -70,6 +70,7 @@ class WriteThrough(MemoryManager):
             raise InvalidArgumentError(
                 f"num_host_slots is {num_host_slots}; a tier has at least 1 slot; give the host more memory"
             )
+        assert not self.windows.windows, "windows have no slots; the engine lets all layers share one table"
         self.host = Tier(num_host_slots, block_size, host_eviction_policy)
         self.disk = (
             DiskTier(self.host, num_disk_slots, block_size, disk_eviction_policy) if num_disk_slots else None
