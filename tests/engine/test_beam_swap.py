@@ -60,6 +60,37 @@ def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims):
     check_empty(llm)
 
 
+@pytest.mark.parametrize("every", [9, 11, 13])
+def test_that_give_way_while_some_of_them_wait_for_the_others_tokens(make_llm, monkeypatch, every):
+    """A step has tokens for fewer beams than run: what those that it computed have come to stays."""
+    prompts = tiny.prompts((9, 4), seed=8)
+    want = [make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts]
+    llm = make_llm(max_num_batched_tokens=5, max_num_seqs=9, **SWAP)
+    force(llm, monkeypatch, every)
+    found = llm.beam_search(prompts, WIDE)
+    assert llm.engine.totals.swaps > 4
+    same(answers(found), answers(want))
+    check_empty(llm)
+
+
+def test_searches_of_two_tenants(make_llm):
+    prompts = tiny.prompts((70, 37, 21, 50), seed=8)
+    want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
+    llm = make_llm(num_blocks=14, max_num_seqs=10, max_num_batched_tokens=8, **SWAP)
+    engine = llm.engine
+    requests = [
+        engine.add_request(f"r{i}", prompt, WIDE.sampling, beams=WIDE, tenant="ab"[i % 2])
+        for i, prompt in enumerate(prompts)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+        engine.memory.check()
+    assert engine.totals.swaps > 0
+    assert not [request.error for request in requests if request.error]
+    same(answers([request.output() for request in requests]), want)
+    check_empty(llm)
+
+
 def give_way_once(llm, monkeypatch, request):
     """The search gives way in the first step in which all its beams run, and nobody begins in that."""
     scheduler = llm.engine.scheduler

@@ -66,7 +66,8 @@ class Admission(Generic[Seq]):
         first = [seq for seq in begun if seq.tenant in new]
         if not first:
             return
-        most = max(shares.seats // 2, sum(step.rows[seq.seq_id][0].num_tokens for seq in first))
+        rows = (step.rows[seq.seq_id][0] for seq in first if seq.seq_id in step.rows)
+        most = max(shares.seats // 2, sum(row.num_tokens for row in rows))
         least, counts = max(seq.priority for seq in first), Counter()
         for seq in state.running:
             if seq.tenant not in new and seq.seq_id in step.rows and seq.priority >= least:
@@ -108,6 +109,8 @@ class Admission(Generic[Seq]):
         while has_seat and not fits and state.snapshots.give_way():
             match = state.match(seq)
             fits = state.memory.can_admit(match, needed(state.running))
+        if parked is not None and not fits and not state.running:
+            return self._admit_anew(seq, parked, step)
         if not fits:
             victims = shares.victims(seq, match, needed) if shares is not None else []
             if not victims:
@@ -117,7 +120,8 @@ class Admission(Generic[Seq]):
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:
             if seq.followers:
-                return self._begin_all_again(seq, match, parked, step)
+                self._begin_all_again(seq, match, parked, step)
+                return True
             parked.resume(seq.seq_id, match)
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
@@ -126,20 +130,23 @@ class Admission(Generic[Seq]):
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None), step)
         return True
 
-    def _begin_all_again(self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: Draft[Seq]) -> bool:
-        """Bring sequences back that run together, in one step; there is room in the pool. Returns: whether
-        the step has a token left for each."""
+    def _admit_anew(self, seq: Seq, parked: TieredMemory, step: Draft[Seq]) -> bool:
+        """Of sequences that fit into no pool as they were, passes that lacked blocks having let them grow,
+        nothing is kept: computed again, they are no larger than they were let in for."""
+        for each in (seq, *seq.followers):
+            parked.drop_parked(each.seq_id)
+            each.reset()
+        return self._admit(seq, step)
+
+    def _begin_all_again(self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: Draft[Seq]) -> None:
+        """Bring sequences back that run together, in one step; there is room for them in the pool. Those that
+        this step has no tokens for go on later, and so do those that only wait for the others."""
         followers, seq.followers, seq.seats = seq.followers, [], 1
-        if step.room(seq) <= len(followers):
-            seq.followers, seq.seats = followers, len(followers) + 1
-            return False
-        parked.resume(seq.seq_id, match)
-        self._begin(seq, Admitted(seq.seq_id, match.num_tokens, 0, resumed=True), step)
-        for each in followers:
-            match = self.state.match(each)
+        self.state.waiting.begin(seq)
+        for each in (seq, *followers):
+            match = self.state.match(each) if each is not seq else match
             parked.resume(each.seq_id, match)
-            self._run(each, Admitted(each.seq_id, match.num_tokens, 0, resumed=True), step)
-        return True
+            self._run(each, Admitted(each.seq_id, match.num_tokens, resumed=True), step, most=1)
 
     def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
         """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
@@ -172,9 +179,10 @@ class Admission(Generic[Seq]):
     def _begin(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
         """It has its blocks: it leaves the queue and computes its next tokens."""
         self.state.waiting.begin(seq)
-        self._run(seq, begun, step)
+        self._run(seq, begun, step, most=seq.next_chunk)
 
-    def _run(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
+    def _run(self, seq: Seq, begun: Admitted, step: Draft[Seq], *, most: int) -> None:
+        """most: tokens that there are blocks for"""
         state = self.state
         state.end_loading(seq)
         room = step.room(seq)
@@ -182,7 +190,8 @@ class Admission(Generic[Seq]):
         state.clock += 0 if begun.resumed else min(begun.num_hit, seq.num_prompt)
         seq.status, seq.last_step = Status.RUNNING, state.num_steps
         step.admitted.append(begun)
-        state.compute(seq, min(seq.next_chunk, room), step)
+        if num_tokens := min(seq.next_chunk, room, most):
+            state.compute(seq, num_tokens, step)
 
     def _has_seat(self, seq: Seq) -> bool:
         return seq.seats <= self._num_seats_left

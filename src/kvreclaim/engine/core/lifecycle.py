@@ -165,8 +165,7 @@ class Lifecycle:
                 self.totals.swaps += 1
             else:
                 self.signals.drop(lost.seq_id)
-            if seq.request.beams is not None:
-                seq.request.beams.rows.clear()
+                self._compute_anew(seq)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
         self.hidden.park(plan.parked)
@@ -176,7 +175,9 @@ class Lifecycle:
                 with self.contained(seq.request, "beginning behind a compressed prefix"):
                     self.hidden.begin(seq, begun.snapshot, begun.unparked)
                 is_read = self.hidden.used(begun.snapshot)
-            if begun.resumed and self.tiers is not None:
+            if not begun.resumed:
+                self._compute_anew(seq)
+            elif self.tiers is not None:
                 with self.contained(seq.request, "bringing back"):
                     self.tiers.parking.resume(seq)
             metrics = seq.request.metrics
@@ -192,6 +193,14 @@ class Lifecycle:
         rows = (row for row in plan.rows if row.seq_id in self.sequences)
         return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
 
+    def _compute_anew(self, seq: Sequence) -> None:
+        """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
+        for each in (seq, *seq.followers):
+            if self.tiers is not None:
+                self.tiers.parking.drop(each.seq_id)
+        if seq.request.beams is not None:
+            seq.request.beams.rows.clear()
+
     def unmoved(self, plan: StepPlan) -> None:
         """What a plan was to move between blocks and host may not have arrived: nobody finds it, or takes it
         back. Whoever was to come back computes anew; those that the plan computes are the caller's."""
@@ -201,8 +210,8 @@ class Lifecycle:
             seq = self.sequences.get(lost.seq_id)
             if lost.parked and seq is not None and seq.status is Status.WAITING and self.tiers is not None:
                 self.tiers.memory.drop_parked(seq.seq_id)
-                self.tiers.parking.drop(seq.seq_id)
                 seq.reset()
+                self._compute_anew(seq)
         unparked = [
             begun.snapshot for begun in plan.admitted if begun.unparked and begun.snapshot is not None
         ]
