@@ -24,6 +24,7 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MinistralConfig,
@@ -44,6 +45,7 @@ from transformers import (
 
 VOCAB_SIZE = 272
 WINDOW = 8
+CHUNK = 16
 WEIGHT_GAIN = 8.0
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -127,6 +129,18 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "attention_chunk_size": CHUNK,
+            "floor_scale": 20,
+            "attn_scale": 0.4,
+        },
+    ),
     "phi3": (Phi3Config, {}),
     "gpt-oss": (
         GptOssConfig,
@@ -157,8 +171,8 @@ SCALED = ("llama-llama3", "llama-yarn", "llama-linear")
 REFUSED = ("stablelm", "falcon", "mamba", "jamba", "t5")
 FAMILIES = tuple(name for name in _CLASSES if name not in SCALED + REFUSED)
 LATENT = ("deepseek-v2", "deepseek-v3")
-WINDOWED = ("mistral", "ministral", "gemma2", "gemma3", "gpt-oss")
-GROUPED = ("ministral", "gemma2", "gemma3", "gpt-oss")
+WINDOWED = ("mistral", "ministral", "gemma2", "gemma3", "gpt-oss", "llama4")
+GROUPED = ("ministral", "gemma2", "gemma3", "gpt-oss", "llama4")
 
 
 def config(family: str, **overrides: Any) -> PreTrainedConfig:

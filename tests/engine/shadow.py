@@ -339,6 +339,10 @@ class Shadow:
         mask = attended[:, None, :] & (torch.arange(total) <= queries[:, None])
         if call.softmax.window is not None:
             mask = mask & (queries[:, None] - torch.arange(total) < call.softmax.window)
+        if call.softmax.chunk is not None:
+            mask = mask & (
+                queries[:, None] // call.softmax.chunk == torch.arange(total) // call.softmax.chunk
+            )
         group = call.q.shape[1] // heads
         q = call.q[rows].transpose(0, 1).double().unflatten(0, (heads, group))
         scores = torch.einsum("kgtd,ksd->kgts", q, history.k[layer]) * call.softmax.scale

@@ -40,7 +40,8 @@ def load(directory: Path, **limits: int | bool) -> LLM:
 def few(family: str, num_blocks: int, grouped: int, tables: int) -> int:
     """Blocks that do not suffice for all prompts at once; where windows have tables of their own a block is
     that of one table. grouped: with two; tables: of gemma3 with six."""
-    own = {"gemma3": tables, "gemma2": grouped, "gpt-oss": grouped, "ministral": (grouped + tables) // 2}
+    between = (grouped + tables) // 2
+    own = {"gemma3": tables, "gemma2": grouped, "gpt-oss": grouped, "ministral": between, "llama4": between}
     own["mistral"] = 6 if num_blocks == 9 else 8  # what has left its windows is given back
     return own.get(family, num_blocks)
 

@@ -12,10 +12,10 @@ from signal_shadow import SignalShadow
 from sparse_shadow import SparseShadow
 from test_uneven import tokens
 
-from kvreclaim import BeamSearchParams, SamplingParams
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim import LLM, BeamSearchParams, SamplingParams
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows.window import Chunk, Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED
@@ -91,9 +91,11 @@ def test_what_is_held_is_what_the_formula_says(family, make_llm):
     held = []
     params = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
     llm.generate(tiny.prompts((90,)), params, on_step=lambda step: held.append(step.blocks_in_use))
-    tables = window.num_blocks * (blocks_for(tiny.WINDOW - 1, 4) + 1)
+    is_chunk = isinstance(window, Chunk)
+    tables = window.num_blocks * (tiny.CHUNK // 4 if is_chunk else blocks_for(tiny.WINDOW - 1, 4) + 1)
     assert max(held[10:]) <= blocks_for(160, 4) + tables
     assert held[-2] >= blocks_for(158, 4) + tables - window.num_blocks
+    assert len(set(held[10:])) > 1 + is_chunk, "a chunk's end gives its blocks back"
 
 
 @pytest.mark.parametrize("family", GROUPED)
@@ -204,3 +206,36 @@ def test_refusals_name_the_option(make_llm, tmp_path):
     assert not make_llm("gemma2", kv_offloading_size=0.01).engine.groups.windows
     assert not make_llm("gemma2", disable_hybrid_kv_cache_manager=True).engine.groups.windows
     assert not make_llm("llama").engine.groups.windows
+
+
+def test_chunks_take_tables_of_their_own(make_llm):
+    for options, said in (
+        ({"block_size": 32}, "block_size is 32, but layers of .* attend within chunks of 16 tokens"),
+        ({"disable_hybrid_kv_cache_manager": True}, "which takes tables of their own; leave it out"),
+        ({"kv_offloading_size": 0.01}, "no places in host memory; leave it out"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said):
+            make_llm("llama4", **options)
+
+
+def test_a_model_of_chunks_alone_is_refused(tmp_path):
+    directory = tiny.save_model("llama4", tmp_path, no_rope_layers=[1, 1, 1, 1])
+    with pytest.raises(UnsupportedModelError, match="none has full attention"):
+        LLM(directory, device="cpu")
+
+
+def test_prompts_that_end_anywhere_in_a_chunk(make_llm, tiny_dir):
+    """Chunks of 16 in steps of 7, 16 and 40 tokens, hit at every block."""
+    prompts = tiny.prompts((15, 16, 17, 31, 32, 33, 48, 64), seed=9)
+    params = SamplingParams(temperature=0.0, max_tokens=34, ignore_eos=True)
+    want = tiny.greedy(tiny_dir("llama4"), prompts, 34)
+    for most in (7, 16, 40):
+        llm = make_llm("llama4", block_size=4, num_blocks=2000, max_num_batched_tokens=most)
+        for cut in (0, 1, 2, 3, 5, 8):
+            again = [[*prompt, *said[: 4 * cut]] for prompt, said in zip(prompts, want, strict=True)]
+            outputs = llm.generate(again, params)
+            assert [t[: 34 - 4 * cut] for t in tokens(outputs)] == [said[4 * cut :] for said in want]
+            if cut:
+                hits = [out.metrics.num_cached_tokens for out in outputs]
+                assert hits == [(len(prompt) - 1) // 4 * 4 for prompt in again]
+        assert_idle(llm)

@@ -9,7 +9,7 @@ import pytest
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.windows.tables import TURN_TOKENS
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows.window import Chunk, Window
 
 SIZE = 2
 
@@ -54,10 +54,50 @@ def test_a_sequence_holds_what_its_window_needs(window, chunk):
     assert memory.num_free == 400
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("step", [1, 3, 20])
+def test_a_sequence_holds_its_last_chunk(size, step):
+    memory = make(400, Chunk(size, 3))
+    assert [Chunk(8).first_seen(position) for position in (13, 8, 7)] == [8, 8, 0]
+    run(memory, 0, list(range(61)), chunk=step)
+    (table,) = memory.windows.tables(0)
+    assert table.first == 61 // size * size // SIZE
+    assert len(table.rows) == blocks_for(61 % size, SIZE)
+    memory.free(0)
+    memory.check()
+    assert memory.num_free == 400
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cached", "expected"),
+    [
+        (20, [0, 0, 0, 0, 0, 0, 0, 0, 1], 18),
+        (20, [1, 1, 1, 1, 1, 1, 1, 1, 0], 16),
+        (20, [0, 0, 0, 0, 0, 0, 0, 0, 0], 16),
+        (17, [0, 0, 0, 0, 0, 0, 0, 0], 16),
+        (15, [0, 0, 0, 0, 1, 0, 1], 10),
+        (15, [1, 1, 1, 1, 0, 1, 1], 8),
+        (15, [0, 0, 0, 0, 1, 1, 1], 14),
+        (7, [0, 1, 1], 0),
+        (7, [1, 1, 0], 4),
+    ],
+)
+def test_hits_within_chunks(num_tokens, cached, expected):
+    """S = 2, chunks of 8: blocks from the chunk's start on are needed, and none before."""
+    memory, tokens = make(400, Chunk(8)), list(range(num_tokens))
+    run(memory, 0, tokens, chunk=num_tokens)
+    entries = memory.table(0).entries
+    for i, keep in enumerate(cached):
+        if not keep:
+            memory.pool.strip(memory.pool.rows.find((entries[i].serial, 0))[0])
+    assert memory.match_prefix(memory.keys(tokens)).num_tokens == expected
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_most_blocks_is_reached_and_never_passed(chunk, length):
-    window, most = Window(6, 2), 0
+@pytest.mark.parametrize("window", [Window(6, 2), Chunk(8, 2)])
+def test_most_blocks_is_reached_and_never_passed(chunk, length, window):
+    most = 0
     memory = make(400, window)
     keys = memory.keys(list(range(length)))
     memory.admit(0, memory.match_prefix(keys))

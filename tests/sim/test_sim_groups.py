@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory.windows.window import Place, grouping
+from kvreclaim.memory.windows.window import Chunk, Place, Window, grouping
 from kvreclaim.sim.groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
 
@@ -15,30 +15,32 @@ from kvreclaim.sim.groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_r
         ("gemma-2-9b", (1.33, 1.78, 1.94)),
         ("gemma-3-4b", (3.89, 5.73, 6.5)),
         ("gemma-3-27b", (3.54, 5.22, 5.92)),
+        ("llama-4-scout", (1.0, 2.29, 3.37)),
     ],
 )
 def test_memory_of_one_sequence(model, ratios):
-    """Layers of the same kind by the formula: blocks of all tokens, and of the window and one more."""
+    """Layers of the same kind by the formula: blocks of all tokens, and of the window or the chunk."""
     shape = SHAPES[model]
     for context, ratio in zip(CONTEXTS, ratios, strict=True):
         together, grouped = (held_bytes(shape, context, grouped=grouped) for grouped in (False, True))
         found = grouping(shape.windows)
         tables = sum(window.num_blocks for window in found.windows)
-        entries = -(-(shape.window - 1) // 16)  # the next token begins a block
+        entries = shape.window.num_tokens // 16  # the last token ends a block
         blocks = context // 16 + tables * min(entries, context // 16)
         assert grouped == blocks * len(found.full) * 16 * shape.token_bytes
         assert together / grouped == pytest.approx(ratio, abs=0.005)
 
 
 def test_layers_are_put_into_groups_of_as_many_as_have_full_attention():
-    found = grouping([4, 4, None, 8, 4, None, 4, 4])
+    four, eight = Window(4), Chunk(8)
+    found = grouping([four, four, None, eight, four, None, four, four])
     assert found.full == (2, 5)
-    assert [(window.num_tokens, window.num_blocks) for window in found.windows] == [(4, 3), (8, 1)]
+    assert found.windows == (Window(4, 3), Chunk(8, 1))
     assert found.places == tuple(
         Place(*each) for each in ((1, 0), (1, 1), (0, 0), (4, 0), (2, 0), (0, 1), (2, 1), (3, 0))
     )
     assert grouping([None, None]) is None
-    assert grouping([4, 4]) is None
+    assert grouping([four, four]) is None
 
 
 def test_conversations_hit_what_they_would_in_a_pool_without_end():

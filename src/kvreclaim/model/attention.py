@@ -90,16 +90,19 @@ def paged_attention_forward(
     *,
     kv_batch: KVBatch | None = None,
     layer_input: Tensor | None = None,
+    query_scale: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv];
-    layer_input [1, T, M]."""
+    layer_input [1, T, M]; query_scale [1, T] fp32 (model/temperature.py)."""
     if kv_batch is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not hand keyword arguments down to its attention function, "
             "so the paged cache cannot reach it; use a model whose attention layers do "
             "(Llama, Qwen, Mistral, Gemma 2, Phi-3, GLM-4, OLMo 2, DeepSeek-V3, ...)."
         )
+    if query_scale is not None:
+        query = (query * query_scale[:, None, :, None]).to(query.dtype)
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         q=query[0].transpose(0, 1),
@@ -110,6 +113,7 @@ def paged_attention_forward(
             softcap=kwargs.get("softcap"),
             window=kwargs.get("sliding_window"),
             sinks=kwargs.get("s_aux"),
+            chunk=_chunk(module),
         ),
         hidden=None if layer_input is None else layer_input[0],
     )
@@ -119,6 +123,15 @@ def paged_attention_forward(
     attend = getattr(kv_batch, "attend_latent", None)
     out = latent.weights.finish(kv_batch.attend(latent.absorbed())) if attend is None else attend(latent)
     return out[None], None
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Tokens of the chunks that a layer attends within; None where it attends to all."""
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if not types or types[module.layer_idx] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

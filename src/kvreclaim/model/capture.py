@@ -219,6 +219,8 @@ def _probabilities(q: Tensor, k: Tensor, ahead: Tensor, first: int, softmax: Sof
         scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
     if softmax.window is not None:
         scores.masked_fill_(ahead >= softmax.window, float("-inf"))
+    if softmax.chunk is not None:  # the first column is position 0
+        scores.masked_fill_(ahead > ahead[:, :1] % softmax.chunk, float("-inf"))
     scores[..., first:].masked_fill_(ahead[:, first:] < 0, float("-inf"))
     if softmax.sinks is None:
         return torch.softmax(scores, dim=-1)

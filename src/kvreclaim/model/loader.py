@@ -18,10 +18,11 @@ from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
 from kvreclaim.model.probe import probe
+from kvreclaim.model.temperature import use_token_positions
 from kvreclaim.ops.facts import ModelFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,10 +70,12 @@ def load_model(
     modules = f"{use_fast_linears(model)}; {use_fast_norms(model)}" if native else "modules: torch"
     if latents := use_latent_cache(model):
         modules = f"{modules}; {latents}"
+    facts = probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name)
+    use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
         model=model,
         tokenizer=load_tokenizer(name),
-        facts=probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name),
+        facts=facts,
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
@@ -130,7 +133,7 @@ def _refuse_unsupported(config: Any, name: str) -> None:
     if strange := sorted(layer_types - ATTENTION_LAYER_TYPES):
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) has layers of type {', '.join(strange)}, whose state is not a "
-            "paged KV cache; kvreclaim serves models with full or sliding-window attention only."
+            "paged KV cache; kvreclaim serves models with full, sliding-window or chunked attention only."
         )
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:

@@ -136,6 +136,8 @@ def fingerprint(config: Any, layers: Sequence[LayerFacts]) -> str:
 def _identity(layer: LayerFacts) -> list[Any]:
     dims = [layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim]
     shape: list[Any] = [*dims, layer.softmax.window, *(["latent"] if layer.latent else [])]
+    if layer.softmax.chunk is not None:
+        shape.append(f"chunk {layer.softmax.chunk}")
     if layer.rope is None:
         return [*shape, f"{layer.softmax.scale:.5e}", None]
     frequencies = [f"{x:.5e}" for x in layer.rope.inv_freq.tolist()]

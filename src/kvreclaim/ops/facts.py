@@ -18,6 +18,8 @@ class Softmax:
     scale:   multiplies q.k
     softcap: scores become softcap * tanh(score / softcap)
     window:  a key is seen while query position - key position < window (logical positions)
+    chunk:   a key is seen from queries of its own chunk of so many positions; no kernel knows of it: tables
+             of such layers begin at a chunk's first token
     sinks:   [H] fp32 logits that join the softmax's denominator and carry no value; where the sequences of
              a batch are KV heads with their H query heads each, of n such in turn: [n * H]
 
@@ -28,15 +30,20 @@ class Softmax:
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
 
     def __str__(self) -> str:
         sinks = "no sinks" if self.sinks is None else "sinks"
-        return f"scale {self.scale:g}, softcap {self.softcap}, window {self.window}, {sinks}"
+        chunk = "" if self.chunk is None else f", chunk {self.chunk}"
+        return f"scale {self.scale:g}, softcap {self.softcap}, window {self.window}{chunk}, {sinks}"
 
     def agrees(self, other: Softmax) -> bool:
         """Whether both say the same; sinks are weights, of which only their being there is compared."""
-        numbers = self.scale == other.scale and self.softcap == other.softcap and self.window == other.window
-        return numbers and (self.sinks is None) == (other.sinks is None)
+        return self._numbers == other._numbers and (self.sinks is None) == (other.sinks is None)
+
+    @property
+    def _numbers(self) -> tuple[float | None, ...]:
+        return self.scale, self.softcap, self.window, self.chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,18 +2,20 @@
 
 A block of the pool holds a block of tokens in every layer with full attention. Layers with sliding windows
 beside those are put into groups of as many (the last group maybe of fewer), each with tables of its own over
-blocks of the same pool: such a block holds a block of tokens in the layers of one group.
+blocks of the same pool: such a block holds a block of tokens in the layers of one group. Layers that attend
+within chunks are windows, too: their tables begin at the chunk's first token.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvreclaim.config import EngineConfig
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.windows.window import Place, Window, grouping
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.memory.windows.window import Chunk, Place, Window, grouping
+from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 logger = logging.getLogger(__name__)
@@ -48,11 +50,14 @@ class LayerGroups:
 def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
     """Groups where the model has windows beside full attention, unless what is asked for excludes them.
 
-    Raises: InvalidArgumentError if groups are asked for and cannot be had.
+    Raises: InvalidArgumentError if groups are asked for or needed and cannot be had; UnsupportedModelError if
+        no layer has full attention beside chunks.
     """
-    windows = [layer.softmax.window for layer in model.layers]
-    widest = max((window for window in windows if window is not None), default=None)
+    windows = [_window(layer.softmax) for layer in model.layers]
+    widest = max((window.num_tokens for window in windows if window is not None), default=None)
     together = LayerGroups(model, model, (), tuple(Place(0, n) for n in range(model.num_layers)))
+    if chunk := next((window for window in windows if isinstance(window, Chunk)), None):
+        _check_chunks(chunk, windows, model, config)
     if widest is None or config.disable_hybrid_kv_cache_manager:
         return together
     if config.kv_offloading_size:
@@ -66,5 +71,38 @@ def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
         return together
     found = grouping(windows)
     if found is None:
-        return replace(together, trailing=Window(widest, 1))
+        return replace(together, trailing=Window(widest))
     return LayerGroups(model, model.of_layers(found.full), found.windows, found.places)
+
+
+def _window(softmax: Softmax) -> Window | None:
+    if softmax.chunk is not None:
+        return Chunk(softmax.chunk)
+    return None if softmax.window is None else Window(softmax.window)
+
+
+def _check_chunks(
+    chunk: Chunk, windows: Sequence[Window | None], model: ModelFacts, config: EngineConfig
+) -> None:
+    """Chunks need tables of their own, which begin where a chunk does."""
+    what = f"layers of {model.name!r} attend within {chunk} tokens"
+    if None not in windows:
+        raise UnsupportedModelError(
+            f"{what}, and none has full attention; use a model that has such layers beside them."
+        )
+    if chunk.num_tokens % config.block_size:
+        raise InvalidArgumentError(
+            f"block_size is {config.block_size}, but {what}; it has to divide them.", field="block_size"
+        )
+    if config.disable_hybrid_kv_cache_manager:
+        raise InvalidArgumentError(
+            f"disable_hybrid_kv_cache_manager is True, but {what}, which takes tables of their own; "
+            "leave it out.",
+            field="disable_hybrid_kv_cache_manager",
+        )
+    if config.kv_offloading_size:
+        raise InvalidArgumentError(
+            f"kv_offloading_size is {config.kv_offloading_size:g}, but {what}, and their tables have no "
+            "places in host memory; leave it out.",
+            field="kv_offloading_size",
+        )

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.windows.tables import Windows, WindowTable
-from kvreclaim.memory.windows.window import Window, grouping
+from kvreclaim.memory.windows.window import Chunk, Window, grouping
 from kvreclaim.options import check_options, option
 
 Row = dict[str, Any]
@@ -25,25 +25,26 @@ class Shape:
 
     num_layers: int
     pattern: int
-    window: int
+    window: Window
     token_bytes: int
 
     @property
-    def windows(self) -> list[int | None]:
+    def windows(self) -> list[Window | None]:
         return [self.window if (n + 1) % self.pattern else None for n in range(self.num_layers)]
 
 
 SHAPES: Final = MappingProxyType(
     {
-        "gpt-oss-20b": Shape(24, 2, 128, 2 * 8 * 64 * 2),
-        "gemma-2-9b": Shape(42, 2, 4096, 2 * 8 * 256 * 2),
-        "gemma-3-4b": Shape(34, 6, 1024, 2 * 4 * 256 * 2),
-        "gemma-3-27b": Shape(62, 6, 1024, 2 * 16 * 128 * 2),
+        "gpt-oss-20b": Shape(24, 2, Window(128), 2 * 8 * 64 * 2),
+        "gemma-2-9b": Shape(42, 2, Window(4096), 2 * 8 * 256 * 2),
+        "gemma-3-4b": Shape(34, 6, Window(1024), 2 * 4 * 256 * 2),
+        "gemma-3-27b": Shape(62, 6, Window(1024), 2 * 16 * 128 * 2),
+        "llama-4-scout": Shape(48, 4, Chunk(8192), 2 * 8 * 128 * 2),
     }
 )
 """In bf16, from their configurations."""
 CONTEXTS: Final = (8192, 32_768, 131_072)
-CHUNK: Final = 2048
+STEP: Final = 2048
 SPOKEN: Final = 16
 """Tokens of an answer that are computed at once here."""
 AT_ONCE: Final = 4
@@ -65,20 +66,22 @@ class GroupsPlan:
 
 
 def held_bytes(shape: Shape, num_tokens: int, *, grouped: bool) -> int:
-    """Of one sequence that has computed so many tokens, as the memory manager counts its blocks."""
+    """Of one sequence of so many tokens, while its last one is computed, as the memory manager counts its
+    blocks."""
     found = grouping(shape.windows) if grouped else None
     windows = () if found is None else found.windows
     layers = shape.num_layers if found is None else len(found.full)
     memory = MemoryManager(
-        shape.num_layers * blocks_for(num_tokens + CHUNK, SIZE),
+        shape.num_layers * blocks_for(num_tokens + STEP, SIZE),
         SIZE,
         enable_prefix_caching=False,
         windows=windows,
     )
     memory.admit(0, memory.match_prefix(memory.keys([0])))
-    for start in range(0, num_tokens, CHUNK):
-        memory.grow(0, min(CHUNK, num_tokens - start))
-        memory.commit(0, min(CHUNK, num_tokens - start))
+    for start in range(0, num_tokens - 1, STEP):
+        memory.grow(0, min(STEP, num_tokens - 1 - start))
+        memory.commit(0, min(STEP, num_tokens - 1 - start))
+    memory.grow(0, 1)
     return memory.num_blocks(0) * layers * SIZE * shape.token_bytes
 
 
@@ -169,7 +172,7 @@ class Talks:
             if done == talk.end:
                 return False
             self._say(talk, min(SPOKEN, talk.end - done))
-        count = min(CHUNK, len(talk.tokens) - done)
+        count = min(STEP, len(talk.tokens) - done)
         self.memory.grow(talk.seq_id, count)
         self.memory.commit(talk.seq_id, count)
         self.memory.settle()
@@ -200,5 +203,5 @@ def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) 
 
 
 def _kept(talk: Talk, windows: tuple[Window, ...]) -> int:
-    tails = sum(2 * window.num_blocks * window.entries_before(SIZE) for window in windows)
-    return blocks_for(len(talk.tokens), SIZE) + tails
+    end = blocks_for(len(talk.tokens), SIZE)
+    return end + sum(2 * window.num_blocks * (end - window.first_entry(end, SIZE)) for window in windows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvreclaim import BeamSearchParams, SamplingParams
@@ -120,11 +119,13 @@ class Oracle:
         self.machine = machine
         self.known: dict[Question, Answer] = {}
         self.ties = 0
+        self._windowed: dict[str, Oracle] = {}
 
-    @cached_property
-    def windowed(self) -> Oracle:
-        """Of the machine with sliding windows."""
-        return Oracle(self.machine.windowed)
+    def windowed(self, family: str) -> Oracle:
+        """Of a machine with windows."""
+        if family not in self._windowed:
+            self._windowed[family] = Oracle(self.machine.windowed(family))
+        return self._windowed[family]
 
     def learn(self, questions: Iterable[Question]) -> None:
         """Answer those that are not known yet, many in one engine that has room for all and shares nothing:

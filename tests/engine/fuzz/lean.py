@@ -26,8 +26,8 @@ class Boom(RuntimeError):
 
 
 class Lean:
-    """A Llama's forward pass with its weights, or a Ministral's: given to a model as `forward`. No fault is
-    on at first.
+    """A Llama's forward pass with its weights, a Ministral's or a dense Llama 4's: given to a model as
+    `forward`. No fault is on at first.
 
     forbids:    nobody draws a special token
     raises:     passes that are still to fail when all but the last layer is computed
@@ -43,8 +43,13 @@ class Lean:
         self.head = model.get_output_embeddings().weight.detach().T.contiguous()
         self.eps = model.config.rms_norm_eps
         positions = torch.arange(model.config.max_position_embeddings)[None]
-        self.cos, self.sin = (x[0, :, None] for x in model.model.rotary_emb(self.embeddings, positions))
-        self.sin[..., : self.sin.shape[-1] // 2] *= -1  # rotate_half is a roll whose first half is negative
+        turn = model.model.rotary_emb(self.embeddings, positions)
+        if isinstance(turn, Tensor):  # Llama 4's, complex, of neighbouring dims
+            self.cos, self.sin = (x[0, :, None].repeat_interleave(2, -1) for x in (turn.real, turn.imag))
+            self.sin[..., ::2] *= -1
+        else:
+            self.cos, self.sin = (x[0, :, None] for x in turn)
+            self.sin[..., : self.sin.shape[-1] // 2] *= -1  # rotate_half: a roll whose first half is negative
         self.forbids = False
         self.random = torch.Generator().manual_seed(0)
         self.clear()
@@ -102,8 +107,12 @@ class _Layer:
     """One decoder layer: [T, M] -> [T, M]."""
 
     def __init__(self, layer: Any, config: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        is_llama4 = hasattr(layer, "feed_forward")
+        mlp = layer.feed_forward if is_llama4 else layer.mlp
         self.attention = attention
+        self.turns = getattr(attention, "use_rope", True)
+        self.partner = _neighbour if is_llama4 else _other_half
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
         self.dim = attention.head_dim
         self.eps = config.rms_norm_eps
@@ -119,7 +128,8 @@ class _Layer:
         normed = self._normed(hidden, 0)
         x = normed @ self.qkv
         q, k, v = x.unflatten(-1, (-1, self.dim)).split(self.heads, 1)
-        q, k = (x * cos + x.roll(self.dim // 2, -1) * sin for x in (q, k))
+        if self.turns:
+            q, k = (x * cos + self.partner(x) * sin for x in (q, k))
         given = (x.transpose(0, 1)[None] for x in (q, k, v))
         attended, _ = paged_attention_forward(
             self.attention,
@@ -137,6 +147,14 @@ class _Layer:
     def _normed(self, hidden: Tensor, which: int) -> Tensor:
         weight = self.norms[which]
         return functional.rms_norm(hidden, weight.shape, weight, self.eps)
+
+
+def _other_half(x: Tensor) -> Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def _neighbour(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def _joined(*modules: Any) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import odd_policies
 import pytest
@@ -36,6 +35,20 @@ SHAPE = {
     "num_key_value_heads": 2,
     "vocab_size": FIRST_SPECIAL + 2,
 }
+WINDOWED: Mapping[str, Mapping[str, Any]] = {
+    "ministral": {"head_dim": 8},
+    "llama4": {
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 2 * BLOCK_SIZE,
+        "intermediate_size_mlp": 32,
+        "moe_layers": [],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+    },
+}
+"""Of sliding windows, and of chunks."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +68,15 @@ class Brittle(Knorm):
 class Machine:
     """What all engines of a run share. texts: the prompts of which requests take the beginnings.
 
-    family: llama, or ministral, some of whose layers have sliding windows
+    family: llama, or one some of whose layers have windows
     """
 
     def __init__(self, directory: Path, family: str = "llama") -> None:
         self._directory = directory
-        path = tiny.save_model(
-            family, directory, **SHAPE | ({"head_dim": 8} if family == "ministral" else {})
-        )
+        path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
-        llm = LLM(path, dtype="float32", device="cpu", num_blocks=64)
+        llm = LLM(path, dtype="float32", device="cpu", block_size=BLOCK_SIZE, num_blocks=256)
         lengths = (60, 60, 60, 140)
         *texts, long = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts(lengths, seed=5)]
         calibrate(llm.loaded, [*texts, long], num_centers=4, kvzap="mlp").save(path / STATS_FILE)
@@ -79,12 +90,14 @@ class Machine:
         self.faults.forbids = True
         self._first = llm
         self._roomy: dict[tuple[str, int], LLM] = {}
+        self._windowed: dict[str, Machine] = {}
 
-    @cached_property
-    def windowed(self) -> Machine:
-        """The same with sliding windows."""
-        (directory := self._directory / "windowed").mkdir()
-        return Machine(directory, "ministral")
+    def windowed(self, family: str) -> Machine:
+        """The same with windows."""
+        if family not in self._windowed:
+            (directory := self._directory / family).mkdir()
+            self._windowed[family] = Machine(directory, family)
+        return self._windowed[family]
 
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts

@@ -52,7 +52,8 @@ POLICIES = (
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
-    worth waiting for while others compute them; windows: of some of the model's layers."""
+    worth waiting for while others compute them; windows: the family of a model some of whose layers have
+    them."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -71,7 +72,7 @@ class Setup:
     disk_slots: int = 0
     load_policy: str = "timeout"
     least_shared: int = 64
-    windows: bool = False
+    windows: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ def random_setup(random: Random) -> Setup:
     kv_format = random.choice(FORMATS)
     host_slots = random.choice((0, 1, 4, 12, 60, 200))
     prefix_caching = random.random() < 0.9
-    windows = random.random() < 0.3
-    if windows and random.random() < 0.8:
+    windows = random.choice(("ministral", "llama4")) if random.random() < 0.4 else ""
+    if windows == "llama4" or (windows and random.random() < 0.8):
         host_slots = 0
     return Setup(
         kv_format=kv_format,

@@ -41,7 +41,7 @@ class Walk:
     def run(self, machine: Machine, oracle: Oracle) -> Counter[str]:
         """Raises: AssertionError for whatever is not as it should be, or what the engine raised."""
         if self.setup.windows:
-            machine, oracle = machine.windowed, oracle.windowed
+            machine, oracle = machine.windowed(self.setup.windows), oracle.windowed(self.setup.windows)
         world = World(machine, self.setup)
         try:
             for operation in self.operations:

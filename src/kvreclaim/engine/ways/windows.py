@@ -1,12 +1,15 @@
-"""A step's sequences as layers with sliding windows see them: the tokens of the window, and no others."""
+"""A step's sequences as layers with windows see them: the tokens of the window, and no others."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.windows.window import Chunk, Window
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 
@@ -19,23 +22,29 @@ def window_batches(
     device: torch.device,
 ) -> tuple[AttentionBatch, ...]:
     """One for each table of a window. Slots are counted from where a sequence's table begins: a window's mask
-    is about differences of slots."""
+    is about differences of slots. Of several chunks each is a sequence of its own."""
     found = []
     for n, window in enumerate(groups.windows):
-        ids = [_block_ids(item.seq, n, memory) for item in step]
-        lengths = [
-            memory.table(item.seq.seq_id).logical_len
-            - memory.windows.tables(item.seq.seq_id)[n].first * block_size
-            + item.num_tokens
-            for item in step
-        ]
+        parts = [part for item in step for part in _parts(item, n, window, memory, block_size)]
         for group in range(window.num_blocks):
-            rows = tuple(
-                SequenceSlots(own[group], item.num_tokens, length)
-                for item, own, length in zip(step, ids, lengths, strict=True)
-            )
+            rows = tuple(SequenceSlots(ids[group], new, length) for ids, new, length in parts)
             found.append(AttentionBatch.build(rows, block_size, device))
     return tuple(found)
+
+
+def _parts(
+    item: Scheduled, n: int, window: Window, memory: MemoryManager, block_size: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Block ids [groups, blocks], new tokens and length of what attention takes for one sequence."""
+    ids, seq_id = _block_ids(item.seq, n, memory), item.seq.seq_id
+    first = memory.windows.tables(seq_id)[n].first * block_size
+    start = memory.table(seq_id).logical_len
+    end = start + item.num_tokens
+    while isinstance(window, Chunk) and (border := first + window.num_tokens) < end:
+        num_blocks = window.num_tokens // block_size
+        yield ids[:, :num_blocks], border - start, window.num_tokens
+        ids, first, start = ids[:, num_blocks:], border, border
+    yield ids, end - start, end - first
 
 
 def _block_ids(seq: Sequence, n: int, memory: MemoryManager) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
@@ -82,25 +83,17 @@ class Windows:
         while length != before:
             before = length
             for n, window in enumerate(self.windows):
-                length = self._run(n, window.entries_before(self._size), entries, length)
+                length = window.fit(partial(self._is_there, n, entries), length, self._size)
         return length
 
-    def _run(self, n: int, needed: int, entries: Sequence[Entry], most: int) -> int:
-        """The longest beginning, `most` entries at most, whose last `needed` rows (or all) can be hit."""
-        rows, run = self._pool.rows, 0
-        if not needed:
-            return most
-        for i in range(most - 1, -1, -1):
-            run = run + 1 if RowKey(entries[i].serial, n) in rows else 0
-            if run == needed:
-                return i + needed
-        return run
+    def _is_there(self, n: int, entries: Sequence[Entry], i: int) -> bool:
+        return RowKey(entries[i].serial, n) in self._pool.rows
 
     def hits(self, entries: Sequence[Entry]) -> tuple[tuple[Row, ...], ...]:
         """Of each window the rows that a sequence which begins with these entries sees; fit has said yes."""
         found = []
         for n, window in enumerate(self.windows):
-            first = max(0, len(entries) - window.entries_before(self._size))
+            first = window.first_entry(len(entries), self._size)
             rows = [self._pool.rows.find(RowKey(entry.serial, n)) for entry in entries[first:]]
             assert None not in rows, f"window {n} lacks a row behind {len(entries)} entries"
             found.append(tuple(row for row in rows if row is not None))
@@ -133,7 +126,7 @@ class Windows:
                 continue
             del self._kept[entries[i].serial]
             for n, window in enumerate(self.windows):
-                for entry in entries[max(0, i + 1 - window.entries_before(self._size)) : i + 1]:
+                for entry in entries[window.first_entry(i + 1, self._size) : i + 1]:
                     if (row := self._pool.rows.find(RowKey(entry.serial, n))) is not None:
                         self._pool.demote(row)
 
@@ -202,9 +195,8 @@ class Windows:
         count = min(first - table.first, len(table.rows))
         if count <= 0:
             return
-        needed = window.entries_before(self._size)
         for i, row in enumerate(table.rows[:count], table.first):
-            is_tail = any(end - needed <= i < end for end in table.tails)
+            is_tail = any(window.first_entry(end, self._size) <= i < end for end in table.tails)
             (self._pool.release if is_tail else self._pool.release_first)(row)
         del table.rows[:count]
         table.first += count

@@ -1,9 +1,9 @@
-"""A sliding window as the memory sees it."""
+"""Windows of attention as the memory sees them: sliding ones, and chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvreclaim.memory.blocks import blocks_for
@@ -13,26 +13,60 @@ from kvreclaim.memory.blocks import blocks_for
 class Window:
     """Layers that attend to the last tokens only.
 
-    num_tokens: that a query sees, itself included; at least 1
+    num_tokens: that a query sees at most, itself included; at least 1
     num_blocks: of the pool for every block of tokens: so many groups of layers have this window, each as many
                 layers as a block has room for
     """
 
     num_tokens: int
-    num_blocks: int
+    num_blocks: int = 1
+
+    def __str__(self) -> str:
+        return f"window {self.num_tokens}"
 
     def first_seen(self, position: int) -> int:
         """The first position that a query at this one sees."""
         return max(0, position - self.num_tokens + 1)
 
-    def entries_before(self, block_size: int) -> int:
-        """Blocks of tokens before a block's first token that it sees."""
-        return blocks_for(self.num_tokens - 1, block_size)
+    def first_entry(self, end: int, block_size: int) -> int:
+        """The first block of tokens that a token sees which comes behind `end` of them."""
+        return max(0, end - blocks_for(self.num_tokens - 1, block_size))
+
+    def fit(self, is_there: Callable[[int], bool], most: int, block_size: int) -> int:
+        """The longest beginning, of `most` blocks of tokens at most, behind which all is there that its next
+        token sees."""
+        end = most
+        while end:
+            seen = range(end - 1, self.first_entry(end, block_size) - 1, -1)
+            gap = next((i for i in seen if not is_there(i)), None)
+            if gap is None:
+                break
+            end = gap
+        return end
 
     def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Blocks of the pool that a sequence of so many tokens holds at most, of which `chunk` are computed
         at once."""
         span = blocks_for(self.num_tokens - 2 + chunk, block_size) + 1
+        return self.num_blocks * min(blocks_for(num_tokens, block_size), span)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Window):
+    """Layers that attend within chunks of num_tokens, a multiple of the block size (Llama 4): a chunk's first
+    token sees nothing before itself."""
+
+    def __str__(self) -> str:
+        return f"chunks of {self.num_tokens}"
+
+    def first_seen(self, position: int) -> int:
+        return position // self.num_tokens * self.num_tokens
+
+    def first_entry(self, end: int, block_size: int) -> int:
+        return self.first_seen(end * block_size) // block_size
+
+    def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        span = blocks_for(self.num_tokens - 1 + chunk, block_size)
         return self.num_blocks * min(blocks_for(num_tokens, block_size), span)
 
 
@@ -53,7 +87,7 @@ class Grouping:
     places: tuple[Place, ...]
 
 
-def grouping(windows: Sequence[int | None]) -> Grouping | None:
+def grouping(windows: Sequence[Window | None]) -> Grouping | None:
     """How layers with these windows (None: full attention) are put into groups: those of one window into as
     many groups as it takes, each of as many layers as have full attention, the last maybe of fewer. None
     where there are not both kinds: all layers share one table.
@@ -66,10 +100,11 @@ def grouping(windows: Sequence[int | None]) -> Grouping | None:
     places = {layer: Place(0, n) for n, layer in enumerate(full)}
     found: list[Window] = []
     tables = 1
-    for size in sorted({window for window in windows if window is not None}):
-        members = [n for n, own in enumerate(windows) if own == size]
+    kinds = {window for window in windows if window is not None}
+    for kind in sorted(kinds, key=lambda window: (window.num_tokens, str(window))):
+        members = [n for n, own in enumerate(windows) if own == kind]
         for n, layer in enumerate(members):
             places[layer] = Place(tables + n // len(full), n % len(full))
-        found.append(Window(size, -(-len(members) // len(full))))
+        found.append(replace(kind, num_blocks=-(-len(members) // len(full))))
         tables += found[-1].num_blocks
     return Grouping(full, tuple(found), tuple(places[n] for n in range(len(windows))))
