@@ -265,13 +265,23 @@ def queries_before_rope(directory: Path, documents: list[list[int]]) -> list[Ten
         last = next(m for n in _LAST_BEFORE_ROPE if (m := getattr(block.self_attn, n, None)) is not None)
         by_head = model.config.model_type == "gemma3_text"  # its norm comes behind the transposition
 
-        def see(_, __, out, layer=layer, by_head=by_head) -> None:
-            seen[layer].append(out[0].transpose(0, 1) if by_head else out[0])
+        def see(_, __, out, layer=layer, by_head=by_head, attention=block.self_attn) -> None:
+            out = out[0].transpose(0, 1) if by_head else out[0]
+            seen[layer].append(_llama4(out, attention) if hasattr(attention, "floor_scale") else out)
 
         last.register_forward_hook(see)
     for document in documents:
         model(torch.tensor([document]))
     return [_as_heads(torch.cat(parts), model, layer) for layer, parts in enumerate(seen)]
+
+
+def _llama4(out: Tensor, attention: Any) -> Tensor:
+    """Its norm has no weights, so that it may as well come before the rotation; where there is none, queries
+    grow with their positions."""
+    if attention.use_rope:
+        return attention.qk_norm(out.unflatten(-1, (-1, attention.head_dim))).flatten(1)
+    steps = torch.floor((torch.arange(len(out)) + 1.0) / attention.floor_scale)
+    return out * (torch.log1p(steps) * attention.attn_scale + 1.0)[:, None]
 
 
 _LAST_BEFORE_ROPE = ("q_norm", "q_b_proj", "qkv_proj", "q_proj")

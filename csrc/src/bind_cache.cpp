@@ -103,6 +103,25 @@ Element element_of(Format format) {
   return format == Format::kF32 ? Element::kF32 : format == Format::kBF16 ? Element::kBF16 : Element::kF16;
 }
 
+// The first byte of a plane [L, B, K, ...] whose blocks of a head are contiguous and equally far apart, and how many
+// bytes that is.
+char* plane_data(const Tensor& plane, Format format, int64_t* stride) {
+  plane.require(plane.element() == element_of(format), "has another dtype than the kernel takes");
+  int64_t next = 1;
+  for (int i = plane.ndim() - 1; i >= 3; --i) {
+    plane.require(plane.stride(i) == next || plane.size(i) == 1, "has blocks that are not contiguous");
+    next *= plane.size(i);
+  }
+  int64_t apart = 0, between = 1;
+  for (int i = 2; i >= 0; --i) {
+    if (plane.size(i) > 1 && apart == 0) apart = plane.stride(i) / between;
+    plane.require(plane.size(i) <= 1 || plane.stride(i) == apart * between, "has blocks that are not equally far apart");
+    between *= plane.size(i);
+  }
+  *stride = (apart == 0 ? next : apart) * size_of(format);
+  return plane.bytes();
+}
+
 void add_plain(CacheView& view, const Tensor& keys, const Tensor& values) {
   const int64_t size = view.block_size;
   values.require_shape({view.layers, view.blocks, view.heads, size, view.v_dim});
@@ -110,8 +129,8 @@ void add_plain(CacheView& view, const Tensor& keys, const Tensor& values) {
     keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim, size});
   else
     keys.require_shape({view.layers, view.blocks, view.heads, view.k_dim / 2, size, 2});
-  view.k = keys.data<char>(element_of(view.format));
-  view.v = values.data<char>(element_of(view.format));
+  view.k = plane_data(keys, view.format, &view.k_stride);
+  view.v = plane_data(values, view.format, &view.v_stride);
 }
 
 const float* sign_data(nb::handle signs, const char* name, int64_t dim) {

@@ -28,6 +28,7 @@ struct TestCache {
     view.k_dim = k_dim, view.v_dim = v_dim, view.format = format, view.latent = latent;
     if (is_plain(format)) {
       view.k = k.data(), view.v = v.data();
+      view.k_stride = size * k_dim * size_of(format), view.v_stride = size * v_dim * size_of(format);
       return;
     }
     Random random(k_dim + v_dim);

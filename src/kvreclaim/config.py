@@ -17,6 +17,8 @@ KV_CACHE_DTYPE_ALIASES = MappingProxyType(
     {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8_e4m3"}
 )
 """What vLLM and PyTorch call some of them."""
+SKIPPED_LAYERS = ("sliding_window",)
+"""Kinds of layers whose keys and values kv_cache_dtype may leave alone."""
 MAX_COUNT = (1 << 31) - 1
 MAX_SEED = (1 << 64) - 1
 MAX_BIAS = 100.0
@@ -108,6 +110,11 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
     )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        "sliding_window: layers with windows keep the model's dtype; kv_cache_dtype is that of the others.",
+        typed_as=list[str],
+    )
     kv_offloading_size: float = option(
         0.0,
         "GiB of host memory for blocks that the pool gives back: prefixes are found there again, preempted "
@@ -187,6 +194,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        skipped = self.kv_cache_dtype_skip_layers
+        skipped = (skipped,) if isinstance(skipped, str) else tuple(skipped)
+        for each in skipped:
+            check_choice("kv_cache_dtype_skip_layers", each, SKIPPED_LAYERS)
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", skipped)
         if self.preemption_mode == "offload":
             object.__setattr__(self, "preemption_mode", "swap")
         for name in ("eviction_policy", "kv_offloading_eviction_policy"):

@@ -232,9 +232,12 @@ class Shadow:
         if place.table:
             window, group = self.groups.tables[place.table - 1]
             table = memory.windows.tables(seq_id)[window]
-            ids, first = [row[group] for row in table.rows], table.first * self.size
-        blocks = torch.tensor(ids[: -(-(end - first) // self.size)], dtype=torch.int64)
-        tokens = PagedTokens(self.llm.engine.runner.layers[layer], blocks, end - first)
+            parts = self.groups.parts
+            ids = [block for row in table.rows for block in row[group * parts : (group + 1) * parts]]
+            first = table.first * self.size
+        layer_cache = self.llm.engine.runner.layers[layer]
+        blocks = torch.tensor(ids[: -(-(end - first) // layer_cache.cache.block_size)], dtype=torch.int64)
+        tokens = PagedTokens(layer_cache, blocks, end - first)
         return self.llm.engine.backend.gather_tokens(tokens), first
 
     def _note_contents(self, item: Scheduled) -> None:
@@ -294,8 +297,11 @@ class Shadow:
     def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
         """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
         or the other, as an instruction set rounds: what is there and is as near to the token counts."""
-        given = call.k[rows], call.v[rows]
-        stored, form = self._stored(*given), self.cache.format
+        given, form = (call.k[rows], call.v[rows]), self.cache.format
+        own = self.llm.engine.runner.layers[call.layer].cache.format
+        if own is not form:
+            return round_trip(own, *given)
+        stored = self._stored(*given)
         if form.is_plain or form.has_open_blocks:
             return stored
         table = self.llm.engine.memory.table(item.seq.seq_id)

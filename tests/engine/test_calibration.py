@@ -189,7 +189,7 @@ def paid_the_first_copy(model, document: list[int]) -> list[torch.Tensor]:
     return [torch.stack([p.amax(1) for p in rows.split([cut, length - cut, length], 1)]) for rows in paid]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral", "llama4"])
 def test_what_the_second_copy_pays_the_first_is_what_transformers_says(family, tiny_dir) -> None:
     """Soft-capping and sliding windows included."""
     loaded, (document,) = load(family, tiny_dir), tiny.prompts((150,), seed=8)

@@ -19,6 +19,7 @@ from kvreclaim.memory.windows.window import Chunk, Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED
+CODED = ("int8", "int4", "fp8_e4m3", "turboquant4")
 POLICIES = (
     "knorm",
     "query_mixture",
@@ -112,6 +113,74 @@ def test_formats(family, kv_format, make_llm, monkeypatch):
     assert not shadow.wrong
     assert shadow.num_hits
     assert shadow.worst <= 2e-2 if kv_format == "bf16" else 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "dtype", "kv_format"),
+    [
+        *(("gemma2", "native", "float32", form) for form in CODED),
+        *(("gpt-oss", "native", "bfloat16", form) for form in CODED),
+        *(("llama4", "reference", "float32", form) for form in CODED),
+        ("gemma3", "reference", "float32", "int4"),
+    ],
+)
+def test_windows_keep_the_models_dtype_beside_codes(family, kernels, dtype, kv_format, make_llm, monkeypatch):
+    """In blocks of the same bytes, so of fewer tokens, several for a block of the full layers."""
+    parts = (4 if dtype == "float32" else 2) * (1 if kv_format in ("int8", "fp8_e4m3") else 2)
+    size = 16 * parts if kernels == "native" else 16
+    llm = make_llm(
+        family,
+        block_size=size,
+        max_num_batched_tokens=32,
+        num_blocks=1500,
+        kernels=kernels,
+        dtype=dtype,
+        kv_cache_dtype=kv_format,
+        kv_cache_dtype_skip_layers=["sliding_window"],
+    )
+    assert llm.engine.groups.parts == parts
+    for place, layer in zip(llm.engine.groups.places, llm.engine.runner.layers, strict=True):
+        assert layer.cache.format.is_plain is bool(place.table)
+        assert layer.cache.block_size == (size // parts if place.table else size)
+    shadow = Shadow(llm, monkeypatch)
+    prompts = tiny.prompts((170, 9, 33), seed=3)
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    for policy in ("knorm", "ada_kv(snapkv(window=3),alpha=0)"):
+        outputs = llm.generate(prompts, params, small(policy, budget=size, interval=size))
+        assert [out.error for out in outputs] == [None] * 3
+    assert not shadow.wrong
+    assert shadow.num_hits
+    assert shadow.worst <= (1e-3 if dtype == "float32" else 2e-2)
+    assert_idle(llm)
+
+
+def test_formats_that_hold_nothing_else_are_refused(make_llm):
+    skip = {"kv_cache_dtype_skip_layers": "sliding_window"}
+    for family, options, said in (
+        ("gemma2", {}, "kv_cache_dtype is fp32, beside which no other is kept"),
+        ("gemma2", {"kv_cache_dtype": "kivi4"}, "kv_cache_dtype is kivi4, beside which"),
+        (
+            "gemma2",
+            {"kv_cache_dtype": "int4", "block_size": 12},
+            "8 times the bytes of int4, but block_size is 12",
+        ),
+        (
+            "gemma2",
+            {"kv_cache_dtype": "int8"},
+            "holds 4, which native kernels do not serve .* block_size to 64",
+        ),
+        ("llama", {"kv_cache_dtype": "int8"}, "all layers share one block table; leave it out"),
+        ("mistral", {"kv_cache_dtype": "int8"}, "all layers have windows; leave it out"),
+        (
+            "gemma2",
+            {"kv_cache_dtype": "int8", "kv_offloading_size": 0.01},
+            "share one block table .kv_offloading",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said):
+            make_llm(family, **options, **skip)
+    with pytest.raises(InvalidArgumentError, match=r"kv_cache_dtype_skip_layers is .* sliding_window"):
+        make_llm("gemma2", kv_cache_dtype="int8", kv_cache_dtype_skip_layers=["0"])
 
 
 def test_kivi4_seals_the_blocks_of_every_table(make_llm):

@@ -47,6 +47,12 @@ SHARED = ("mistral", "mixtral", "phi3")
 MOE = {"num_experts_per_tok": 2}
 OWN = {
     "ministral": {"head_dim": 16},
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 64,
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "mixtral": {**MOE, "num_local_experts": 4},
@@ -65,6 +71,9 @@ def on_meta(config):
 
 def windows_of(model) -> list[int | None]:
     """Of each layer's attention; where all layers share one, it stands in the config alone."""
+    if model.config.model_type == "llama4_text":
+        chunk = model.config.attention_chunk_size
+        return [chunk if kind == "chunked_attention" else None for kind in model.config.layer_types]
     shared = model.config.sliding_window if model.config.model_type in SHARED else None
     found = [getattr(layer.self_attn, "sliding_window", shared) for layer in model.model.layers]
     return [window or None for window in found]

@@ -49,6 +49,7 @@ constexpr int64_t groups_of(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
 struct CacheView {
   char* data;
   char *k, *v;
+  int64_t k_stride, v_stride;  // plain: bytes from one block of a head to the next
   int64_t layers, blocks;
   int64_t heads;         // K
   int64_t block_size;    // S, a multiple of 16
@@ -118,15 +119,15 @@ struct RowsView {
 
 namespace kvreclaim::KVR_NS {
 
-// Plain formats: bytes and first byte of one block of one head.
+// Plain formats: bytes and first byte of one block of one head. Blocks may lie apart: beside the codes of others.
 KVR_INLINE int64_t k_block_bytes(const CacheView& c) { return c.block_size * c.k_dim * size_of(c.format); }
 KVR_INLINE int64_t v_block_bytes(const CacheView& c) { return c.block_size * c.v_dim * size_of(c.format); }
 
 KVR_INLINE char* k_block(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
-  return c.k + ((layer * c.blocks + block) * c.heads + head) * k_block_bytes(c);
+  return c.k + ((layer * c.blocks + block) * c.heads + head) * c.k_stride;
 }
 KVR_INLINE char* v_block(const CacheView& c, int64_t layer, int64_t block, int64_t head) {
-  return c.v + ((layer * c.blocks + block) * c.heads + head) * v_block_bytes(c);
+  return c.v + ((layer * c.blocks + block) * c.heads + head) * c.v_stride;
 }
 
 // Coded formats: first byte of a unit (its key words), and from there to the value words and the parameters.

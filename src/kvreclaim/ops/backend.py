@@ -45,6 +45,10 @@ class Backend(Protocol):
         open_rows: int = 0,
     ) -> KVCache: ...
 
+    def plain_view(self, cache: KVCache, form: KVFormat, block_size: int) -> KVCache: ...
+
+    def unsupported_reason(self, need: Need) -> str | None: ...
+
     def keep_open(self, cache: KVCache, blocks: Collection[int]) -> None: ...
 
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
@@ -114,7 +118,7 @@ def choose_backend(kernels: str, need: Need) -> Choice:
     fastest = "triton" if need.device.type == "cuda" else "native"
     name = fastest if kernels == "auto" else kernels
     module = importlib.import_module(BACKENDS[name])
-    problem = None if name == "reference" else module.unsupported_reason(need)
+    problem = module.unsupported_reason(need)
     if problem is None:
         return Choice(module)
     if kernels != "auto":

@@ -12,10 +12,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.memory.windows.window import Chunk, Place, Window, grouping
+from kvreclaim.ops.backend import Backend, Choice, Need
 from kvreclaim.ops.facts import ModelFacts, Softmax
+from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.formats.format import plain_format
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ class LayerGroups:
     windows: of the others
     places:  of every layer of the model
     trailing: the widest window where no layer has full attention
+    parts:   blocks that hold a block of tokens in a group of windows: several where these keep the model's
+             dtype in blocks of codes, each of them as many tokens as its bytes hold
     """
 
     model: ModelFacts
@@ -35,16 +41,43 @@ class LayerGroups:
     windows: tuple[Window, ...]
     places: tuple[Place, ...]
     trailing: Window | None = None
+    parts: int = 1
 
     @property
     def tables(self) -> tuple[tuple[int, int], ...]:
         """Of each table but the first: its window, and its number among the groups of that."""
-        return tuple((n, i) for n, window in enumerate(self.windows) for i in range(window.num_blocks))
+        return tuple((n, i) for n, window in enumerate(self.windows) for i in range(self.num_groups(window)))
 
-    def layers(self, cache: KVCache) -> tuple[LayerCache, ...]:
+    def num_groups(self, window: Window) -> int:
+        """Tables of one window."""
+        return window.num_blocks // self.parts
+
+    def layers(self, cache: KVCache, ops: Backend) -> tuple[LayerCache, ...]:
         """Every layer of the model as it attends over this cache, whose layers are those of `facts`."""
-        pairs = zip(self.places, self.model.layers, strict=True)
-        return tuple(replace(cache.layers[place.layer], softmax=layer.softmax) for place, layer in pairs)
+        others = cache
+        if self.parts > 1:
+            others = ops.plain_view(cache, plain_format(self.model.dtype), cache.block_size // self.parts)
+        return tuple(
+            replace((others if place.table else cache).layers[place.layer], softmax=layer.softmax)
+            for place, layer in zip(self.places, self.model.layers, strict=True)
+        )
+
+    def check(self, choice: Choice, config: EngineConfig) -> None:
+        """Raises: InvalidArgumentError if the back-end does not serve blocks of as few tokens as windows in
+        the model's dtype have."""
+        ops, size = choice.backend, config.block_size // self.parts
+        if self.parts == 1:
+            return
+        form = plain_format(self.model.dtype)
+        if reason := ops.unsupported_reason(
+            Need(self.facts.layers, size, self.model.dtype, self.model.device, form)
+        ):
+            raise InvalidArgumentError(
+                f"kv_cache_dtype_skip_layers keeps {form.name} in windows, and of that a block of "
+                f"{config.block_size} tokens in {config.kv_cache_dtype} holds {size}, which {ops.NAME} "
+                f"kernels do not serve ({reason}); set block_size to {16 * self.parts}, or leave it out.",
+                field="kv_cache_dtype_skip_layers",
+            )
 
 
 def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
@@ -56,9 +89,11 @@ def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
     windows = [_window(layer.softmax) for layer in model.layers]
     widest = max((window.num_tokens for window in windows if window is not None), default=None)
     together = LayerGroups(model, model, (), tuple(Place(0, n) for n in range(model.num_layers)))
+    parts = _parts(model, config)
     if chunk := next((window for window in windows if isinstance(window, Chunk)), None):
         _check_chunks(chunk, windows, model, config)
     if widest is None or config.disable_hybrid_kv_cache_manager:
+        _check_not_skipped(config, "share one block table")
         return together
     if config.kv_offloading_size:
         why_not = "kv_offloading_size is set, and windows have no places in host memory"
@@ -67,12 +102,44 @@ def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
                 f"disable_hybrid_kv_cache_manager is False, but {why_not}; leave one of them out.",
                 field="disable_hybrid_kv_cache_manager",
             )
+        _check_not_skipped(config, f"share one block table ({why_not})")
         logger.warning("layers with sliding windows hold all tokens: %s", why_not)
         return together
     found = grouping(windows)
     if found is None:
+        _check_not_skipped(config, "have windows")
         return replace(together, trailing=Window(widest))
-    return LayerGroups(model, model.of_layers(found.full), found.windows, found.places)
+    tables = tuple(replace(window, num_blocks=window.num_blocks * parts) for window in found.windows)
+    return LayerGroups(model, model.of_layers(found.full), tables, found.places, parts=parts)
+
+
+def _check_not_skipped(config: EngineConfig, what: str) -> None:
+    require(
+        not config.kv_cache_dtype_skip_layers,
+        f"kv_cache_dtype_skip_layers is sliding_window, but all layers {what}; leave it out.",
+        "kv_cache_dtype_skip_layers",
+    )
+
+
+def _parts(model: ModelFacts, config: EngineConfig) -> int:
+    """Of LayerGroups."""
+    if not config.kv_cache_dtype_skip_layers:
+        return 1
+    form, plain = kv_format(config.kv_cache_dtype, model.dtype), plain_format(model.dtype)
+    require(
+        not form.is_plain and not form.has_open_blocks,
+        f"kv_cache_dtype_skip_layers is sliding_window, but kv_cache_dtype is {form.name}, beside which no "
+        "other is kept; set fp8_e4m3, int8, int4 or turboquant4, or leave it out.",
+        "kv_cache_dtype_skip_layers",
+    )
+    parts = plain.bits // form.bits
+    require(
+        config.block_size % parts == 0,
+        f"kv_cache_dtype_skip_layers keeps {plain.name} in windows, {parts} times the bytes of {form.name}, "
+        f"but block_size is {config.block_size}; set a multiple of {parts}.",
+        "kv_cache_dtype_skip_layers",
+    )
+    return parts
 
 
 def _window(softmax: Softmax) -> Window | None:

@@ -19,7 +19,7 @@ BUNDLED = Path(__file__).parent / "data" / "models"
 ABOUT = "kvreclaim"
 """Key of a bundled file under which names, source and date stand."""
 _MOST_LAYERS = 1024
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def bundled_models() -> dict[str, Path]:
@@ -167,6 +167,7 @@ class _Reader:
         family = self.family
         read = {*EXPERTS} if family.experts else set()
         read |= {"sliding_window", "layer_types"} if family.windows != "none" else set()
+        read |= {"attention_chunk_size"} if family.windows == "chunks" else set()
         read |= {"kv_lora_rank"} if family.latent else set()
         for key in TELLING:
             value = self.config.get(key)
@@ -178,22 +179,24 @@ class _Reader:
                 )
 
     def _windows(self, count: int) -> list[int | None]:
+        """Tokens that a layer's queries see at most."""
         how = self.family.windows
-        size = self.get("sliding_window")
-        used = how in ("all", "types") or (how != "none" and bool(self.get("use_sliding_window")))
+        key, narrow = ("attention_chunk_size", _CHUNKED) if how == "chunks" else ("sliding_window", _SLIDING)
+        size = self.get(key)
+        used = how in ("all", "types", "chunks") or (how != "none" and bool(self.get("use_sliding_window")))
         if not used or size is None:
             return [None] * count
         types = self.get("layer_types") if how not in ("all", "all_if_used") else None
         if types is None:
             types = self._default_types(count)
-        strange = sorted({*map(str, types)} - {_FULL, _SLIDING})
+        strange = sorted({*map(str, types)} - {_FULL, narrow})
         if strange or len(types) != count:
             raise UnsupportedModelError(
                 f"config.json of {self.name}: layer_types has {len(types)} entries for {count} layers, of "
-                f"the types {', '.join(sorted({*map(str, types)}))}; known are {_FULL} and {_SLIDING}."
+                f"the types {', '.join(sorted({*map(str, types)}))}; known are {_FULL} and {narrow}."
             )
-        window = self.number("sliding_window")
-        return [window if kind == _SLIDING else None for kind in types]
+        window = self.number(key)
+        return [window if kind == narrow else None for kind in types]
 
     def _default_types(self, count: int) -> list[str]:
         how, pattern = self.family.windows, self.family.pattern
@@ -202,10 +205,11 @@ class _Reader:
         if how == "from_layer":
             first = self.number("max_window_layers", 28)
             return [_SLIDING if n >= first else _FULL for n in range(count)]
-        if how == "types_if_used":
+        if how in ("types_if_used", "chunks"):
             every = self.number("no_rope_layer_interval", 4)
             rotated = self.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
-            return [_FULL if each else _SLIDING for each in rotated]
+            turned, still = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
+            return [turned if each else still for each in rotated]
         pattern = self.number("sliding_window_pattern", pattern or count + 1)
         return [_SLIDING if (n + 1) % pattern else _FULL for n in range(count)]
 
@@ -250,21 +254,24 @@ class _Reader:
         linear, plain = attention.linear, attention.plain + family.norms * hidden
         experts = self._experts() if self._has_experts(number) else None
         if experts is None:
-            size = self.number("intermediate_size")
+            size = self.number(family.dense)
             linear += 3 * hidden * size
             plain += (2 * size + hidden) * self.says(family.mlp_bias)
         else:
             plain += experts.count * (hidden + family.router_bias)
             if shared := self.get("n_shared_experts"):
-                size = shared * self.number("moe_intermediate_size")
+                size = shared * self.number("moe_intermediate_size", self.get("intermediate_size"))
                 linear += 3 * hidden * size
                 plain += (2 * size + hidden) * self.says(family.mlp_bias)
-        return replace(attention, linear=linear, plain=plain, window=window, experts=experts)
+        chunked = window is not None and family.windows == "chunks"
+        return replace(attention, linear=linear, plain=plain, window=window, chunked=chunked, experts=experts)
 
     def _has_experts(self, number: int) -> bool:
         if not self.family.experts:
             return False
-        step = self.number("decoder_sparse_step", 1)
+        if (chosen := self.get("moe_layers")) is not None:
+            return number in chosen
+        step = self.number("decoder_sparse_step", self.get("interleave_moe_layer_step", 1))
         dense = number < (self.get("first_k_dense_replace") or 0)
         return not dense and number not in (self.get("mlp_only_layers") or ()) and (number + 1) % step == 0
 
@@ -272,7 +279,7 @@ class _Reader:
         hidden = self.number("hidden_size")
         size = self.number("moe_intermediate_size", self.get("intermediate_size"))
         return Experts(
-            count=self.number(next(filter(self.config.get, EXPERTS), EXPERTS[0])),
+            count=self.number(next(filter(self.get, EXPERTS), EXPERTS[0])),
             per_token=self.number("num_experts_per_tok"),
             linear=3 * hidden * size,
             plain=(2 * size + hidden) * self.family.expert_bias,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Switch = bool | str
 """A fact of the family, or the key of the config that says it."""
-Windows = Literal["none", "all", "types", "from_layer", "all_if_used", "types_if_used"]
+Windows = Literal["none", "all", "types", "from_layer", "all_if_used", "types_if_used", "chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +20,12 @@ class Family:
     qk_norm:  of queries and keys: one per head ("head"), or over all heads ("full")
     norms:    vectors of hidden_size per layer
     windows:  which layers have a sliding_window: all; by layer_types; from max_window_layers on;
-              "used", and from_layer: where use_sliding_window says so
+              "used", and from_layer: where use_sliding_window says so; chunks: chunked_attention by
+              layer_types, or in layers with rotation
     pattern:  every n-th layer is full where layer_types is not given; 0: none
     sinks:    one per head
     experts:  whether there are routed ones, whose number stands under one of EXPERTS
+    dense:    key of what other layers have instead, if it is not intermediate_size
     router_bias: of the router; expert_bias: of each expert
     latent:   MLA
     defaults: of keys that published files leave out, as the class of transformers has them
@@ -38,6 +40,7 @@ class Family:
     pattern: int = 0
     sinks: bool = False
     experts: bool = False
+    dense: str = "intermediate_size"
     router_bias: bool = False
     expert_bias: bool = False
     latent: bool = False
@@ -125,6 +128,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "tie_word_embeddings": True,
             },
         ),
+        "llama4_text": Family(
+            **_ALL_BIASED,
+            windows="chunks",
+            experts=True,
+            dense="intermediate_size_mlp",
+            defaults={
+                **_BIASED,
+                "attention_chunk_size": 8192,
+                "head_dim": 128,
+                "interleave_moe_layer_step": 1,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 1,
+                "num_local_experts": 16,
+            },
+        ),
         "granite": Family(**_ALL_BIASED, mlp_bias="mlp_bias", defaults={**_BIASED, "mlp_bias": False}),
         "seed_oss": Family(
             qkv_bias="attention_bias",
@@ -141,7 +159,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 COMPOSITE: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"gemma3": ("text_config", "gemma3_text"), "mistral3": ("text_config", "mistral")}
+    {
+        "gemma3": ("text_config", "gemma3_text"),
+        "llama4": ("text_config", "llama4_text"),
+        "mistral3": ("text_config", "mistral"),
+    }
 )
 """Of a model with a vision tower: where its language model's config is, and that one's type if not said."""
 

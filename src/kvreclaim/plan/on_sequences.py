@@ -62,7 +62,7 @@ def _whole(number: float) -> float | int:
 
 
 def _layer(kind: LayerShape) -> str:
-    window = f", window {kind.window}" if kind.window else ""
+    window = f", {kind.held}" if kind.held else ""
     if kind.latent:
         return f"(a latent of {kind.v_head_dim} + {kind.key_dims} for {kind.num_heads} heads{window})"
     return f"({kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}{window})"

@@ -13,6 +13,7 @@ from itertools import groupby
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.windows.window import Chunk, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class LayerShape:
     head_dim, value_dim: numbers of a query's product with a key, and of a weighted value, as attention over
                 the cache computes them (of a latent: 576 and 512, absorbed)
     key_dims:   stored beside the value; of a latent cache the rotary part alone
-    window:     tokens that are attended to; None: all
+    window:     tokens that are attended to at most; None: all
+    chunked:    those of the query's chunk of so many, instead of the last ones
     sinks:      learned logits in the softmax's denominator
     expanded:   of a latent: numbers per token if keys and values of all heads were stored instead
     linear, plain: weights, experts apart
@@ -50,10 +52,18 @@ class LayerShape:
     linear: int
     plain: int
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     latent: bool = False
     expanded: int = 0
     experts: Experts | None = None
+
+    @property
+    def held(self) -> Window | None:
+        """What it needs of a sequence; None: all."""
+        if self.window is None:
+            return None
+        return Chunk(self.window) if self.chunked else Window(self.window)
 
     @property
     def num_params(self) -> int:
@@ -142,8 +152,8 @@ class ModelShape:
             yield key, keys.count(key)
 
     def layer_runs(self) -> list[tuple[str, int]]:
-        """`full` and `window W` layers in their order, equal neighbours counted."""
-        names = ["full" if x.window is None else f"window {x.window}" for x in self.layers]
+        """`full`, `window W` and `chunks of C` layers in their order, equal neighbours counted."""
+        names = ["full" if x.held is None else str(x.held) for x in self.layers]
         return [(name, len(list(run))) for name, run in groupby(names)]
 
     def block_bytes(self, form: KVBytes, block_size: int) -> int:
@@ -162,7 +172,9 @@ class ModelShape:
         total = 0
         for layer in self.layers:
             blocks = blocks_for(num_tokens, block_size)
-            if layer.window is not None:
+            if layer.chunked and layer.window is not None:
+                blocks = Chunk(layer.window).most_blocks(num_tokens, max_chunk, block_size)
+            elif layer.window is not None:
                 seen = blocks_for(min(layer.window - 1 + max_chunk, num_tokens), block_size) + 1
                 blocks = min(blocks, seen)
             total += blocks * form.bytes_per_block((layer,), block_size)

@@ -53,7 +53,7 @@ POLICIES = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them."""
+    them; plain_windows: these keep fp32."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -73,6 +73,7 @@ class Setup:
     load_policy: str = "timeout"
     least_shared: int = 64
     windows: str = ""
+    plain_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,10 @@ def random_setup(random: Random) -> Setup:
         write_policy=random.choice(("write_through", "write_through_selective")),
         least_shared=random.choice((1, 4, 8, 64)),
         windows=windows,
+        plain_windows=bool(windows)
+        and not host_slots
+        and kv_format in ("int8", "fp8_e4m3")
+        and random.random() < 0.5,
     )
 
 

@@ -43,7 +43,7 @@ from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
-from kvreclaim.ops.formats import kv_format
+from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.rates import Rates
@@ -82,7 +82,9 @@ class Engine:
         like = weight.new_empty(0, dtype=facts.dtype)
         need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
         choice = choose_backend(config.kernels, need)
-        self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}"
+        groups.check(choice, config)
+        windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
+        self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
         file, rates = open_disk(config, loaded, form, backend.NAME), Rates()

@@ -113,7 +113,7 @@ class ModelRunner:
         backend: Backend,
         signals: Signals,
     ) -> None:
-        self.groups, self.layers = groups, groups.layers(cache)
+        self.groups, self.layers = groups, groups.layers(cache, backend)
         self.model = loaded.model
         self.device = loaded.facts.device
         self.memory = memory
@@ -159,7 +159,7 @@ class ModelRunner:
         if logits is not None:
             return logits, inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
-        others = window_batches(step, self.groups, self.memory, self.cache.block_size, self.device)
+        others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(step, batch) if watched else None
         try:
             parts = split(step, batch, self.memory, self.cache, self.ops, self.signals.digests)

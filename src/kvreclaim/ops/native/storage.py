@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -65,6 +68,19 @@ def allocate(
         planes = (_units(like, shape, form),)
     softmaxes = tuple(layer.softmax for layer in layers)
     return KVCache(shape, form, planes, softmaxes, rows_beside(form, shape, open_rows, like.device))
+
+
+def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
+    """reference.plain_view: keys and values of a head lie where the codes of a unit lie."""
+    shape = replace(cache.shape, block_size=block_size)
+    keys = (shape.k_dim, block_size) if form.bits == 32 else (shape.k_dim // 2, block_size, 2)
+    (units,) = cache.planes
+    first, planes = 0, []
+    for dims in (keys, (block_size, shape.v_dim)):
+        size = math.prod(dims) * form.bits // 8
+        planes.append(units[..., first : first + size].view(form.number).unflatten(-1, dims))
+        first += size
+    return KVCache(shape, form, tuple(planes), cache.softmaxes)
 
 
 def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:

@@ -12,6 +12,8 @@ from kvreclaim.ops.reference.moves import write_kv as write_kv
 from kvreclaim.ops.reference.rows import allocate as allocate
 from kvreclaim.ops.reference.rows import gather_slots as gather_slots
 from kvreclaim.ops.reference.rows import gather_tokens as gather_tokens
+from kvreclaim.ops.reference.rows import plain_view as plain_view
+from kvreclaim.ops.reference.rows import unsupported_reason as unsupported_reason
 from kvreclaim.ops.reference.scores import mixture_scores as mixture_scores
 from kvreclaim.ops.reference.scores import select_top as select_top
 from kvreclaim.ops.reference.scores import surrogate_scores as surrogate_scores

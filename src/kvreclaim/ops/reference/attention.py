@@ -85,5 +85,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tenso
         mask = columns <= rows[:, None]
         if softmax.window is not None:
             mask &= rows[:, None] - columns < softmax.window
+        if softmax.chunk is not None:
+            mask &= rows[:, None] // softmax.chunk == columns // softmax.chunk
         parts.append(attend_rows(q[rows][None].float(), keys, values, mask[None, None], softmax)[0])
     return torch.cat(parts).to(q.dtype)

@@ -10,12 +10,14 @@ A latent cache stores the last D - Dv dims of a key. Triton's kernels read the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionGroup
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, kivi, plain_format
@@ -62,6 +64,22 @@ def allocate(
     planes = tuple(like.new_zeros(plane, dtype=torch.uint8) for plane in (*codes, params))
     beside = rows_beside(form, shape, open_rows, like.device)
     return KVCache(shape, form, planes, softmaxes, beside)
+
+
+def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
+    """The bytes of a cache's codes as blocks of a plain format: of so many tokens each, whose keys and values
+    take what those of the cache's own block take. Parameters beside the codes stay unused."""
+    shape = replace(cache.shape, block_size=block_size)
+    planes = tuple(
+        plane.view(form.number).view(*shape.units, block_size, dim)
+        for plane, dim in zip(cache.planes, (shape.k_dim, shape.v_dim), strict=False)
+    )
+    return KVCache(shape, form, planes, cache.softmaxes)
+
+
+def unsupported_reason(need: Need) -> str | None:
+    """Nothing is too odd for the reference."""
+    return None
 
 
 def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
