@@ -11,6 +11,7 @@ from kvreclaim.checks import check_choice, check_int, check_number, require
 from kvreclaim.options import check_options, option
 
 AUTO = "auto"
+DENSE = "dense"
 KERNELS = ("auto", "native", "triton", "reference")
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "kivi4", "turboquant4")
 KV_CACHE_DTYPE_ALIASES = MappingProxyType(
@@ -190,6 +191,11 @@ class EngineConfig:
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
     enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
+    sparse_prefill: str = option(
+        DENSE,
+        "How long prompts are computed: dense, or reading some of the blocks before them, which is lossy: "
+        "pooled, a_shape, block_sparse or minference, with options as in pooled(alpha=0.1).",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -247,6 +253,7 @@ class SamplingParams:
                  prefix hit, and the logits of a chunk, [max_num_batched_tokens, V], are held at once
     logit_bias:  token id -> -100 .. 100, added to the logits before all else that changes them
     cache_salt:  prefix blocks are shared only among requests with the same salt
+    sparse_prefill: how the prompt is computed, as of EngineConfig; None: as the engine says
     """
 
     n: int = option(1, low=1)
@@ -279,6 +286,7 @@ class SamplingParams:
     cache_salt: str | None = None
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = option(None, low=0)
+    sparse_prefill: str | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -326,6 +334,11 @@ class SamplingParams:
         require(
             self.cache_salt is None or isinstance(self.cache_salt, str),
             f"cache_salt is {self.cache_salt!r}; pass a string or None.",
+            "cache_salt",
+        )
+        require(
+            "\x00" not in (self.cache_salt or ""),
+            "cache_salt holds the character NUL, which sets apart what is not computed exactly; drop it.",
             "cache_salt",
         )
 

@@ -125,3 +125,17 @@ def test_rounds_begin_with_another_run_each_time():
     results = alternate(runs, 3)
     assert "".join(order) == "abcbcacab"
     assert all(len(values) == 3 for values in results.values())
+
+
+def test_prefill_compares_methods_with_dense(tmp_path):
+    """On positions that YaRN stretches, where the prompt is longer than the model's context."""
+    methods = "a_shape(first=256,sinks=64,local=128,block=64),pooled(first=256)"
+    rows, output = run(
+        tmp_path, "prefill", *COMMON, "--lengths", "600,9000", "--rounds", 1, "--methods", methods
+    )
+    assert [(row["length"], row["method"][:6]) for row in rows[:2]] == [(600, "dense"), (600, "a_shap")]
+    assert len(rows) == 6
+    assert rows[0]["read"] == rows[0]["ratio"] == 1
+    assert rows[4]["read"] < rows[1]["read"] < 1
+    assert {row["stretched"] for row in rows} == {3.0}
+    assert "tokens read" in output

@@ -187,7 +187,7 @@ class Shadow:
 
     def _begin(self, seq: Sequence) -> History:
         """Of a sequence that has just been admitted: what its prefix hit holds."""
-        history = History(chain=seq.request.params.cache_salt)
+        history = History(chain=seq.cache_salt)
         if not seq.num_computed:
             return history
         self.num_hits += 1
@@ -247,6 +247,8 @@ class Shadow:
         compressor = seq.request.compressor
         if compressor is not None and compressor.way is Way.READS:
             history.num_exact = min(history.num_exact, max(seq.num_prompt, compressor.budget))
+        if seq.footprint.sparse is not None:
+            history.num_exact = min(history.num_exact, seq.footprint.sparse_rows(seq.num_prompt).stop)
         while history.num_noted + self.size <= min(end, history.num_exact):
             block = slice(history.num_noted, history.num_noted + self.size)
             k, v = (

@@ -202,6 +202,11 @@ def test_kv_compression(server: Running):
     assert "kv_compression.stats" in refused(server, kv_compression={"stats": "/etc/passwd"})
 
 
+def test_sparse_prefill(server: Running):
+    assert text(server, sparse_prefill="dense") == text(server)
+    assert "sparse_prefill" in refused(server, sparse_prefill="pooled")
+
+
 def test_cache_salt(own: Running):
     messages = [{"role": "user", "content": "salt and pepper " * 4}]
 
@@ -267,7 +272,7 @@ def test_no_field_is_missing_here():
     tested = {name.partition(" ")[0] for name in PROMPTS} | {name for f, _ in PROMPTS.values() for name in f}
     tested |= {name for fields, _ in SAMPLED.values() for name in fields}
     tested |= {"model", "stream", "ignore_eos", "kv_compression", "cache_salt", "priority", "metadata"}
-    tested.add("compress_at")
+    tested |= {"compress_at", "sparse_prefill"}
     assert set(MessageRequest.model_fields) <= tested
     assert set(ConversationFields.model_fields) <= tested
     blocks = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import web
-from running import MODEL
+from running import MODEL, running_server
 from steering import Asking, paused, until
 from talking import GREEDY, OTHER_NAME, PROMPT, Talker, talker
 from test_openai_sampling import SAMPLING
@@ -252,6 +252,23 @@ def check_compress_at(server: Talker) -> None:
         given = server.completion(prompt=prompt, **GREEDY, **extra)
         assert given["choices"][0]["text"] == expected.outputs[0].text
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def check_sparse_prefill(server: Talker) -> None:
+    """Beside a server whose prompts are computed sparsely: exact, with what needs it."""
+    method = "a_shape(first=32, last=16, layers=0, block=16, sinks=16, local=16)"
+    prompt = [42 + i * i % 90 for i in range(200)]
+    ask = {"model": MODEL, "prompt": prompt, **GREEDY, "sparse_prefill": "dense", "logprobs": 0}
+    with running_server(server.oracle.sibling(num_blocks=64, sparse_prefill=method)) as sparse:
+        address = f"{sparse.base_url}/v1/completions"
+        exact = web.post(address, json=ask).json()["choices"][0]
+        assert exact["text"] == server.completion(prompt=prompt, **GREEDY)["choices"][0]["text"]
+        approximate = web.post(address, json={**ask, "sparse_prefill": None}).json()["choices"][0]
+        assert approximate["logprobs"]["token_logprobs"] != exact["logprobs"]["token_logprobs"]
+        assert web.post(address, json={**ask, "prompt_logprobs": 0}).status_code == 200
+        given = web.post(address, json={**ask, "prompt_logprobs": 0, "sparse_prefill": None})
+        assert given.status_code == 400
+    assert server.refused(sparse_prefill="pooled") == "sparse_prefill"
 
 
 def beams(server: Talker, **fields) -> list[tuple[str, float]]:

@@ -62,6 +62,39 @@ class BeamsPlan(ModelPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillPlan(ModelPlan):
+    """Every method at every length beside dense, in turns, of which medians are taken."""
+
+    methods: tuple[str, ...] = option(
+        (
+            "pooled",
+            "pooled(alpha=0.3)",
+            "xattention",
+            "a_shape(local=2048)",
+            "vertical_slash(vertical=1000, slash=2048)",
+            "block_sparse(top=32)",
+        ),
+        "Ways of sparse prefill, comma-separated.",
+    )
+    lengths: tuple[int, ...] = option((8192, 16384, 32768), "Tokens of the prompts, comma-separated.")
+    text: Path | None = option(None, "UTF-8 text whose beginning is the prompt; else random tokens.")
+    kernels: str = option("auto", KERNELS)
+    rounds: int = option(3, "Timed, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.methods), "--methods names none; pass for example pooled,a_shape.")
+        require(
+            bool(self.lengths) and min(self.lengths, default=0) >= 1,
+            f"--lengths are {self.lengths}; pass tokens, such as 8192,16384.",
+        )
+        require(
+            self.text is None or self.text.is_file(),
+            f"--text is {str(self.text)!r}, which is no file; name one, or leave it out.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyPlan(ModelPlan):
     """One with policies, all at one budget."""
 

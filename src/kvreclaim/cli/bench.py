@@ -15,6 +15,7 @@ from kvreclaim.bench.plans import (
     DecodePlan,
     LatentPlan,
     MemoryPlan,
+    PrefillPlan,
     PrefixPlan,
     ServePlan,
     VllmPlan,
@@ -226,6 +227,26 @@ def beams(plan: Annotated[BeamsPlan, Takes(config=BeamsPlan)], json_file: Json =
 
         rows = beams.run(plan)
         publish(rows, [beams.beams_table(rows)], json_file)
+
+
+def _prefill_plan(**given: Any) -> PrefillPlan:
+    """given: fields; methods as they came from the command line. Raises: InvalidArgumentError."""
+    if "methods" in given:
+        given["methods"] = names_in(",".join(given["methods"]))
+    return PrefillPlan(**given)
+
+
+@bench_app.command("prefill")
+@takes
+def prefill(
+    plan: Annotated[PrefillPlan, Takes(config=PrefillPlan, build=_prefill_plan)], json_file: Json = None
+) -> None:
+    """Sparse prefill beside dense: what reads everything first, then tokens/s and the share that is read."""
+    with ready(plan.threads):
+        from kvreclaim.bench import prefill
+
+        rows = prefill.run(plan)
+        publish(rows, [prefill.prefill_table(rows)], json_file)
 
 
 @bench_app.command("tiers")

@@ -70,6 +70,11 @@ def calibrate(
     show: Annotated[
         Path | None, typer.Option(help="Print what such a file says of the trial, and measure nothing.")
     ] = None,
+    sparse_prefill: Annotated[
+        Path | None,
+        typer.Option(help="Instead, write a pattern of sparse prefill for each head to this file."),
+    ] = None,
+    budget: Annotated[int, typer.Option(help="Of these patterns: tokens that each reads.", min=128)] = 2048,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -98,6 +103,12 @@ def calibrate(
     if show is not None:
         _show(console, QueryStats.load(show))
         return
+    if sparse_prefill is not None:
+        require(output is None, "--output and --sparse-prefill each write a file of their own; name one.")
+        hide_progress_bars()
+        llm = LLM(model_of(model), dtype=dtype, device=device, max_num_seqs=1, enable_prefix_caching=False)
+        _find_patterns(llm, sparse_prefill, text, reading.max_tokens, budget, console)
+        return
     require(output is not None, "no file is named to write; add --output FILE.safetensors.")
     assert output is not None
     QueryStats.check_target(output)
@@ -109,6 +120,22 @@ def calibrate(
     console.print(f"concentration R by layer: {' '.join(f'{value:.3f}' for value in found)}")
     _show(console, stats)
     console.print(f"[green]{output}[/green]: {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _find_patterns(
+    llm: LLM, target: Path, text: Path | None, max_tokens: int, budget: int, console: Console
+) -> None:
+    """A pattern of sparse prefill for each head."""
+    from kvreclaim.engine.face.calibration import read_documents
+    from kvreclaim.engine.face.prefill_patterns import find_patterns
+
+    found = read_documents(llm.loaded, text, max_tokens=max_tokens, context=llm.engine.max_model_len - 1)
+    patterns = find_patterns(llm, found, budget=budget)
+    patterns.save(target)
+    heads = [head for layer in patterns.heads for head in layer]
+    counts = (f"{heads.count(n)} {method.name}" for n, method in enumerate(patterns.methods))
+    console.print(f"{len(heads)} KV heads: {', '.join(counts)}")
+    console.print(f"kvreclaim serve --sparse-prefill \"minference(heads='{target}')\"", markup=False)
 
 
 def _measure(

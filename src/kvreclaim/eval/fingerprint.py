@@ -58,6 +58,8 @@ def cell_identity(
         "spec": setting.policy,
         "policy_code": policy_digest(setting.policy),
         "fraction": setting.fraction,
+        "sparse_prefill": setting.sparse_prefill,
+        "compared_prefill": plan.sparse_prefill[0],
         "task": {"name": task.name, **task.identity},
         "seed": seed if task.seeded else None,
         "free_running": plan.free_running,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvreclaim.engine.face.llm import LLM
@@ -82,7 +82,7 @@ class Grid:
         """The full cache in place of a policy that would never be asked, since the format alone meets the
         budget."""
         alone = self.runners[setting.kv_cache_dtype].storage.meets(setting.fraction)
-        return Setting(FULL, 1.0, setting.kv_cache_dtype) if alone else setting
+        return replace(setting, policy=FULL, fraction=1.0) if alone else setting
 
     def _wanted(self, task: Task) -> range:
         return range(task.num_examples(self.plan.num_examples))

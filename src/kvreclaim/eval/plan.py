@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, check_number, require
-from kvreclaim.config import AUTO, CompressionSettings, format_names
+from kvreclaim.config import AUTO, DENSE, CompressionSettings, format_names
 from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:
@@ -29,16 +29,19 @@ def is_full(policy: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One column of the grid: a policy at a share of the full cache's bytes, in one KV format."""
+    """One column of the grid: a policy at a share of the full cache's bytes, in one KV format, behind prompts
+    that are computed in one way."""
 
     policy: str
     fraction: float
     kv_cache_dtype: str
+    sparse_prefill: str = DENSE
 
     @property
     def label(self) -> str:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
-        return f"{self.policy}{form} {self.fraction:.3g}"
+        prefill = "" if self.sparse_prefill == DENSE else f" {self.sparse_prefill}"
+        return f"{self.policy}{form} {self.fraction:.3g}{prefill}"
 
     @property
     def is_full(self) -> bool:
@@ -55,6 +58,7 @@ class EvalPlan:
     budgets:        shares of the full cache's bytes at each sequence's final length, in (0, 1]
     kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
                     is what all others are compared with
+    sparse_prefill: as in EngineConfig; the first of them, too, is that of what others are compared with
     num_examples:   per cell and seed
     interval, sinks, recent, protect_prompt, mode, stats: as in CompressionConfig
     free_running:   also generate where a task scores a gold trace
@@ -73,6 +77,9 @@ class EvalPlan:
         "KV formats, comma-separated; all are compared with the first's full cache.",
         flags=("--kv-cache-dtype",),
     )
+    sparse_prefill: Sequence[str] = option(
+        (DENSE,), "Ways of computing prompts, comma-separated: dense,pooled,pooled(alpha=0.3)."
+    )
     seeds: Sequence[int] = option((0,), "Each draws other examples.")
     num_examples: int = option(16, "Of each cell, per seed.", low=1)
     free_running: bool = option(False, "Also generate gold traces: exact match, decode speed.")
@@ -86,9 +93,10 @@ class EvalPlan:
 
     def __post_init__(self) -> None:
         from kvreclaim.compression import CompressionConfig
+        from kvreclaim.compression.prefill.registry import make_method
 
         check_options(self)
-        for name in ("policies", "budgets", "kv_cache_dtypes", "seeds"):
+        for name in ("policies", "budgets", "kv_cache_dtypes", "sparse_prefill", "seeds"):
             values = getattr(self, name)
             require(
                 isinstance(values, (list, tuple)) and bool(values),
@@ -98,6 +106,8 @@ class EvalPlan:
         object.__setattr__(self, "kv_cache_dtypes", format_names(self.kv_cache_dtypes))
         for policy in self.policies:
             is_full(policy)
+        for method in self.sparse_prefill:
+            make_method(method)
         for budget in self.budgets:
             check_number("a budget", budget, 0.0, 1.0)
             require(budget > 0, f"a budget is {budget!r}; it must be a share above 0, up to 1.")
@@ -119,8 +129,9 @@ class EvalPlan:
     def settings(self) -> list[Setting]:
         """All columns; the full cache once for each KV format."""
         return [
-            Setting(policy, float(fraction), dtype)
+            Setting(policy, float(fraction), dtype, method)
             for dtype in self.kv_cache_dtypes
+            for method in self.sparse_prefill
             for policy in self.policies
             for fraction in ((1.0,) if is_full(policy) else self.budgets)
         ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from kvreclaim.config import AUTO, DENSE
 from kvreclaim.eval.task import Metric
 
 Bounds = tuple[float, float]
@@ -44,6 +45,7 @@ class EvalRow(BaseModel):
     fraction: float
     budget: int | None = None
     kv_cache_dtype: str
+    sparse_prefill: str = DENSE
     task: str
     metric: Metric
     status: Literal["ok", "refused", "error"] = "ok"
@@ -78,8 +80,9 @@ class EvalRow(BaseModel):
 
     @property
     def name(self) -> str:
-        """The policy, and the KV format where one was named."""
-        return self.policy if self.kv_cache_dtype == "auto" else f"{self.policy}, {self.kv_cache_dtype}"
+        """The policy, the KV format where one was named, and how prompts were computed where not dense."""
+        told = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE))
+        return ", ".join((self.policy, *(value for value, default in told if value != default)))
 
     @property
     def mix(self) -> str:

@@ -60,6 +60,7 @@ def make_rows(
                     policy=setting.policy,
                     fraction=setting.fraction,
                     kv_cache_dtype=setting.kv_cache_dtype,
+                    sparse_prefill=setting.sparse_prefill,
                     task=task.name,
                     metric=task.metric,
                     **fields,
@@ -69,7 +70,8 @@ def make_rows(
 
 
 def _is_baseline(setting: Setting, plan: EvalPlan) -> bool:
-    return setting.is_full and setting.kv_cache_dtype == plan.kv_cache_dtypes[0]
+    first = plan.kv_cache_dtypes[0], plan.sparse_prefill[0]
+    return setting.is_full and (setting.kv_cache_dtype, setting.sparse_prefill) == first
 
 
 def _flat(by_seed: BySeed) -> list[Result]:

@@ -77,14 +77,18 @@ class BatchRunner:
         configs = [self._config(item, setting) for item in items]
         self._prepare(items)
         watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
+        method = setting.sparse_prefill
         said = (
-            self._score(items, configs, watchers) if items[0].continuation else self._generate(items, configs)
+            self._score(items, configs, watchers, method)
+            if items[0].continuation
+            else self._generate(items, configs, method)
         )
         outcomes = [task.judge(item, s.answer) for item, s in zip(items, said, strict=True)]
         note = None
         if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
             try:
-                said, outcomes = self._run_free(task, items, configs, said, outcomes)
+                freely = self._generate(items, configs, method)
+                said, outcomes = self._run_free(task, items, freely, said, outcomes)
             except InvalidArgumentError as error:  # a policy that needs the future, for one
                 note = f"not run freely: {error}"
         return [self._result(*each, note) for each in zip(items, said, outcomes, strict=True)]
@@ -101,12 +105,11 @@ class BatchRunner:
         self,
         task: FreeTask,
         items: Sequence[Item],
-        configs: list[CompressionConfig | None],
+        freely: list[_Said],
         said: list[_Said],
         outcomes: list[Outcome],
     ) -> tuple[list[_Said], list[Outcome]]:
         """The same with figures of free generation; speed is that of generating, memory that of scoring."""
-        freely = self._generate(items, configs)
         said = [replace(f, metrics=s.metrics) for s, f in zip(said, freely, strict=True)]
         outcomes = [
             replace(outcome, extra={**outcome.extra, **task.judge_free(item, f.answer)})
@@ -119,8 +122,9 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: list[Divergence] | None,
+        method: str,
     ) -> list[_Said]:
-        outs, elapsed_s = self._timed_scores(items, configs, watchers)
+        outs, elapsed_s = self._timed_scores(items, configs, watchers, method)
         sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
         return [
             _Said(
@@ -138,10 +142,13 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: Sequence[Observer] | None,
+        method: str,
     ) -> tuple[list[ScoreOutput], float]:
         prompts = [list(item.prompt) for item in items]
         texts = [list(item.continuation) for item in items]
-        return timed(lambda: self.llm.score(prompts, texts, configs, observers=watchers))
+        return timed(
+            lambda: self.llm.score(prompts, texts, configs, observers=watchers, sparse_prefill=method)
+        )
 
     def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
         """The full cache's distributions, kept until other items come."""
@@ -149,15 +156,19 @@ class BatchRunner:
             vocab = self.llm.loaded.vocab_size
             self._rows = {item: FullRows(len(item.continuation), vocab) for item in items}
             self._prepare(items)
-            self._timed_scores(items, [None] * len(items), [self._rows[item] for item in items])
+            rows = [self._rows[item] for item in items]
+            self._timed_scores(items, [None] * len(items), rows, self.plan.sparse_prefill[0])
         return [self._rows[item] for item in items]
 
-    def _generate(self, items: Sequence[Item], configs: list[CompressionConfig | None]) -> list[_Said]:
+    def _generate(
+        self, items: Sequence[Item], configs: list[CompressionConfig | None], method: str
+    ) -> list[_Said]:
         params = [
             SamplingParams(
                 temperature=0.0,
                 max_tokens=len(item.continuation) or item.max_new_tokens,
                 ignore_eos=bool(item.continuation),
+                sparse_prefill=method,
             )
             for item in items
         ]
@@ -183,7 +194,9 @@ class BatchRunner:
         self.llm.engine.memory.reset_prefix_cache()
         self._cached = frozenset()
         if 2 * sum(self._blocks(item.num_tokens) for item in items) <= self._num_blocks:
-            self.llm.score([list(item.prompt) for item in items], [[0]] * len(items), None)
+            texts = [list(item.prompt) for item in items]
+            first = self.plan.sparse_prefill[0]
+            self.llm.score(texts, [[0]] * len(items), None, sparse_prefill=first)
             self._cached = prompts
 
     @property
@@ -196,6 +209,8 @@ class BatchRunner:
         return blocks_for(num_tokens, self.llm.engine.config.block_size)
 
     def _result(self, item: Item, said: _Said, outcome: Outcome, note: str | None) -> Result:
+        if (read := said.metrics.prefill_share) is not None:
+            outcome = replace(outcome, extra={**outcome.extra, "prefill_read": read})
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,

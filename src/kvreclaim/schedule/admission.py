@@ -190,7 +190,7 @@ class Admission(Generic[Seq]):
         state.clock += 0 if begun.resumed else min(begun.num_hit, seq.num_prompt)
         seq.status, seq.last_step = Status.RUNNING, state.num_steps
         step.admitted.append(begun)
-        if num_tokens := min(seq.next_chunk, room, most):
+        if num_tokens := seq.chunk_of(min(room, most), min(step.budget, most)):
             state.compute(seq, num_tokens, step)
 
     def _has_seat(self, seq: Seq) -> bool:

@@ -17,6 +17,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.protection import kept_prompt_slots
+from kvreclaim.schedule.sparse import SparseRows
 from kvreclaim.schedule.way import Way
 
 
@@ -44,6 +45,7 @@ class Footprint:
     windows:    of layers that hold the last tokens alone, in blocks of the same pool, whatever is compressed
     trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
                 everything
+    sparse:     the prompt is computed sparsely; what follows is no longer what others find
     """
 
     way: Way = Way.KEEP
@@ -61,6 +63,7 @@ class Footprint:
     compress_at: int = 0
     windows: tuple[Window, ...] = ()
     trailing: Window | None = None
+    sparse: SparseRows | None = None
 
     def seen_from(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
@@ -110,8 +113,17 @@ class Footprint:
         live = num_computed - account.num_evicted
         return live >= (self.prompt_cap if in_prompt else self._due_at(num_prompt, account.last_computed))
 
+    def sparse_rows(self, num_prompt: int) -> range:
+        """Tokens of a prompt that read some of the blocks before them."""
+        return range(0) if self.sparse is None else self.sparse.rows(num_prompt, self.compress_at)
+
     def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
-        """Most tokens that may be computed in one go before the next pass is considered."""
+        """Most tokens that may be computed in one go before the next pass is considered, or what is computed
+        is no longer what others find."""
+        most, end = self._until_pass(num_computed, num_prompt, account), self.sparse_rows(num_prompt).stop
+        return min(most, end - num_computed) if num_computed < end else most
+
+    def _until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
         prompt_left = num_prompt - num_computed
         if self.way is Way.READS:
             whole = max(num_prompt, self.budget) - num_computed
@@ -121,7 +133,7 @@ class Footprint:
         if num_computed < self.compress_at:
             until = self.compress_at - num_computed
             rest = replace(self, compress_at=0)
-            return min(until, rest.tokens_until_pass(num_computed, num_prompt, account))
+            return min(until, rest._until_pass(num_computed, num_prompt, account))
         if self.prompt_only:
             return prompt_left if prompt_left > 0 else self.max_chunk
         live = num_computed - account.num_evicted
@@ -149,6 +161,8 @@ class Footprint:
         """Most leading tokens that a prefix hit may cover so that the result is what it would be without:
         nothing computed under sparse reads is replaced by exact blocks, and the first pass finds the signals
         that it would find."""
+        if self.sparse is not None:
+            known = min(known, self.sparse_rows(num_prompt).stop)
         if self.way is Way.READS:
             return min(known, max(num_prompt, self.budget))
         first = self.first_pass(num_prompt)
@@ -156,8 +170,15 @@ class Footprint:
             return known
         return 0 if self.window is None else min(known, max(0, first - max(1, self.window)))
 
+    def hit_end(self, num_tokens: int) -> int:
+        """Of so many leading tokens that a prefix hit would cover, those that it may."""
+        return num_tokens if self.sparse is None else self.sparse.aligned(0, num_tokens, num_tokens + 1)
+
     def exact_until(self, num_prompt: int, known: int) -> int:
-        """Leading tokens that are computed by full attention over all that there are."""
+        """Leading tokens that are computed as those of any other request under the same salt are: by full
+        attention over all that there are, or as sparsely."""
+        if self.sparse is not None:
+            known = min(known, self.sparse_rows(num_prompt).stop)
         if self.way is Way.READS:
             return min(known, max(num_prompt, self.budget))
         return min(known, self.first_pass(num_prompt) or known)

@@ -60,7 +60,7 @@ def leap(scheduler: Scheduler[Seq], num_steps: int) -> list[Seq]:
     scheduler.num_steps += num_steps
     for seq in order:
         memory.grow(seq.seq_id, num_steps)
-        memory.commit(seq.seq_id, num_steps, exact=not seq.reads_sparsely)
+        memory.commit(seq.seq_id, num_steps, exact=seq.is_exact)
         seq.num_computed += num_steps
         seq.last_step = scheduler.num_steps
     memory.settle()

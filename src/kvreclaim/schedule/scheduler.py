@@ -261,9 +261,9 @@ class Scheduler(Generic[Seq]):
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
         """
-        if seq.is_prefill and isinstance(self.memory, TieredMemory):
+        if seq.is_prefill and isinstance(self.memory, TieredMemory) and seq.footprint.sparse is None:
             seq.num_computed += self.memory.extend(seq.seq_id, seq.hit_limit)
-        num_tokens = min(seq.next_chunk, step.budget if step.tokens is None else step.room(seq))
+        num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.room(seq), step.budget)
         if not num_tokens or (step.rows and seq.is_postponed):
             return
         while not self.memory.can_grow(seq.seq_id, num_tokens):

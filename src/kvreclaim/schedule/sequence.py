@@ -128,6 +128,28 @@ class Sequence:
         return self.footprint.reads_sparsely(self.num_computed, self.num_prompt)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether its next tokens are computed as everybody would who is under its salt."""
+        sparse = self.footprint.sparse
+        return not self.reads_sparsely and (
+            sparse is None or self.num_computed < self.footprint.sparse_rows(self.num_prompt).stop
+        )
+
+    def chunk_of(self, room: int, most: int) -> int:
+        """Tokens to compute next out of `room`; where these end within what is decided on together, fewer, or
+        if there would be none left, as many as that takes out of `most`."""
+        sparse, chunk = self.footprint.sparse, self.next_chunk
+        num_tokens = min(chunk, room)
+        if sparse is None or (num_tokens == chunk and self.footprint.way.evicts):  # up to the next pass
+            return num_tokens
+        stop = self.footprint.sparse_rows(self.num_prompt).stop
+        found = sparse.aligned(self.num_computed, num_tokens, stop)
+        if not found and room:
+            whole = min(chunk, sparse.span - self.num_computed % sparse.span)
+            found = whole if whole <= most else 0
+        return found
+
+    @property
     def next_chunk(self) -> int:
         """Tokens that may be computed in one go."""
         limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)

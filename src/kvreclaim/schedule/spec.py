@@ -33,11 +33,12 @@ class Spec:
     args: tuple[tuple[str | None, Value], ...] = ()
 
 
-def parse_spec(text: object) -> Spec:
-    """Raises InvalidArgumentError if text is not of the form above; knows no policy."""
+def parse_spec(text: object, noun: str = "policy") -> Spec:
+    """Raises InvalidArgumentError if text is not of the form above; knows no policy. noun: what it should
+    name."""
     if not isinstance(text, str):
-        raise InvalidArgumentError(f"policy {text!r} is no name: it is no text; {_FORMS}.")
-    parser = _Parser(text)
+        raise InvalidArgumentError(f"{noun} {text!r} is no name: it is no text; {_FORMS}.")
+    parser = _Parser(text, noun)
     spec = parser.value(0)
     parser.expect_end()
     if isinstance(spec, Spec):
@@ -73,8 +74,8 @@ def write_value(value: object) -> str:
 class _Parser:
     """One reading of one text, left to right."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, noun: str) -> None:
+        self.text, self.noun = text, noun
         self.tokens = list(self._scan())
         self.place = 0
 
@@ -88,7 +89,7 @@ class _Parser:
             start = match.end()
 
     def fail(self, reason: str) -> NoReturn:
-        raise InvalidArgumentError(f"policy {self.text!r} is no name: {reason}; {_FORMS}.")
+        raise InvalidArgumentError(f"{self.noun} {self.text!r} is no name: {reason}; {_FORMS}.")
 
     def peek(self, ahead: int = 0) -> str:
         """The next token; "" past the end."""

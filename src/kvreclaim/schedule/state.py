@@ -42,7 +42,12 @@ class State(Generic[Seq]):
         if (parked := self.parked_in(seq)) is not None:
             return parked.match_parked(seq.seq_id)
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
-        return self.memory.match_prefix(seq.keys, max_tokens=seq.hit_limit)
+        limit = seq.hit_limit
+        while True:
+            match = self.memory.match_prefix(seq.keys, max_tokens=limit)
+            limit = seq.footprint.hit_end(match.num_tokens)
+            if limit == match.num_tokens:
+                return match
 
     def num_cached(self, seq: Seq) -> int:
         """Leading tokens that need not be computed of one that waits."""
@@ -79,7 +84,7 @@ class State(Generic[Seq]):
 
     def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""
-        row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=not seq.reads_sparsely)
+        row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=seq.is_exact)
         step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens))
 
     def fail(self, seq: Seq, step: Draft[Seq], error: Exception) -> None:

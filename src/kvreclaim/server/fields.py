@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -153,6 +153,7 @@ class GeneratingFields(Fields):
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     kv_compression: KVCompression | None = None
     compress_at: int | None = Field(None, ge=1, le=MAX_INT32)
+    sparse_prefill: Literal["dense"] | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]

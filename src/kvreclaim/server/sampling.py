@@ -12,7 +12,7 @@ from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import SAMPLING
 from kvreclaim.server.tenants import Tenant
 
-SHARED = (*SAMPLING, "logit_bias")
+SHARED = (*SAMPLING, "logit_bias", "sparse_prefill")
 """Fields of SamplingParams that have the same name in both dialects."""
 
 

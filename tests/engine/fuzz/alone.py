@@ -35,6 +35,7 @@ class Question:
     kernels: str
     compress_at: int | None = None
     max_len: int | None = None
+    sparse: str | None = None
 
     @property
     def beams(self) -> BeamSearchParams | None:
@@ -51,7 +52,7 @@ class Question:
 
     def params(self) -> SamplingParams:
         if self.beams is not None:
-            return self.beams.sampling
+            return replace(self.beams.sampling, sparse_prefill=self.sparse)
         greedy = self.kind in ("greedy", "score", "prompt_logprobs")
         return SamplingParams(
             n=3 if self.kind == "many" else 1,
@@ -63,6 +64,7 @@ class Question:
             logprobs=0,
             prompt_logprobs=0 if self.kind == "prompt_logprobs" else None,
             cache_salt=self.salt,
+            sparse_prefill=self.sparse,
         )
 
 

@@ -89,7 +89,7 @@ class Machine:
         assert lean == pytest.approx(known, abs=1e-3), "the lean model is another one"
         self.faults.forbids = True
         self._first = llm
-        self._roomy: dict[tuple[str, int], LLM] = {}
+        self._roomy: dict[tuple[str, int, bool], LLM] = {}
         self._windowed: dict[str, Machine] = {}
 
     def windowed(self, family: str) -> Machine:
@@ -146,6 +146,7 @@ class Machine:
             chunk=setup.max_num_batched_tokens,
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
+            sparse=ask.sparse,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -177,12 +178,12 @@ class Machine:
         return [Answer.of(request) for request in requests]
 
     def _begin(self, number: int, question: Question) -> Request:
-        key = question.kernels, question.chunk
+        key = question.kernels, question.chunk, question.sparse is not None
         if key not in self._roomy:
             setup = Setup(
                 kernels=question.kernels,
                 num_blocks=ROOMY * MAX_MODEL_LEN // BLOCK_SIZE,
-                max_num_seqs=ROOMY,
+                max_num_seqs=ROOMY if question.sparse is None else min(ROOMY, max(2, question.chunk - 8)),
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
                 compressed_prefix_fraction=0.0,

@@ -49,6 +49,13 @@ POLICIES = (
 """Every built-in policy, every way of compressing, wrappers; then the odd ones of the tests."""
 
 
+SPARSE = (
+    "pooled(alpha=0.9, rows=8, first=8, last=2, layers=0, block=4, sinks=1, local=1)",
+    "pooled(alpha=0.5, rows=16, first=4, last=4, layers=1, block=8, sinks=0, local=0)",
+)
+"""Ways of computing a prompt sparsely, each with prefixes of its own."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
@@ -101,6 +108,7 @@ class Ask:
     retention: int = 0
     tenant: str | None = None
     compress_at: int | None = None
+    sparse: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ class Habits:
     not_finite: float
     special: float
     compress_at: int | None
+    sparse: tuple[str | None, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -170,6 +179,7 @@ class Habits:
             not_finite=random.choice((0.0, 0.0, 0.02)),
             special=random.choice((0.0, 0.05)),
             compress_at=random.choice((None, 14, 16, 20)),
+            sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
         )
 
 
@@ -224,6 +234,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         retention=random.choice((0, 0, 0, 8)),
         tenant=random.choice(habits.tenants),
         compress_at=habits.compress_at if random.random() < 0.8 else None,
+        sparse=random.choice(habits.sparse),
     )
 
 

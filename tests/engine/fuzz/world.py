@@ -13,7 +13,7 @@ from lean import GUILTY, POISON
 from machine import Brittle as BrittlePolicy
 from machine import Machine
 from operations import Abort, Ask, Brittle, NotFinite, Operation, Raise, Reset, Setup, Step
-from sparse_shadow import SparseShadow
+from prefill_shadow import PrefillShadow
 
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.core.request import Request
@@ -61,7 +61,7 @@ class World:
         self.by_id: dict[str, Asked] = {}
         self.shadow: Any = None
         if self.setup.shadow:
-            kind = KiviShadow if self.setup.kv_format == "kivi4" else SparseShadow
+            kind = KiviShadow if self.setup.kv_format == "kivi4" else PrefillShadow
             self.shadow = kind(self.llm, self.patch)
         self._watch()
 
@@ -196,6 +196,7 @@ class World:
         if self.shadow is not None:
             self.counts["hits seen"] += self.shadow.num_hits
             self.counts["attention calls"] += self.shadow.num_calls
+            self.counts["sparse tiles"] += getattr(self.shadow, "prefill_tiles", 0)
         self.close()
         for asked in self.asked:
             self._check_guilty(asked)

@@ -8,15 +8,19 @@ from zlib import crc32
 
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
 from kvreclaim.schedule.limits import check_blocks
+from kvreclaim.schedule.sparse import SparseRows
+from kvreclaim.schedule.way import Way
 
 
 def check_prompt(
@@ -82,13 +86,14 @@ def footprint_of(
     prompt: list[int],
     compress_at: int | None = None,
     groups: LayerGroups | None = None,
+    sparse: SparseRows | None = None,
 ) -> Footprint:
     """What a request's compression lets it hold in this engine.
 
     With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
     function of the request alone, so that a preempted one makes the same choices again.
     """
-    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens)
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, sparse=sparse)
     if groups is not None:
         plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
     _check_compress_at(compress_at, compressor, len(prompt))
@@ -103,6 +108,57 @@ def footprint_of(
         offset=crc32(array("q", prompt).tobytes()) % choices,
         compress_at=compress_at or 0,
     )
+
+
+def check_sparse_prefill(
+    method: SparsePrefill,
+    compressor: Compressor | None,
+    params: SamplingParams,
+    config: EngineConfig,
+    facts: ModelFacts,
+) -> SparseRows | None:
+    """What the schedule has to know of the method; None where it leaves out nothing.
+
+    Raises: InvalidArgumentError where it does not go with the model, the engine's limits, or what else the
+        request asks for.
+    """
+    where = "sparse_prefill"
+    odd = [n for n, layer in zip(facts.ids, facts.layers, strict=True) if layer.softmax.window is not None]
+    if odd:
+        raise InvalidArgumentError(
+            f"sparse prefill {method.name} reads blocks per head, which is not served for layers with a "
+            f"sliding window that share the others' block table, and layer {odd[0]} of {facts.name!r} is "
+            "one; compute prompts dense, or, if other layers have full attention, start without "
+            "disable_hybrid_kv_cache_manager and kv_offloading_size.",
+            field=where,
+        )
+    if params.prompt_logprobs is not None:
+        raise InvalidArgumentError(
+            f"prompt_logprobs is given, but sparse prefill {method.name} only approximates what they are "
+            "computed from; leave one of them out.",
+            field=where,
+        )
+    if compressor is not None and compressor.way is Way.MASK:
+        raise InvalidArgumentError(
+            f"policy {compressor.policy.name} hides evicted tokens in place, which sparse prefill "
+            f"{method.name} does not look at; use a policy that moves tokens together, or compute prompts "
+            "dense.",
+            field=where,
+        )
+    method.check(facts, config.block_size)
+    assert config.max_model_len is not None, "the engine's limits are set"
+    if method.reads_all(config.max_model_len):
+        return None
+    rows = method.sparse_rows(facts.layers[0], config.block_size)
+    least = rows.span + config.max_num_seqs
+    require(
+        config.max_num_batched_tokens >= least,
+        f"sparse prefill {method.name} decides on {rows.span} tokens at once, and max_num_batched_tokens "
+        f"{config.max_num_batched_tokens} may leave fewer beside {config.max_num_seqs} running sequences; "
+        f"raise it to {least}, or lower max_num_seqs.",
+        where,
+    )
+    return rows
 
 
 def _check_compress_at(compress_at: int | None, compressor: Compressor | None, num_prompt: int) -> None:

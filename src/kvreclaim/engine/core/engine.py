@@ -12,6 +12,8 @@ import torch
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.compression import Compressor
+from kvreclaim.compression.prefill.method import SparsePrefill
+from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.answers import Answers, Looked
 from kvreclaim.engine.answer.beam_search import BeamSearch
@@ -20,6 +22,7 @@ from kvreclaim.engine.core.admission import (
     check_length,
     check_priority,
     check_prompt,
+    check_sparse_prefill,
     footprint_of,
     output_limit,
 )
@@ -73,6 +76,16 @@ class Engine:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         self.groups = groups = layer_groups(loaded.facts, config)
+        self._sparse_prefill = make_method(config.sparse_prefill)
+        if self._sparse_prefill is not None:
+            if self._sparse_prefill.slow:
+                raise InvalidArgumentError(
+                    f"sparse prefill {self._sparse_prefill.name} takes about as long as dense attention does "
+                    "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
+                    "SamplingParams(sparse_prefill=...), `kvreclaim eval` or `kvreclaim bench prefill`.",
+                    field="sparse_prefill",
+                )
+            check_sparse_prefill(self._sparse_prefill, None, SamplingParams(), config, groups.facts)
         facts = groups.facts
         self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
         self.loaded = loaded
@@ -187,6 +200,7 @@ class Engine:
         tenant: str | None = None,
         compress_at: int | None = None,
         beams: BeamSearchParams | None = None,
+        sparse_prefill: SparsePrefill | None = None,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
@@ -196,6 +210,7 @@ class Engine:
         compress_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
                    kept for requests that begin with the same tokens and say the same
         beams:     search instead of drawing; params are then its `sampling`
+        sparse_prefill: a method, whatever params say
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -205,7 +220,13 @@ class Engine:
             raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
         check_priority(priority, self.config)
-        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups)
+        said = params.sparse_prefill
+        method = sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+        sparse = None
+        if method is not None:
+            sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
+            method = None if sparse is None else method
+        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
@@ -219,6 +240,7 @@ class Engine:
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
+        request.sparse_prefill = method
         request.beams = None if search is None else Beams(search)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))

@@ -66,7 +66,7 @@ class Lifecycle:
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
-            salt = request.params.cache_salt
+            salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
@@ -294,7 +294,7 @@ class Lifecycle:
             footprint=footprint,
             priority=request.priority,
             tenant=request.tenant,
-            cache_salt=prefix_salt(params.cache_salt, request.compressor),
+            cache_salt=prefix_salt(params.cache_salt, request.compressor, request.sparse_prefill),
             lasting=Signal.TOKEN_SCORES not in needs_of(request.compressor),
             request=request,
             generator=generator,

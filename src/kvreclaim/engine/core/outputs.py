@@ -96,6 +96,9 @@ class RequestMetrics:
     num_disk_tokens: of these, the ones that were read from disk while the request waited
     num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
     num_repeated_tokens: of these, the ones that were computed although the index had them
+    prefill_tokens_seen: of prompt tokens that were computed sparsely: the tokens before them and their own,
+                    summed over their rows, layers and KV heads; prefill_tokens_read: of these, the ones that
+                    they attended to
     queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
@@ -117,9 +120,16 @@ class RequestMetrics:
     peak_blocks: int = 0
     answer_blocks: int = 0
     preemptions: int = 0
+    prefill_tokens_seen: int = 0
+    prefill_tokens_read: int = 0
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
+
+    @property
+    def prefill_share(self) -> float | None:
+        """prefill_tokens_read / prefill_tokens_seen; None where nothing was computed sparsely."""
+        return self.prefill_tokens_read / self.prefill_tokens_seen if self.prefill_tokens_seen else None
 
     @property
     def reclaim_efficiency(self) -> float | None:

@@ -11,6 +11,7 @@ import torch
 
 from kvreclaim import schedule
 from kvreclaim.compression import Compressor
+from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
@@ -175,6 +176,7 @@ class Request:
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
     beams:     None unless it is a beam search
+    sparse_prefill: how its prompt is computed; None: by full attention
     """
 
     request_id: str
@@ -195,6 +197,7 @@ class Request:
     error: str | None = None
     prompt_done: bool = False
     beams: Beams | None = None
+    sparse_prefill: SparsePrefill | None = None
 
     @property
     def num_seats(self) -> int:

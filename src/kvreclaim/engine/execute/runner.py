@@ -204,7 +204,7 @@ class ModelRunner:
             self.graphs.refuse("layers with sliding windows have block tables of their own")
         elif watched:
             self.graphs.refuse("a policy keeps queries, attention or scores of tokens")
-        elif any(has_head_tables(item.seq) for item in step):
+        elif any(has_head_tables(item) for item in step):
             self.graphs.refuse("heads have block tables of their own")
         else:
             return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))

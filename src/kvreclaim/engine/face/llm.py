@@ -216,6 +216,7 @@ class LLM:
         continuations: Sequence[list[int]],
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
+        sparse_prefill: str | None = None,
         use_tqdm: bool = False,
         observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
@@ -224,6 +225,7 @@ class LLM:
         The cache is compressed at exactly the points at which generating the continuation would have
         compressed it; between two of them the tokens are computed in one go.
 
+        sparse_prefill: how the prompts are computed; None: as the engine says
         observers: one per prompt or None, told the whole log-probability rows as they come (see Scores);
                    nothing of them is kept here
         """
@@ -234,7 +236,8 @@ class LLM:
         if not all(continuations):
             raise InvalidArgumentError("a continuation is empty; pass at least one token to score.")
         configs = _one_each(compression, len(prompts), "compression")
-        params = [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts)
+        each = SamplingParams(temperature=0.0, max_tokens=1, sparse_prefill=sparse_prefill)
+        params = [each] * len(prompts)
         watching: list[Observer | None] = _one_each(observers, len(prompts), "observers")
         ranks = [0] * len(prompts)
         requests = self._add_all(list(zip(prompts, params, configs, ranks, continuations, strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.schedule.way import Way
@@ -53,10 +54,15 @@ def window_of(seq: Sequence) -> int:
     return seq.request.compressor.policy.query_window
 
 
-def prefix_salt(salt: str | None, compressor: Compressor | None) -> str | None:
-    """Names those who may share prefix blocks with a request: all with its salt and, if it relies on scores
-    of tokens, with the same weights; blocks that others have computed hold no such scores."""
+def prefix_salt(
+    salt: str | None, compressor: Compressor | None, sparse_prefill: SparsePrefill | None = None
+) -> str | None:
+    """Names those who may share prefix blocks with a request: all with its salt whose prompts are computed as
+    its own is and, if it relies on scores of tokens, with the same weights; blocks that others have computed
+    hold no such scores. No caller's salt names what is not computed exactly: these begin with NUL."""
+    if sparse_prefill is not None:
+        salt = f"\x00{sparse_prefill.namespace}\x00{'' if salt is None else f'={salt}'}"
     if Signal.TOKEN_SCORES not in needs_of(compressor):
         return salt
     assert compressor is not None
-    return f"{compressor.weights_digest}{'' if salt is None else f' {salt}'}"
+    return f"\x00{compressor.weights_digest}{'' if salt is None else f' {salt}'}"

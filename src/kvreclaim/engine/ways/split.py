@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.signals.store import DigestStore
 from kvreclaim.engine.ways.cells import uneven_part
 from kvreclaim.engine.ways.parts import HeadPart, Part, PlainPart
+from kvreclaim.engine.ways.prefill import SparsePart, sparse_tokens
 from kvreclaim.engine.ways.reads import SparseReads
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
@@ -15,9 +16,9 @@ from kvreclaim.ops.cells import cell_layers
 from kvreclaim.ops.kv_cache import KVCache
 
 
-def has_head_tables(seq: Sequence) -> bool:
-    """Whether the sequence's heads do not share one block table."""
-    return seq.state.cells is not None or seq.reads_sparsely
+def has_head_tables(item: Scheduled) -> bool:
+    """Whether the sequence's heads do not share one block table in this step."""
+    return item.seq.state.cells is not None or item.seq.reads_sparsely or bool(sparse_tokens(item))
 
 
 def split(
@@ -29,20 +30,28 @@ def split(
     digests: DigestStore,
 ) -> tuple[Part, ...]:
     """The parts of a step; () if all its sequences have one table for all layers and heads."""
-    if not any(has_head_tables(item.seq) for item in step):
+    if not any(has_head_tables(item) for item in step):
         return ()
     members: dict[Compressor | bool, list[int]] = {}
+    parts: list[Part] = []
+
+    def even(places: list[int]) -> Part:
+        return PlainPart(ops, cache, batch.part(places), batch.rows_of(places))
+
+    def uneven(places: list[int]) -> Part:
+        return uneven_part([step[i] for i in places], batch.rows_of(places), memory, cache, ops)
+
     for i, item in enumerate(step):
+        if sparse_tokens(item):
+            dense = even([i]) if item.seq.state.cells is None else uneven([i])
+            parts.append(SparsePart(item, dense, memory, cache, ops))
+            continue
         sparse = item.seq.request.compressor if item.seq.reads_sparsely else None
         members.setdefault(sparse or item.seq.state.cells is not None, []).append(i)
-    parts: list[Part] = []
     for kind, places in members.items():
-        rows, items = batch.rows_of(places), [step[i] for i in places]
         if isinstance(kind, Compressor):
-            reads = SparseReads(items, memory, cache, ops, digests)
-            parts.append(HeadPart(ops, cell_layers(cache), rows, None, reads.batch))
-        elif kind:
-            parts.append(uneven_part(items, rows, memory, cache, ops))
+            reads = SparseReads([step[i] for i in places], memory, cache, ops, digests)
+            parts.append(HeadPart(ops, cell_layers(cache), batch.rows_of(places), None, reads.batch))
         else:
-            parts.append(PlainPart(ops, cache, batch.part(places), rows))
+            parts.append(uneven(places) if kind else even(places))
     return tuple(parts)

@@ -1,0 +1,144 @@
+"""Sparse prefill beside dense, in one run: what reads everything first, then prompts' seconds and shares."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from rich.table import Table
+
+from kvreclaim.bench.common import Row, alternate, sheet
+from kvreclaim.bench.plans import PrefillPlan
+from kvreclaim.bench.systems.base import random_prompts
+from kvreclaim.config import DENSE, SamplingParams
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
+CHECKED = "pooled(alpha=0.5, first=256, layers=0, local=1)"
+LOGPROB, SHARE = 0.01, 0.01
+"""Most by which kernels may differ there: a block as near to the threshold may be read or not."""
+
+
+class Prompts:
+    """One engine, and a prompt of each length. Raises: InvalidArgumentError for a text that is too short."""
+
+    def __init__(self, plan: PrefillPlan, model: Path) -> None:
+        self.llm = LLM(
+            model,
+            dtype=plan.dtype,
+            device="cpu",
+            kernels=plan.kernels,
+            max_num_seqs=1,
+            max_model_len=max(plan.lengths) + 1,
+            enable_prefix_caching=False,
+        )
+        self.tokens = self._tokens(plan)
+
+    def _tokens(self, plan: PrefillPlan) -> list[int]:
+        longest = max(plan.lengths)
+        if plan.text is None:
+            return random_prompts(1, longest, self.llm.loaded.vocab_size, 1)[0]
+        tokens = self.llm.tokenizer.encode(plan.text.read_text(encoding="utf-8"))[:longest]
+        if len(tokens) < longest:
+            raise InvalidArgumentError(
+                f"--text {str(plan.text)!r} has {len(tokens)} tokens, but the longest prompt {longest}; name "
+                "a longer text, or shorter prompts."
+            )
+        return tokens
+
+    def run(self, length: int, method: str) -> tuple[float, float, int, float]:
+        """Seconds, the share of the tokens that were read, the token that follows and its log-probability."""
+        params = replace(SAMPLING, sparse_prefill=method)
+        started = perf_counter()
+        (output,) = self.llm.generate([self.tokens[:length]], params)
+        elapsed_s = perf_counter() - started
+        assert output.error is None, f"{method}: {output.error}"
+        (token,), share = output.outputs[0].token_ids, output.metrics.prefill_share
+        (told,) = output.outputs[0].logprobs or ({},)
+        return elapsed_s, 1.0 if share is None else share, token, told[token].logprob
+
+
+def run(plan: PrefillPlan) -> list[Row]:
+    """A row per length and method. Raises: AssertionError where kernels differ."""
+    with tempfile.TemporaryDirectory() as directory:
+        model, stretched = stretch(plan.model, max(plan.lengths) + 1, Path(directory))
+        check(plan, model)
+        prompts, rows = Prompts(plan, model), []
+    for length in plan.lengths:
+        names = (DENSE, *plan.methods)
+        runs: dict[str, Callable[[], tuple[float, float, int, float]]]
+        runs = {name: partial(prompts.run, length, name) for name in names}
+        found = alternate(runs, plan.rounds)
+        for name in names:
+            pairs = zip(found[DENSE], found[name], strict=True)
+            seconds = median(each[0] for each in found[name])
+            rows.append(
+                {
+                    **plan.facts(),
+                    "stretched": stretched,
+                    "length": length,
+                    "method": name,
+                    "seconds": seconds,
+                    "tokens_per_s": length / seconds,
+                    "ratio": median(dense[0] / own[0] for dense, own in pairs),
+                    "ratios": [d[0] / own[0] for d, own in zip(found[DENSE], found[name], strict=True)],
+                    "read": found[name][0][1],
+                    "same_token": found[name][0][2] == found[DENSE][0][2],
+                }
+            )
+    return rows
+
+
+def stretch(model: Path, length: int, directory: Path) -> tuple[Path, float]:
+    """The model, or, where its context is shorter, one with its weights whose positions YaRN (arXiv
+    2309.00071) stretches: attention of the same kind, over more tokens than it was trained for."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    known = config["max_position_embeddings"]
+    if length <= known:
+        return model, 1.0
+    factor = float(-(-length // known))
+    rotation = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_parameters") or {})}
+    config["rope_parameters"] = {
+        **rotation,
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": known,
+    }
+    config["max_position_embeddings"] = int(known * factor)
+    for file in model.iterdir():
+        (directory / file.name).symlink_to(file.resolve())
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory, factor
+
+
+def check(plan: PrefillPlan, model: Path) -> None:
+    """In fp32, of 2,048 tokens: native kernels answer as the reference's do, and a method that leaves out
+    nothing is dense attention, to the bit."""
+    small = replace(plan, dtype="float32", lengths=(2048,))
+    ours, oracle = Prompts(small, model), Prompts(replace(small, kernels="reference"), model)
+    _, share, token, logprob = ours.run(2048, CHECKED)
+    _, same_share, same, near = oracle.run(2048, CHECKED)
+    assert token == same, f"{CHECKED}: token {token} instead of {same}"
+    assert abs(near - logprob) <= LOGPROB, f"{CHECKED}: {logprob} instead of {near}"
+    assert abs(share - same_share) <= SHARE, f"{CHECKED} reads {share} instead of {same_share}"
+    assert ours.run(2048, "pooled(alpha=0)")[2:] == ours.run(2048, DENSE)[2:], "alpha=0 is not dense"
+
+
+def prefill_table(rows: list[Row]) -> Table:
+    columns = {
+        "method": "{method}",
+        "prompt": "{length:,}",
+        "seconds": "{seconds:.2f}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "dense / it": "{ratio:.2f}",
+        "tokens read": "{read:.1%}",
+    }
+    return sheet("sparse prefill", columns, rows)

@@ -1,0 +1,1 @@
+"""Sparse prefill: which blocks before them the tokens of a prompt read."""

@@ -1,0 +1,79 @@
+"""From the name of a method of sparse prefill to the method, and back. Third parties add theirs as entry
+points of the group `kvreclaim.sparse_prefill` (name = "package.module:Class")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+
+from kvreclaim.checks import require
+from kvreclaim.compression.prefill.method import SparsePrefill
+from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
+from kvreclaim.compression.prefill.per_head import MInference
+from kvreclaim.compression.prefill.pooled import Pooled
+from kvreclaim.compression.prefill.xattention import XAttention
+from kvreclaim.config import DENSE
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
+from kvreclaim.third_parties import load, names_in
+
+ENTRY_POINT_GROUP = "kvreclaim.sparse_prefill"
+_BUILT_IN: Mapping[str, type[SparsePrefill]] = MappingProxyType(
+    {cls.name: cls for cls in (Pooled, XAttention, AShape, VerticalSlash, BlockSparse, MInference)}
+)
+
+
+def method_names() -> tuple[str, ...]:
+    """Built-in names, then those of third parties in alphabetical order."""
+    return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
+
+
+def make_method(text: str) -> SparsePrefill | None:
+    """The method that is written as name or name(option=value, ...); None for "dense".
+
+    Raises: InvalidArgumentError for an unknown name, option or value.
+    """
+    spec = parse_spec(text, "sparse prefill")
+    if spec.name == DENSE and not spec.args:
+        return None
+    cls = _method_class(spec.name)
+    names = [field.name for field in fields(cls) if field.init]
+    given: dict[str, Value] = {}
+    for name, value in spec.args:
+        require(
+            name in names and not isinstance(value, Spec),
+            f"sparse prefill {spec.name} is given {value if name is None else name!r}; its options, each "
+            f"written option=value, are {', '.join(names)}.",
+        )
+        assert name is not None
+        require(name not in given, f"sparse prefill {spec.name} is given {name!r} twice; keep one.")
+        given[name] = value
+    return cls(**given)  # type: ignore[arg-type]
+
+
+def method_spec(method: SparsePrefill | None) -> str:
+    """How it is written, with the options that are not at their default."""
+    if method is None:
+        return DENSE
+    parts = [
+        f"{field.name}={write_value(getattr(method, field.name))}"
+        for field in fields(method)
+        if field.init and getattr(method, field.name) != field.default
+    ]
+    return f"{method.name}({', '.join(parts)})" if parts else method.name
+
+
+def _method_class(name: str) -> type[SparsePrefill]:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if found := load(ENTRY_POINT_GROUP, name, "sparse prefill"):
+        cls, place = found
+        if not (isinstance(cls, type) and issubclass(cls, SparsePrefill) and is_dataclass(cls)):
+            raise InvalidArgumentError(
+                f"sparse prefill {name!r} is {place!r}, which is no dataclass derived from SparsePrefill."
+            )
+        return cls
+    raise InvalidArgumentError(
+        f"sparse prefill {name!r} is unknown; known are {', '.join((DENSE, *method_names()))}."
+    )

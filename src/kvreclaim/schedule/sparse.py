@@ -1,0 +1,41 @@
+"""Which tokens of a prompt are computed by attention over some of the blocks before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Of one method of sparse prefill. All in tokens.
+
+    tile:  tokens that read the same, counted from the prompt's first
+    span:  tokens that are decided on together: chunks and prefix hits end at multiples of it, so that what is
+           read depends on the prompt alone, not on how it was cut; a multiple of the tile
+    first: leading tokens that attend to everything before them
+    last:  tokens at the prompt's end that do so, too
+    """
+
+    tile: int
+    span: int
+    first: int
+    last: int
+
+    def rows(self, num_prompt: int, compress_at: int = 0) -> range:
+        """Those that read sparsely, both ends multiples of the span. Before compress_at, where a prefix is
+        kept for longer prompts too, no tail is spared."""
+        stop = max(num_prompt - self.last, compress_at) // self.span * self.span
+        return range(self.start, max(self.start, stop))
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return -(-self.first // self.span) * self.span
+
+    def aligned(self, num_computed: int, num_tokens: int, stop: int) -> int:
+        """Of so many next tokens as many as end at a multiple of the span, if they end between the first of
+        them and stop."""
+        end = num_computed + num_tokens
+        if not self.start < end < stop:
+            return num_tokens
+        return max(0, end // self.span * self.span - num_computed)
