@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.chunks import Chunk, ChunkReuse
 from kvreclaim.config import SamplingParams
 from kvreclaim.places import real_model
 
@@ -17,6 +18,8 @@ __version__ = version("kvreclaim")
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "Chunk",
+    "ChunkReuse",
     "CompressionConfig",
     "SamplingParams",
     "__version__",

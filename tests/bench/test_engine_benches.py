@@ -127,6 +127,18 @@ def test_rounds_begin_with_another_run_each_time():
     assert all(len(values) == 3 for values in results.values())
 
 
+def test_chunks_compare_ways_with_the_whole_prompt(tmp_path):
+    sizes = ("--chunk-tokens", 64, "--rounds", 2, "--reuse", "random(share=0.25,seed=1),none")
+    rows, output = run(tmp_path, "chunks", *COMMON, *sizes)
+    found = {row["way"]: row for row in rows}
+    assert list(found) == ["whole", "cold", "random(share=0.25,seed=1)", "none"]
+    assert {row["tokens"] for row in rows} == {4 * 64 + 64}
+    assert (found["whole"]["ratio"], found["whole"]["reused"]) == (1, 0)
+    shares = [found[way]["reused"] for way in ("random(share=0.25,seed=1)", "none")]
+    assert 0.25 < shares[0] < shares[1] <= 0.8
+    assert "tokens reused" in output
+
+
 def test_prefill_compares_methods_with_dense(tmp_path):
     """On positions that YaRN stretches, where the prompt is longer than the model's context."""
     methods = "a_shape(first=256,sinks=64,local=128,block=64),pooled(first=256)"

@@ -28,7 +28,9 @@ def make(llm, name, num_tokens=NUM_TOKENS):
     return task
 
 
-@pytest.fixture(params=[kind + known for kind in FORCED_TASKS for known in ("", ":known")], scope="module")
+@pytest.fixture(
+    params=[kind + known for kind in FORCED_TASKS for known in ("", ":known", ":chunks")], scope="module"
+)
 def task(request, llm):
     return make(llm, request.param)
 
@@ -46,14 +48,14 @@ def test_facts_stand_where_the_evidence_says_and_the_judged_tokens_are_their_cod
     quiz = task.write(random.Random(f"{task.kind}:0:3"))
     prompt = llm.tokenizer.decode(item.prompt)
     assert all(fact in prompt for fact in quiz.facts)
-    asked = quiz.questions[:1] if task.known else quiz.questions
-    assert prompt.endswith(asked[0][0]) == task.known
+    asked = quiz.questions[:1] if task.asks_first else quiz.questions
+    assert prompt.endswith(asked[0][0]) == task.asks_first
     said = llm.tokenizer.decode(item.continuation)
     judged = llm.tokenizer.decode([item.continuation[v.place] for v in item.payload])
-    if task.known:
+    if task.asks_first:
         assert said == asked[0][1]
         assert said.endswith(judged)
-        assert len(item.payload) == len(item.continuation) - 1
+        assert len(item.payload) == len(item.continuation) - task.known
     else:
         assert said == "".join(head + answer for head, answer, _ in asked)
         assert judged == "".join(answer for _, answer, _ in asked)
@@ -103,3 +105,17 @@ def test_the_models_own_traces_are_continuations_that_the_full_cache_agrees_with
     items = [OwnTraces(llm, passages, 100).item(0, index) for index in (0, 1, 0)]
     assert items[0] == items[2] != items[1]
     assert [(len(item.prompt), len(item.continuation)) for item in items] == [(50, 50)] * 3
+
+
+@pytest.mark.parametrize("kind", FORCED_TASKS)
+def test_chunks_are_documents_with_whole_facts_behind_a_head(kind, llm):
+    task = make(llm, f"{kind}:chunks")
+    item = task.item(1, 2)
+    quiz = task.write(random.Random(f"{kind}:1:2"))
+    first, last = item.chunks[0][0], item.chunks[-1][1]
+    assert llm.tokenizer.decode(item.prompt[:first]).endswith("\n\n")
+    assert [a for a, _ in item.chunks[1:]] == [b for _, b in item.chunks[:-1]]
+    texts = [llm.tokenizer.decode(item.prompt[a:b]) for a, b in item.chunks]
+    assert len(texts) == 8
+    assert all(sum(fact in text for text in texts) == 1 for fact in quiz.facts)
+    assert llm.tokenizer.decode(item.prompt[last:]) == quiz.questions[0][0]

@@ -25,6 +25,20 @@ def test_golden_lru_trace():
     assert memory.grow(2, 20).new_blocks == (7, 8, 9, 4, 3)
 
 
+def test_what_is_refreshed_is_reused_later():
+    memory = MemoryManager(6, 4)
+    for seq_id, tokens in enumerate((range(8), range(50, 58))):
+        run(memory, seq_id, tokens)
+        memory.free(seq_id)
+    match = find(memory, range(9))
+    assert match.block_ids == (0, 1)
+    memory.refresh(match)
+    assert list(memory.pool.free_queue) == [4, 5, 3, 2, 1, 0]
+    assert memory.stats().in_use == 0
+    assert find(memory, range(9)).block_ids == (0, 1)
+    memory.check()
+
+
 @pytest.mark.parametrize(("length", "hit"), [(0, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (20, 12)])
 def test_a_hit_is_whole_blocks_and_leaves_a_token(length, hit):
     memory = MemoryManager(8, 4)

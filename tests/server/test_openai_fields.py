@@ -13,7 +13,7 @@ from steering import Asking, paused, until
 from talking import GREEDY, OTHER_NAME, PROMPT, Talker, talker
 from test_openai_sampling import SAMPLING
 
-from kvreclaim import BeamSearchParams, CompressionConfig, SamplingParams
+from kvreclaim import BeamSearchParams, Chunk, CompressionConfig, SamplingParams
 from kvreclaim.server.openai.chat import ChatRequest
 from kvreclaim.server.openai.completions import CompletionRequest
 
@@ -269,6 +269,41 @@ def check_sparse_prefill(server: Talker) -> None:
         given = web.post(address, json={**ask, "prompt_logprobs": 0, "sparse_prefill": None})
         assert given.status_code == 400
     assert server.refused(sparse_prefill="pooled") == "sparse_prefill"
+
+
+DOCUMENTS = ["the sun and the wave " * 8, {"title": "Stars", "text": "stars mist vale " * 9}]
+QUESTION = "what was said of the sun"
+
+
+def check_documents(server: Talker) -> None:
+    """As the engine's own chunks; in whatever order, and in a chat before what the user says last."""
+    sun, stars = DOCUMENTS[0] + "\n\n", "Stars\n" + DOCUMENTS[1]["text"] + "\n\n"
+    for documents, texts in ((DOCUMENTS, [sun, stars]), (DOCUMENTS[::-1], [stars, sun])):
+        (expected,) = server.oracle.generate([*map(Chunk, texts), QUESTION], SamplingParams(**GREEDY))
+        given = server.completion(prompt=QUESTION, documents=documents, **GREEDY)
+        assert given["choices"][0]["text"] == expected.outputs[0].text
+        usage = given["usage"]
+        assert usage["prompt_tokens"] == len(expected.prompt_token_ids)
+        assert usage["kv_cache"]["reused_tokens"] == expected.metrics.num_reused_tokens > 0
+    said = [{"role": "user", "content": "before"}, {"role": "user", "content": QUESTION}]
+    asked = server.prompt(messages=said, documents=DOCUMENTS)
+    assert asked == f"user:before;user:{sun}{stars}{QUESTION};assistant:"
+    assert server.refused(documents=DOCUMENTS, echo=True) == "echo"
+    assert server.refused(documents=[""]) == "documents"
+    assert server.refused(documents=[]) == "documents"
+    said = [{"role": "system", "content": QUESTION}]
+    assert server.refused("/v1/chat/completions", documents=DOCUMENTS, messages=said) == "documents"
+
+
+def check_chunk_reuse(server: Talker) -> None:
+    def reused(**how) -> int:
+        given = server.completion(prompt=QUESTION, documents=DOCUMENTS, **GREEDY, chunk_reuse=how)
+        return given["usage"]["kv_cache"]["reused_tokens"]
+
+    assert reused(select="none") > reused(share=0.5) > reused(select="random", share=0.9) > 0
+    assert reused(select="all") == 0
+    assert server.refused(chunk_reuse={}) == "chunk_reuse"
+    assert server.refused(chunk_reuse={"share": 2.0}, documents=DOCUMENTS) == "chunk_reuse"
 
 
 def beams(server: Talker, **fields) -> list[tuple[str, float]]:

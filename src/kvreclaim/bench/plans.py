@@ -88,10 +88,38 @@ class PrefillPlan(ModelPlan):
             bool(self.lengths) and min(self.lengths, default=0) >= 1,
             f"--lengths are {self.lengths}; pass tokens, such as 8192,16384.",
         )
-        require(
-            self.text is None or self.text.is_file(),
-            f"--text is {str(self.text)!r}, which is no file; name one, or leave it out.",
-        )
+        check_text_file(self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksPlan(ModelPlan):
+    """Every way of reusing the chunks of a prompt beside the whole prompt, in turns, of which medians are
+    taken."""
+
+    reuse: tuple[str, ...] = option(
+        ("change", "question", "deviation", "first", "random", "none"),
+        "Ways of reusing chunks, comma-separated.",
+    )
+    num_chunks: int = option(4, "Chunks.", low=1)
+    chunk_tokens: int = option(1024, "Tokens of each.", low=32)
+    head: int = option(32, "Tokens before the first chunk.", low=1)
+    question: int = option(32, "Tokens behind the last one.", low=1)
+    text: Path | None = option(None, "UTF-8 text that is cut into chunks; else random tokens.")
+    kernels: str = option("auto", KERNELS)
+    rounds: int = option(5, "Timed, in turns.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.reuse), "--reuse names none; pass for example change,none.")
+        check_text_file(self.text)
+
+
+def check_text_file(text: Path | None) -> None:
+    """Raises: InvalidArgumentError where it is no file."""
+    require(
+        text is None or text.is_file(),
+        f"--text is {str(text)!r}, which is no file; name one, or leave it out.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from rich.table import Table
 
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.plans import PrefillPlan
-from kvreclaim.bench.systems.base import random_prompts
+from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.config import DENSE, SamplingParams
 from kvreclaim.engine.face.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 CHECKED = "pooled(alpha=0.5, first=256, layers=0, local=1)"
@@ -39,19 +38,7 @@ class Prompts:
             max_model_len=max(plan.lengths) + 1,
             enable_prefix_caching=False,
         )
-        self.tokens = self._tokens(plan)
-
-    def _tokens(self, plan: PrefillPlan) -> list[int]:
-        longest = max(plan.lengths)
-        if plan.text is None:
-            return random_prompts(1, longest, self.llm.loaded.vocab_size, 1)[0]
-        tokens = self.llm.tokenizer.encode(plan.text.read_text(encoding="utf-8"))[:longest]
-        if len(tokens) < longest:
-            raise InvalidArgumentError(
-                f"--text {str(plan.text)!r} has {len(tokens)} tokens, but the longest prompt {longest}; name "
-                "a longer text, or shorter prompts."
-            )
-        return tokens
+        self.tokens = text_tokens(plan.text, max(plan.lengths), self.llm.loaded)
 
     def run(self, length: int, method: str) -> tuple[float, float, int, float]:
         """Seconds, the share of the tokens that were read, the token that follows and its log-probability."""

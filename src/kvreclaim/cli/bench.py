@@ -11,6 +11,7 @@ from kvreclaim.bench.plans import (
     KERNELS,
     THREADS,
     BeamsPlan,
+    ChunksPlan,
     CompressPlan,
     DecodePlan,
     LatentPlan,
@@ -247,6 +248,26 @@ def prefill(
 
         rows = prefill.run(plan)
         publish(rows, [prefill.prefill_table(rows)], json_file)
+
+
+def _chunks_plan(**given: Any) -> ChunksPlan:
+    """given: fields; ways as they came from the command line. Raises: InvalidArgumentError."""
+    if "reuse" in given:
+        given["reuse"] = names_in(",".join(given["reuse"]))
+    return ChunksPlan(**given)
+
+
+@bench_app.command("chunks")
+@takes
+def chunks(
+    plan: Annotated[ChunksPlan, Takes(config=ChunksPlan, build=_chunks_plan)], json_file: Json = None
+) -> None:
+    """Chunks that are reused out of place: what equals the whole prompt first, then time to first token."""
+    with ready(plan.threads):
+        from kvreclaim.bench import chunks
+
+        rows = chunks.run(plan)
+        publish(rows, [chunks.chunks_table(rows)], json_file)
 
 
 @bench_app.command("tiers")

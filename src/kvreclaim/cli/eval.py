@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvreclaim.checks import require
+from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.takes import Takes, names_in, takes
@@ -109,8 +110,9 @@ def evaluate(
     plan = EvalPlan(**grid, **shared)
     if threads is not None:
         torch.set_num_threads(threads)
+    copies = 2 if plan.chunk_reuse == (WHOLE,) else 3  # running, cached, and chunks
     whole_batch = {
-        "num_blocks": 2 * (blocks_for(sizes.num_tokens, engine.block_size) + 1) * plan.batch_size,
+        "num_blocks": copies * (blocks_for(sizes.num_tokens, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
     }

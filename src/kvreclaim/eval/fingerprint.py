@@ -60,6 +60,8 @@ def cell_identity(
         "fraction": setting.fraction,
         "sparse_prefill": setting.sparse_prefill,
         "compared_prefill": plan.sparse_prefill[0],
+        "chunk_reuse": setting.chunk_reuse,
+        "compared_reuse": plan.chunk_reuse[0],
         "task": {"name": task.name, **task.identity},
         "seed": seed if task.seeded else None,
         "free_running": plan.free_running,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreclaim.checks import check_int, check_number, require
+from kvreclaim.chunks import WHOLE, chunk_reuse_of
 from kvreclaim.config import AUTO, DENSE, CompressionSettings, format_names
 from kvreclaim.options import check_options, option, settings_of
 
@@ -36,12 +37,14 @@ class Setting:
     fraction: float
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
+    chunk_reuse: str = WHOLE
 
     @property
     def label(self) -> str:
         form = "" if self.kv_cache_dtype == AUTO else f" {self.kv_cache_dtype}"
         prefill = "" if self.sparse_prefill == DENSE else f" {self.sparse_prefill}"
-        return f"{self.policy}{form} {self.fraction:.3g}{prefill}"
+        reuse = "" if self.chunk_reuse == WHOLE else f" {self.chunk_reuse}"
+        return f"{self.policy}{form} {self.fraction:.3g}{prefill}{reuse}"
 
     @property
     def is_full(self) -> bool:
@@ -59,6 +62,7 @@ class EvalPlan:
     kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first of them
                     is what all others are compared with
     sparse_prefill: as in EngineConfig; the first of them, too, is that of what others are compared with
+    chunk_reuse:    ways of reusing the chunks of prompts that have some; likewise
     num_examples:   per cell and seed
     interval, sinks, recent, protect_prompt, mode, stats: as in CompressionConfig
     free_running:   also generate where a task scores a gold trace
@@ -80,6 +84,9 @@ class EvalPlan:
     sparse_prefill: Sequence[str] = option(
         (DENSE,), "Ways of computing prompts, comma-separated: dense,pooled,pooled(alpha=0.3)."
     )
+    chunk_reuse: Sequence[str] = option(
+        (WHOLE,), "Of tasks with chunks, comma-separated: whole,question(share=0.15),random."
+    )
     seeds: Sequence[int] = option((0,), "Each draws other examples.")
     num_examples: int = option(16, "Of each cell, per seed.", low=1)
     free_running: bool = option(False, "Also generate gold traces: exact match, decode speed.")
@@ -96,7 +103,7 @@ class EvalPlan:
         from kvreclaim.compression.prefill.registry import make_method
 
         check_options(self)
-        for name in ("policies", "budgets", "kv_cache_dtypes", "sparse_prefill", "seeds"):
+        for name in ("policies", "budgets", "kv_cache_dtypes", "sparse_prefill", "chunk_reuse", "seeds"):
             values = getattr(self, name)
             require(
                 isinstance(values, (list, tuple)) and bool(values),
@@ -108,6 +115,8 @@ class EvalPlan:
             is_full(policy)
         for method in self.sparse_prefill:
             make_method(method)
+        for reuse in self.chunk_reuse:
+            chunk_reuse_of(reuse)
         for budget in self.budgets:
             check_number("a budget", budget, 0.0, 1.0)
             require(budget > 0, f"a budget is {budget!r}; it must be a share above 0, up to 1.")
@@ -129,9 +138,10 @@ class EvalPlan:
     def settings(self) -> list[Setting]:
         """All columns; the full cache once for each KV format."""
         return [
-            Setting(policy, float(fraction), dtype, method)
+            Setting(policy, float(fraction), dtype, method, reuse)
             for dtype in self.kv_cache_dtypes
             for method in self.sparse_prefill
+            for reuse in self.chunk_reuse
             for policy in self.policies
             for fraction in ((1.0,) if is_full(policy) else self.budgets)
         ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from kvreclaim.chunks import WHOLE
 from kvreclaim.config import AUTO, DENSE
 from kvreclaim.eval.task import Metric
 
@@ -46,6 +47,7 @@ class EvalRow(BaseModel):
     budget: int | None = None
     kv_cache_dtype: str
     sparse_prefill: str = DENSE
+    chunk_reuse: str = WHOLE
     task: str
     metric: Metric
     status: Literal["ok", "refused", "error"] = "ok"
@@ -80,8 +82,9 @@ class EvalRow(BaseModel):
 
     @property
     def name(self) -> str:
-        """The policy, the KV format where one was named, and how prompts were computed where not dense."""
-        told = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE))
+        """The policy, the KV format where one was named, and how prompts were computed where not dense and
+        whole."""
+        told = ((self.kv_cache_dtype, AUTO), (self.sparse_prefill, DENSE), (self.chunk_reuse, WHOLE))
         return ", ".join((self.policy, *(value for value, default in told if value != default)))
 
     @property

@@ -39,6 +39,7 @@ class Result(BaseModel):
     compactions: int
     postponed: int
     preemptions: int
+    gone_tokens: int = 0
     timed_tokens: int
     elapsed_s: float
     generated: bool
@@ -51,4 +52,5 @@ def cost(metrics: RequestMetrics) -> dict[str, Any]:
     return {name: getattr(metrics, name) for name in names} | {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
         "postponed": metrics.compactions_postponed,
+        "gone_tokens": metrics.num_gone_tokens,
     }

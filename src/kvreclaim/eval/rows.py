@@ -61,6 +61,7 @@ def make_rows(
                     fraction=setting.fraction,
                     kv_cache_dtype=setting.kv_cache_dtype,
                     sparse_prefill=setting.sparse_prefill,
+                    chunk_reuse=setting.chunk_reuse,
                     task=task.name,
                     metric=task.metric,
                     **fields,
@@ -70,8 +71,9 @@ def make_rows(
 
 
 def _is_baseline(setting: Setting, plan: EvalPlan) -> bool:
-    first = plan.kv_cache_dtypes[0], plan.sparse_prefill[0]
-    return setting.is_full and (setting.kv_cache_dtype, setting.sparse_prefill) == first
+    first = plan.kv_cache_dtypes[0], plan.sparse_prefill[0], plan.chunk_reuse[0]
+    own = setting.kv_cache_dtype, setting.sparse_prefill, setting.chunk_reuse
+    return setting.is_full and own == first
 
 
 def _flat(by_seed: BySeed) -> list[Result]:
@@ -94,6 +96,12 @@ def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed, *, alone: bool)
         )
     if preempted := sum(r.preemptions for r in results):
         return Problem("error", f"{preempted} preemptions; give the pool more blocks or lower the batch size")
+    if gone := sum(r.gone_tokens for r in results):
+        return Problem(
+            "error",
+            f"{gone} tokens of chunks had left the pool before they were reused; give it more blocks or "
+            "lower the batch size",
+        )
     if postponed := sum(r.postponed for r in results):
         return Problem("error", f"{postponed} compressions postponed for lack of blocks; enlarge the pool")
     return None

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
+from kvreclaim.chunks import Chunk, ChunkReuse, chunk_reuse_of
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput, ScoreOutput
-from kvreclaim.engine.face.llm import LLM, Observer
+from kvreclaim.engine.face.llm import LLM, Observer, Prompt
+from kvreclaim.engine.face.pieces import Piece
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import Storage
@@ -77,17 +79,16 @@ class BatchRunner:
         configs = [self._config(item, setting) for item in items]
         self._prepare(items)
         watchers = [Divergence(rows) for rows in self.first.full_rows(items)] if task.compares else None
-        method = setting.sparse_prefill
         said = (
-            self._score(items, configs, watchers, method)
+            self._score(items, configs, watchers, setting)
             if items[0].continuation
-            else self._generate(items, configs, method)
+            else self._generate(items, configs, setting)
         )
         outcomes = [task.judge(item, s.answer) for item, s in zip(items, said, strict=True)]
         note = None
         if self.plan.free_running and items[0].continuation and isinstance(task, FreeTask):
             try:
-                freely = self._generate(items, configs, method)
+                freely = self._generate(items, configs, setting)
                 said, outcomes = self._run_free(task, items, freely, said, outcomes)
             except InvalidArgumentError as error:  # a policy that needs the future, for one
                 note = f"not run freely: {error}"
@@ -122,9 +123,9 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: list[Divergence] | None,
-        method: str,
+        setting: Setting,
     ) -> list[_Said]:
-        outs, elapsed_s = self._timed_scores(items, configs, watchers, method)
+        outs, elapsed_s = self._timed_scores(items, configs, watchers, setting)
         sums = [{}] * len(items) if watchers is None else [watcher.sums() for watcher in watchers]
         return [
             _Said(
@@ -142,12 +143,15 @@ class BatchRunner:
         items: Sequence[Item],
         configs: list[CompressionConfig | None],
         watchers: Sequence[Observer] | None,
-        method: str,
+        setting: Setting,
     ) -> tuple[list[ScoreOutput], float]:
-        prompts = [list(item.prompt) for item in items]
+        prompts, how = _prompts(items, setting)
         texts = [list(item.continuation) for item in items]
+        method = setting.sparse_prefill
         return timed(
-            lambda: self.llm.score(prompts, texts, configs, observers=watchers, sparse_prefill=method)
+            lambda: self.llm.score(
+                prompts, texts, configs, observers=watchers, sparse_prefill=method, chunk_reuse=how
+            )
         )
 
     def full_rows(self, items: Sequence[Item]) -> list[FullRows]:
@@ -157,23 +161,24 @@ class BatchRunner:
             self._rows = {item: FullRows(len(item.continuation), vocab) for item in items}
             self._prepare(items)
             rows = [self._rows[item] for item in items]
-            self._timed_scores(items, [None] * len(items), rows, self.plan.sparse_prefill[0])
+            first = next(setting for setting in self.plan.settings())
+            self._timed_scores(items, [None] * len(items), rows, first)
         return [self._rows[item] for item in items]
 
     def _generate(
-        self, items: Sequence[Item], configs: list[CompressionConfig | None], method: str
+        self, items: Sequence[Item], configs: list[CompressionConfig | None], setting: Setting
     ) -> list[_Said]:
         params = [
             SamplingParams(
                 temperature=0.0,
                 max_tokens=len(item.continuation) or item.max_new_tokens,
                 ignore_eos=bool(item.continuation),
-                sparse_prefill=method,
+                sparse_prefill=setting.sparse_prefill,
             )
             for item in items
         ]
-        prompts = [list(item.prompt) for item in items]
-        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs))
+        prompts, how = _prompts(items, setting)
+        outs, elapsed_s = timed(lambda: self.llm.generate(prompts, params, configs, chunk_reuse=how))
         return [
             _Said(
                 Answer(text=out.outputs[0].text, token_ids=tuple(out.outputs[0].token_ids)),
@@ -211,6 +216,9 @@ class BatchRunner:
     def _result(self, item: Item, said: _Said, outcome: Outcome, note: str | None) -> Result:
         if (read := said.metrics.prefill_share) is not None:
             outcome = replace(outcome, extra={**outcome.extra, "prefill_read": read})
+        if reused := said.metrics.num_reused_tokens:
+            share = reused / said.metrics.num_prompt_tokens
+            outcome = replace(outcome, extra={**outcome.extra, "reused": share})
         return Result(
             **asdict(outcome),
             num_tokens=item.num_tokens,
@@ -238,6 +246,29 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
         first = next(iter(runners.values()), None)
         runners[name] = BatchRunner(engines[storage.name], plan, storage, stats, first)
     return runners
+
+
+def _prompts(items: Sequence[Item], setting: Setting) -> tuple[list[Prompt], ChunkReuse | None]:
+    """As the engine gets them: whole, or in pieces. Raises: InvalidArgumentError for prompts without chunks
+    where these are to be reused."""
+    how = chunk_reuse_of(setting.chunk_reuse)
+    if how is None:
+        return [list(item.prompt) for item in items], None
+    if not all(item.chunks for item in items):
+        raise InvalidArgumentError(
+            f"chunk reuse {setting.chunk_reuse} is for prompts with chunks, and this task has none; take "
+            "needles:chunks, table:chunks or assignments:chunks, or whole."
+        )
+    return [_pieces(item) for item in items], how
+
+
+def _pieces(item: Item) -> list[Piece]:
+    prompt, end = list(item.prompt), 0
+    pieces: list[Piece] = []
+    for first, stop in item.chunks:
+        pieces += [prompt[end:first], Chunk(prompt[first:stop])]
+        end = stop
+    return [piece for piece in [*pieces, prompt[end:]] if piece]
 
 
 def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:

@@ -29,12 +29,14 @@ class Item:
     prompt:         token ids
     continuation:   token ids that are scored (teacher forcing); empty where the answer is generated
     max_new_tokens: most tokens of a generated answer
+    chunks:         parts of the prompt that may be reused, each from its first token to behind its last
     payload:        whatever the task needs for its verdict
     """
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...] = ()
     max_new_tokens: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
     payload: Any = None
 
     @property

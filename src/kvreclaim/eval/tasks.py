@@ -37,7 +37,8 @@ TEXT_TASKS: Mapping[str, type[TextTask]] = MappingProxyType(
 FORCED_TASKS: Mapping[str, type[ForcedTask]] = MappingProxyType(
     {"needles": Needles, "table": Table, "assignments": Assignments}
 )
-KNOWN = "known"
+KNOWN, CHUNKS = "known", "chunks"
+NUM_CHUNKS = 8
 TEXTS: Mapping[str, Callable[[], texts.Texts]] = MappingProxyType({"prose": texts.prose, "code": texts.code})
 OWN = "own"
 NUM_SCORED = 512
@@ -55,7 +56,8 @@ def make_tasks(names: Sequence[str], llm: LLM, options: TaskOptions) -> list[Tas
     """The tasks of these names for a model.
 
     Names: those of DEMO_TASKS, or of TEXT_TASKS ("rsq:12" sets the steps) and FORCED_TASKS ("needles:known":
-    the question stands before the compression), by dialect; ANY_MODEL.
+    the question stands before the compression; "needles:chunks": documents that may be reused), by dialect;
+    ANY_MODEL.
     Raises: InvalidArgumentError for an unknown name and for what a task lacks.
     """
     return [_make(name, llm, options) for name in names]
@@ -92,8 +94,8 @@ def _make(name: str, llm: LLM, options: TaskOptions) -> Task:
             return TraceTask(name, options.num_tokens)
     elif kind in TEXT_TASKS and (not argument or kind == "rsq"):
         return _text(kind, argument, llm, options)
-    elif kind in FORCED_TASKS and argument in ("", KNOWN):
-        return _forced(kind, llm, options, known=argument == KNOWN)
+    elif kind in FORCED_TASKS and argument in ("", KNOWN, CHUNKS):
+        return _forced(kind, llm, options, argument)
     known = DEMO_TASKS if uses_demo(llm, options.dialect) else (*TEXT_TASKS, *FORCED_TASKS)
     dialect = "demo" if uses_demo(llm, options.dialect) else "text"
     raise InvalidArgumentError(
@@ -115,8 +117,14 @@ def _built_in(name: str, llm: LLM) -> Passages:
     return Passages.of(llm.tokenizer, TEXTS[name]().evaluation)
 
 
-def _forced(kind: str, llm: LLM, options: TaskOptions, *, known: bool) -> ForcedTask:
-    task = FORCED_TASKS[kind](llm.tokenizer, _built_in("prose", llm), options.num_tokens, known)
+def _forced(kind: str, llm: LLM, options: TaskOptions, argument: str) -> ForcedTask:
+    task = FORCED_TASKS[kind](
+        llm.tokenizer,
+        _built_in("prose", llm),
+        options.num_tokens,
+        known=argument == KNOWN,
+        num_chunks=NUM_CHUNKS if argument == CHUNKS else 0,
+    )
     task.item(0, 0)
     return task
 

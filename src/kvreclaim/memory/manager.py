@@ -194,6 +194,11 @@ class MemoryManager:
         if self.windows.windows:
             self.windows.begin(seq_id, match.entries, match.windows, match.keys.num_tokens, priority)
 
+    def refresh(self, match: PrefixMatch) -> None:
+        """As if a sequence had just begun with the match and ended: its blocks are reused later."""
+        self.pool.hit(match.block_ids, 0)
+        self.pool.release(reversed(match.block_ids))
+
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Keep the full blocks of this sequence's beginning when others are reused, as long as
         max_pinned_fraction allows: the blocks beyond it, the last ones, are refused and counted, unless

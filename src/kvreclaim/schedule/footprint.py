@@ -46,6 +46,7 @@ class Footprint:
     trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
                 everything
     sparse:     the prompt is computed sparsely; what follows is no longer what others find
+    lossy_from: leading tokens behind which what is computed is nobody else's; None: all is found by others
     """
 
     way: Way = Way.KEEP
@@ -64,6 +65,7 @@ class Footprint:
     windows: tuple[Window, ...] = ()
     trailing: Window | None = None
     sparse: SparseRows | None = None
+    lossy_from: int | None = None
 
     def seen_from(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
@@ -117,10 +119,16 @@ class Footprint:
         """Tokens of a prompt that read some of the blocks before them."""
         return range(0) if self.sparse is None else self.sparse.rows(num_prompt, self.compress_at)
 
+    def shared_until(self, num_prompt: int) -> int | None:
+        """Leading tokens that are computed as everybody would who is under the same salt; None: all."""
+        if self.lossy_from is not None:
+            return self.lossy_from
+        return None if self.sparse is None else self.sparse_rows(num_prompt).stop
+
     def tokens_until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
         """Most tokens that may be computed in one go before the next pass is considered, or what is computed
         is no longer what others find."""
-        most, end = self._until_pass(num_computed, num_prompt, account), self.sparse_rows(num_prompt).stop
+        most, end = self._until_pass(num_computed, num_prompt, account), self.shared_until(num_prompt) or 0
         return min(most, end - num_computed) if num_computed < end else most
 
     def _until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
@@ -161,8 +169,8 @@ class Footprint:
         """Most leading tokens that a prefix hit may cover so that the result is what it would be without:
         nothing computed under sparse reads is replaced by exact blocks, and the first pass finds the signals
         that it would find."""
-        if self.sparse is not None:
-            known = min(known, self.sparse_rows(num_prompt).stop)
+        if (end := self.shared_until(num_prompt)) is not None:
+            known = min(known, end)
         if self.way is Way.READS:
             return min(known, max(num_prompt, self.budget))
         first = self.first_pass(num_prompt)
@@ -177,8 +185,8 @@ class Footprint:
     def exact_until(self, num_prompt: int, known: int) -> int:
         """Leading tokens that are computed as those of any other request under the same salt are: by full
         attention over all that there are, or as sparsely."""
-        if self.sparse is not None:
-            known = min(known, self.sparse_rows(num_prompt).stop)
+        if (end := self.shared_until(num_prompt)) is not None:
+            known = min(known, end)
         if self.way is Way.READS:
             return min(known, max(num_prompt, self.budget))
         return min(known, self.first_pass(num_prompt) or known)

@@ -130,10 +130,8 @@ class Sequence:
     @property
     def is_exact(self) -> bool:
         """Whether its next tokens are computed as everybody would who is under its salt."""
-        sparse = self.footprint.sparse
-        return not self.reads_sparsely and (
-            sparse is None or self.num_computed < self.footprint.sparse_rows(self.num_prompt).stop
-        )
+        end = self.footprint.shared_until(self.num_prompt)
+        return not self.reads_sparsely and (end is None or self.num_computed < end)
 
     def chunk_of(self, room: int, most: int) -> int:
         """Tokens to compute next out of `room`; where these end within what is decided on together, fewer, or

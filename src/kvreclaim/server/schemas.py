@@ -22,6 +22,7 @@ class KVCacheUsage(Shape):
     blocks_freed: int
     peak_blocks: int
     reclaim_efficiency: float | None
+    reused_tokens: int
 
 
 def errors_of(model: type[BaseModel]) -> Responses:

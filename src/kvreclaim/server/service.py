@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_text
+from kvreclaim.chunks import Chunks
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.chat import chat_text
@@ -48,6 +49,7 @@ class Prompt:
     tenant: str | None = None
     compress_at: int | None = None
     beams: BeamSearchParams | None = None
+    chunks: Chunks | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -180,6 +182,7 @@ class Service:
                 tenant=prompt.tenant,
                 compress_at=prompt.compress_at,
                 beams=prompt.beams,
+                chunks=prompt.chunks,
             )
             for index, prompt in enumerate(prompts)
         ]

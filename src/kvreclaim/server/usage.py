@@ -21,6 +21,7 @@ def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
         "blocks_freed": freed,
         "peak_blocks": max(m.peak_blocks for m in metrics),
         "reclaim_efficiency": freed / perfect if perfect else None,
+        "reused_tokens": sum(m.num_reused_tokens for m in metrics),
     }
 
 

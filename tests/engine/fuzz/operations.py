@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+
+from kvreclaim.chunks import SELECTIONS
 
 FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4", "kivi4")
 KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs", "beams")
@@ -89,6 +91,7 @@ class Ask:
     beginning of one of few texts; then a tail.
 
     fault: None, "guilty" or "poison": a token in the middle of the tail that breaks things
+    reuse: which tokens of the prompt's chunks are computed anew, where it has some
     """
 
     text: int = 0
@@ -109,6 +112,7 @@ class Ask:
     tenant: str | None = None
     compress_at: int | None = None
     sparse: str | None = None
+    reuse: str | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ class Habits:
     special: float
     compress_at: int | None
     sparse: tuple[str | None, ...]
+    reuse: tuple[str | None, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -180,6 +185,7 @@ class Habits:
             special=random.choice((0.0, 0.05)),
             compress_at=random.choice((None, 14, 16, 20)),
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
+            reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
         )
 
 
@@ -192,7 +198,7 @@ def random_setup(random: Random) -> Setup:
         host_slots = 0
     return Setup(
         kv_format=kv_format,
-        num_blocks=random.choice((6, 8, 12, 16, 24, 40)),
+        num_blocks=random.choice((6, 8, 12, 16, 24, 40, 120)),
         max_num_seqs=random.choice((2, 4, 6)),
         max_num_batched_tokens=random.choice((6, 16, 40)),
         scheduling_policy=random.choice(("fcfs", "priority", "cache")),
@@ -217,7 +223,7 @@ def random_setup(random: Random) -> Setup:
 
 def random_ask(random: Random, habits: Habits) -> Ask:
     """Few texts, tails and seeds: prompts share prefixes, and answers are asked for again."""
-    return Ask(
+    ask = Ask(
         text=random.randrange(3),
         cut=random.choice((1, 4, 8, 11, 16, 20, 27)),
         turn_of=random.randrange(4) if random.random() < 0.5 else None,
@@ -235,7 +241,12 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         tenant=random.choice(habits.tenants),
         compress_at=habits.compress_at if random.random() < 0.8 else None,
         sparse=random.choice(habits.sparse),
+        reuse=random.choice(habits.reuse),
     )
+    if ask.reuse is None:
+        return ask
+    policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks
+    return replace(ask, cut=max(24, ask.cut), policy=policy, compress_at=None, sparse=None)
 
 
 def random_operations(random: Random, num_steps: int) -> list[Operation]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from alone import Answer, Oracle, Question
+from alone import LOGPROB, Answer, Oracle, Question
+from chunk_shadow import shadow_logits
 from kivi_shadow import KiviShadow
 from lean import GUILTY, POISON
 from machine import Brittle as BrittlePolicy
@@ -15,8 +16,10 @@ from machine import Machine
 from operations import Abort, Ask, Brittle, NotFinite, Operation, Raise, Reset, Setup, Step
 from prefill_shadow import PrefillShadow
 
+from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.ways.chunks import expanded
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.memory.pins import Retention
 
@@ -83,12 +86,14 @@ class World:
             return
         self.counts["fired " + ("raise" if fired == "raised" else "NaN")] += 1
         first = 0
-        for item in step:
-            rows = range(first, first + item.num_tokens)
+        for run in expanded(step):
+            rows = range(first, first + run.num_tokens)
             first = rows.stop
             alone = fired == "raised" and len(step) == 1
             if alone or (fired != "raised" and set(rows) & set(fired)):
-                self.by_id[item.seq.request.request_id].may_fail = "its pass was made to fail"
+                request = run.seq.request
+                name = (request.parent or request).request_id
+                self.by_id[name].may_fail = "its pass was made to fail"
 
     def do(self, operation: Operation) -> None:
         match operation:
@@ -114,6 +119,7 @@ class World:
     def ask(self, ask: Ask) -> None:
         prompt = self._prompt(ask)
         question = self.machine.question(ask, prompt, self.setup)
+        chunks = None if self.shadow is not None else chunks_of(ask, len(prompt))
         name = f"r{len(self.asked)}"
         try:
             request = self.engine.add_request(
@@ -127,6 +133,7 @@ class World:
                 tenant=ask.tenant,
                 compress_at=question.compress_at,
                 beams=question.beams,
+                chunks=chunks,
             )
         except KVReclaimError:
             self.counts["refused"] += 1
@@ -201,6 +208,10 @@ class World:
         for asked in self.asked:
             self._check_guilty(asked)
         comparable = [asked for asked in self.asked if self._is_comparable(asked)]
+        for asked in comparable:
+            if asked.request.reuse is not None:
+                self._check_reuse(asked)
+        comparable = [asked for asked in comparable if asked.request.reuse is None]
         oracle.learn(asked.question for asked in comparable)
         for asked in comparable:
             self._check_answer(asked, oracle)
@@ -248,6 +259,25 @@ class World:
         special = {GUILTY, POISON} & set(asked.question.prompt)
         return self.setup.kv_format == "fp32" and asked.regular and not special
 
+    def _check_reuse(self, asked: Asked) -> None:
+        """Every token as likely as where chunks were computed alone and the rest behind; if what was reused
+        is known, and nothing of it was compressed."""
+        request, question = asked.request, asked.question
+        reuse, metrics = request.reuse, request.collect_metrics()
+        changed = metrics.num_gone_tokens and metrics.preemptions
+        if question.policy is not None or question.kind == "beams" or changed or not request.prompt_done:
+            return
+        self.counts["reused tokens"] += metrics.num_reused_tokens
+        got = Answer.of(request)
+        model = self.llm.loaded.model
+        for tokens, logprobs in zip(got.tokens, got.logprobs, strict=True):
+            given = question.continuation[: len(tokens)] or tokens
+            ids = [*question.prompt, *given]
+            logits = shadow_logits(model, ids, reuse.sources, reuse.anew)[-len(given) - 1 : -1]
+            wanted = logits.log_softmax(-1)[range(len(given)), list(given)].tolist()
+            off = max((abs(a - b) for a, b in zip(logprobs, wanted, strict=True)), default=0)
+            assert off <= LOGPROB, f"{request.request_id} is off by {off:.1e}: {question}, {reuse}"
+
     def _check_answer(self, asked: Asked, oracle: Oracle) -> None:
         got = Answer.of(asked.request)
         self.counts["compared"] += 1
@@ -257,6 +287,16 @@ class World:
                 f"{asked.request.request_id} is not answered as alone: {asked.question}\n"
                 f"  got   {got}\n  alone {alone}"
             )
+
+
+def chunks_of(ask: Ask, num_prompt: int) -> Chunks | None:
+    """Two chunks of a prompt, behind a head or not."""
+    if ask.reuse is None or num_prompt < 4:
+        return None
+    head = (0, 3)[ask.cut % 2]
+    cut, end = (head + num_prompt) // 2, num_prompt - 1 - len(ask.tail) // 2
+    spans = tuple(span for span in ((head, cut), (cut, end)) if span[0] < span[1])
+    return Chunks(spans, ChunkReuse(select=ask.reuse, share=(0.2, 0.6)[ask.seed], first=1, lead=2))
 
 
 def num_signal_rows(engine: Engine) -> int:

@@ -6,7 +6,12 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from kvreclaim.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvreclaim.model.loader import LoadedModel
 
 Fill = Literal["synthetic", "prefill"]
 OURS = "kvreclaim-"
@@ -124,3 +129,18 @@ def random_prompts(batch: int, context: int, vocab_size: int, seed: int) -> list
     for prompt, token in zip(prompts, first, strict=True):
         prompt[0] = token
     return prompts
+
+
+def text_tokens(text: Path | None, num_tokens: int, loaded: LoadedModel) -> list[int]:
+    """The beginning of a text, or random tokens. Raises: InvalidArgumentError for one that is too short."""
+    if text is None:
+        return random_prompts(1, num_tokens, loaded.vocab_size, 1)[0]
+    if loaded.tokenizer is None:
+        raise InvalidArgumentError(f"{loaded.facts.name} has no tokenizer for --text; leave it out.")
+    tokens = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))[:num_tokens]
+    if len(tokens) < num_tokens:
+        raise InvalidArgumentError(
+            f"--text {str(text)!r} has {len(tokens)} tokens, but {num_tokens} are needed; name a longer "
+            "text, or ask for fewer."
+        )
+    return list(tokens)

@@ -11,10 +11,11 @@ from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
-from kvreclaim.engine.signals.signals import needs_of
+from kvreclaim.engine.signals.needs import WATCHED, needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
@@ -159,6 +160,41 @@ def check_sparse_prefill(
         where,
     )
     return rows
+
+
+def check_reuse(
+    compressor: Compressor | None,
+    params: SamplingParams,
+    method: SparsePrefill | None,
+    groups: LayerGroups,
+    form: KVFormat,
+    config: EngineConfig,
+    compress_at: int | None,
+) -> None:
+    """Raise InvalidArgumentError where chunks cannot be reused out of place."""
+    facts, problem = groups.facts, None
+    if not config.enable_prefix_caching:
+        problem = "they are kept in the prefix cache, and enable_prefix_caching is False"
+    elif facts.rope_problem is not None or any(layer.rope is None for layer in facts.layers):
+        problem = f"the rotation of {facts.name!r} is not known ({facts.rope_problem})"
+    elif groups.windows or any(layer.softmax.window is not None for layer in facts.layers):
+        problem = f"{facts.name!r} has layers with sliding windows or chunks"
+    elif form.has_open_blocks or form.is_rotated:
+        problem = f"keys in {form.name} cannot be turned; use another kv_cache_dtype"
+    elif compressor is not None and needs_of(compressor) & WATCHED:
+        problem = (
+            f"policy {compressor.policy.name} needs signals of every token, and reused ones are not computed"
+        )
+    elif compress_at is not None:
+        problem = "compress_at is given, and what it leaves would be found by prompts that reuse nothing"
+    elif params.prompt_logprobs is not None:
+        problem = "prompt_logprobs of tokens that are not computed are not known"
+    elif method is not None:
+        problem = f"sparse prefill {method.name} reads blocks of computed prompts; use sparse_prefill='dense'"
+    if problem is not None:
+        raise InvalidArgumentError(
+            f"chunks cannot be reused out of place: {problem}; pass the prompt as one text.", field="prompt"
+        )
 
 
 def _check_compress_at(compress_at: int | None, compressor: Compressor | None, num_prompt: int) -> None:

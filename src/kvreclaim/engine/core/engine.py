@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.chunks import Chunks
 from kvreclaim.compression import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -22,10 +23,12 @@ from kvreclaim.engine.core.admission import (
     check_length,
     check_priority,
     check_prompt,
+    check_reuse,
     check_sparse_prefill,
     footprint_of,
     output_limit,
 )
+from kvreclaim.engine.core.chunked import ChunkedPrompts
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
@@ -41,6 +44,7 @@ from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
+from kvreclaim.engine.ways.reuse import Reuse
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.tiers.manager import TieredMemory
@@ -142,6 +146,7 @@ class Engine:
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
+        self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
         self._num_added = 0
 
     def tier_stats(self) -> TierStats | None:
@@ -201,6 +206,9 @@ class Engine:
         compress_at: int | None = None,
         beams: BeamSearchParams | None = None,
         sparse_prefill: SparsePrefill | None = None,
+        chunks: Chunks | None = None,
+        parent: Request | None = None,
+        trial: Reuse | None = None,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
@@ -211,6 +219,8 @@ class Engine:
                    kept for requests that begin with the same tokens and say the same
         beams:     search instead of drawing; params are then its `sampling`
         sparse_prefill: a method, whatever params say
+        chunks:    parts of the prompt that are computed alone first, unless they have been, and reused
+        parent:    on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -227,6 +237,15 @@ class Engine:
             sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
             method = None if sparse is None else method
         footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
+        reuse = trial
+        if chunks is not None:
+            check_reuse(compressor, params, method, self.groups, self.kv_format, self.config, compress_at)
+            reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
+            if reuse is not None and chunks.reuse.tries:
+                whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
+                check_length(lengths[0], lengths[0], whole, self.config, policy="full")
+        if reuse is not None:
+            footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
@@ -240,17 +259,30 @@ class Engine:
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
-        request.sparse_prefill = method
+        request.sparse_prefill, request.reuse, request.parent = method, reuse, parent
         request.beams = None if search is None else Beams(search)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        self.lifecycle.begin(request, list(tokens), footprint)
+        prepared = chunks is None or reuse is None
+        self.lifecycle.begin(request, list(tokens), footprint, queued=prepared)
+        if chunks is not None and reuse is not None:
+            self.chunked.begin(request, chunks.reuse)
         if self.tiers is not None:
             self.tiers.submit()
         self._num_added += 1
         return request
+
+    def _add_child(
+        self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
+    ) -> Request:
+        """Queue what a request waits for, as urgently as that, for the same tenant."""
+        child = self.add_request(
+            name, tokens, params, priority=parent.priority, tenant=parent.tenant, parent=parent, trial=trial
+        )
+        parent.children.append(child)
+        return child
 
     def abort(self, request_id: str) -> None:
         """End a request now and return all its blocks. Raises: UnknownRequestError."""
@@ -270,6 +302,7 @@ class Engine:
         """Schedule, compute, draw, compress. A request that fails ends with reason "error"; others go on."""
         started, touched = time.perf_counter(), self.lifecycle.touched
         touched.clear()
+        self.chunked.advance()
         prompts_done = self.totals.prompts_done
         if self.tiers is not None:
             self.tiers.begin_step()

@@ -18,7 +18,7 @@ from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.recipe import snapshot_key
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
-from kvreclaim.engine.signals.needs import needs_of, prefix_salt
+from kvreclaim.engine.signals.needs import chunk_salt, needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.memory.manager import MemoryManager
@@ -61,8 +61,10 @@ class Lifecycle:
         self._seq_ids = itertools.count()
         self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
 
-    def begin(self, request: Request, token_ids: list[int], footprint: Footprint) -> None:
-        """Queue the request with its first sequence."""
+    def begin(
+        self, request: Request, token_ids: list[int], footprint: Footprint, *, queued: bool = True
+    ) -> None:
+        """Take the request in, with its first sequence; queued: at once, or when `queue` is called."""
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
@@ -73,7 +75,12 @@ class Lifecycle:
         elif request.scores is not None:
             seq.most_hit = seq.num_prompt - 1
         self.requests[request.request_id] = request
-        self.scheduler.add(seq)
+        if queued:
+            self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Let its first sequence wait for its turn."""
+        self.scheduler.add(request.sequences[0])
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """The siblings of a prompt that has just been computed; they share all its blocks, or wait."""
@@ -256,10 +263,13 @@ class Lifecycle:
                 return
         seq.finish_reason = reason
         self.touched[request.request_id] = request
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        if request.parent is None:
+            self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         if request.finished:
             request.metrics.e2e_s = time.perf_counter() - request.arrival_s
             self.requests.pop(request.request_id, None)
+            for child in request.children:
+                self.end_request(child, "abort")
         self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
@@ -294,7 +304,7 @@ class Lifecycle:
             footprint=footprint,
             priority=request.priority,
             tenant=request.tenant,
-            cache_salt=prefix_salt(params.cache_salt, request.compressor, request.sparse_prefill),
+            cache_salt=salt_of(request),
             lasting=Signal.TOKEN_SCORES not in needs_of(request.compressor),
             request=request,
             generator=generator,
@@ -304,3 +314,11 @@ class Lifecycle:
         self.sequences[seq_id] = seq
         request.sequences.append(seq)
         return seq
+
+
+def salt_of(request: Request) -> str | None:
+    """Names those who may find what the request computes: a chunk is found by prompts that reuse it."""
+    params = request.params
+    if request.parent is not None and request.reuse is None:
+        return chunk_salt(params.cache_salt)
+    return prefix_salt(params.cache_salt, request.compressor, request.sparse_prefill)

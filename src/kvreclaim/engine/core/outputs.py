@@ -99,6 +99,8 @@ class RequestMetrics:
     prefill_tokens_seen: of prompt tokens that were computed sparsely: the tokens before them and their own,
                     summed over their rows, layers and KV heads; prefill_tokens_read: of these, the ones that
                     they attended to
+    num_reused_tokens: prompt tokens whose keys and values are those of chunks that were computed alone
+    num_gone_tokens: prompt tokens that were to be reused, but had left the cache by then and were computed
     queue_s:        from arrival to the first step that computes a token; None while it waits
     """
 
@@ -110,6 +112,8 @@ class RequestMetrics:
     num_disk_tokens: int = 0
     num_indexed_tokens: int = 0
     num_repeated_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_gone_tokens: int = 0
     num_generated_tokens: int = 0
     tokens_evicted: int = 0
     blocks_freed: int = 0

@@ -26,6 +26,7 @@ from kvreclaim.engine.core.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from kvreclaim.engine.ways.reuse import Reuse
 from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.account import Account
@@ -177,6 +178,8 @@ class Request:
     prompt_done: the whole prompt has been computed, maybe before a preemption
     beams:     None unless it is a beam search
     sparse_prefill: how its prompt is computed; None: by full attention
+    reuse:     of its prompt's chunks; None: it has none
+    parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     """
 
     request_id: str
@@ -198,6 +201,9 @@ class Request:
     prompt_done: bool = False
     beams: Beams | None = None
     sparse_prefill: SparsePrefill | None = None
+    reuse: Reuse | None = None
+    parent: Request | None = None
+    children: list[Request] = field(default_factory=list)
 
     @property
     def num_seats(self) -> int:
@@ -224,6 +230,8 @@ class Request:
         if self.compressor is not None:
             m.policy, m.budget = self.compressor.config.policy, self.compressor.budget
         m.num_prompt_tokens = len(self.prompt_token_ids)
+        if self.reuse is not None:
+            m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone
         m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
         accounts = [seq.account for seq in self.sequences]
         peaks = [(seq.peak_blocks, seq.answer_blocks) for seq in self.sequences]

@@ -14,6 +14,7 @@ from kvreclaim.engine.execute.latent import latent_parts
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.ways.chunks import Bringer, Scout, expanded, has_chunks
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
@@ -121,6 +122,7 @@ class ModelRunner:
         self.ops = backend
         self.signals = signals
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
+        self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
 
@@ -154,15 +156,21 @@ class ModelRunner:
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
-        inputs, watched = self._inputs(step), any(is_watched(item.seq) for item in step)
+        reusing = [item for item in step if has_chunks(item)]
+        for item in reusing:
+            self.bringer.bring(item)
+        runs = expanded(step) if reusing else step
+        inputs, watched = self._inputs(step, runs), any(is_watched(item.seq) for item in step)
         logits = self._replay(step, inputs, watched)
         if logits is not None:
             return logits, inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
-        observer = self.signals.observe(step, batch) if watched else None
+        observer = self.signals.observe(runs, batch) if watched else None
+        if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
+            observer = scout.beside(observer)
         try:
-            parts = split(step, batch, self.memory, self.cache, self.ops, self.signals.digests)
+            parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
             output = self.model(
                 input_ids=torch.tensor([inputs.tokens], device=self.device),
                 position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
@@ -174,24 +182,30 @@ class ModelRunner:
             )
             if observer is not None:
                 observer.commit()
+            for item in reusing:
+                self.bringer.bring_last(item)
         except Exception:
             self.signals.forget(step)
             raise
         return output.logits[0], inputs.wanted
 
-    def _inputs(self, step: list[Scheduled]) -> _Inputs:
-        inputs = _Inputs()
-        for item in step:
-            seq, start = item.seq, item.seq.num_computed
-            want = _wanted_positions(item)
-            rows = want or range(start + item.num_tokens - 1, start + item.num_tokens)
-            inputs.rows.append(np.arange(rows.start, rows.stop) - start + len(inputs.tokens))
-            inputs.wanted.append(want)
-            inputs.tokens += seq.token_ids[start : start + item.num_tokens]
-            slots = self._slots(item)
+    def _inputs(self, step: list[Scheduled], runs: list[Scheduled]) -> _Inputs:
+        """runs: the step's items, or the runs of tokens that are computed of each, in their order"""
+        inputs, last = _Inputs(), {}
+        for run in runs:
+            seq, start = run.seq, run.row.first
+            inputs.tokens += seq.token_ids[start : start + run.num_tokens]
+            slots = self._slots(run)
             end = slots.seq_len + slots.shift
             inputs.slots.append(slots)
-            inputs.positions.append(np.arange(end - item.num_tokens, end))
+            inputs.positions.append(np.arange(end - run.num_tokens, end))
+            last[seq.seq_id] = start + run.num_tokens, len(inputs.tokens)
+        for item in step:
+            end, place = last[item.seq.seq_id]
+            want = _wanted_positions(item)
+            rows = want or range(end - 1, end)
+            inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
+            inputs.wanted.append(want)
         return inputs
 
     def _replay(self, step: list[Scheduled], inputs: _Inputs, watched: bool) -> Tensor | None:
@@ -216,7 +230,7 @@ class ModelRunner:
         return SequenceSlots(
             block_ids=block_row(item.seq, self.memory),
             query_len=item.num_tokens,
-            seq_len=table.physical_len + item.num_tokens,
+            seq_len=table.physical_len + item.row.first - item.seq.num_computed + item.num_tokens,
             shift=0 if relative else table.num_evicted,
             evicted=item.seq.state.evicted,
             slot_positions=item.seq.state.slot_positions if self._has_windows and not relative else None,

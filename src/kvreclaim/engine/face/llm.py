@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import require
+from kvreclaim.chunks import ChunkReuse
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.core.engine import Engine
@@ -22,13 +23,15 @@ from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.core.sizing import choose_limits
 from kvreclaim.engine.face.chat import Message, render_chat
 from kvreclaim.engine.face.compressors import Compressors
+from kvreclaim.engine.face.pieces import Piece, has_chunks, laid_out
 from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.places import STATS_FILE
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Sequence[Piece]
+"""Text, token ids, or a list of pieces of both kinds, some of which are chunks: [Chunk(text), question]."""
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
@@ -113,19 +116,21 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         compress_at: int | Sequence[int | None] | None = None,
+        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; outputs come in the order of the prompts.
 
         Args:
-            prompts:         text or token ids, one or several
+            prompts:         text, token ids, or pieces some of which are chunks; one or several
             sampling_params: one, or one per prompt
             compression:     one, or one per prompt; None takes the LLM's own
             priority:        one, or one per prompt; under scheduling_policy "priority" a lower one is first
             compress_at:     one, or one per prompt: tokens of the prompt behind which it is compressed at
                              once; what is left is kept, and prompts that begin with the same tokens and say
                              the same begin there: a document is compressed once for many questions
+            chunk_reuse:     one, or one per prompt: how chunks are reused, which is lossy
             on_step:         called with each step's figures
 
         Raises: InvalidArgumentError, RequestTooLongError before anything has run, naming the prompt.
@@ -137,8 +142,10 @@ class LLM:
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
         points: list[int | None] = _one_each(compress_at, len(batch), "compress_at")
-        none = [None] * len(batch)
-        requests = self._add_all(list(zip(batch, params, configs, ranks, none, points, strict=True)))
+        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(batch), "chunk_reuse")
+        requests = self._add_all(
+            prompt=batch, params=params, config=configs, priority=ranks, compress_at=points, chunk_reuse=hows
+        )
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -149,6 +156,7 @@ class LLM:
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         on_step: OnStep | None = None,
     ) -> list[RequestOutput]:
@@ -164,11 +172,13 @@ class LLM:
         beams = _one_each(given, len(batch), "params")
         for each in beams:
             _check_type(each, BeamSearchParams, "params")
-        none = [None] * len(batch)
         configs = _one_each(compression, len(batch), "compression")
         ranks = _one_each(priority, len(batch), "priority")
+        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(batch), "chunk_reuse")
         sampling = [each.sampling for each in beams]
-        requests = self._add_all(list(zip(batch, sampling, configs, ranks, none, none, beams, strict=True)))
+        requests = self._add_all(
+            prompt=batch, params=sampling, config=configs, priority=ranks, beams=beams, chunk_reuse=hows
+        )
         self._run(requests, use_tqdm, on_step)
         return [request.output() for request in requests]
 
@@ -192,11 +202,12 @@ class LLM:
         compression: CompressionConfig | None = None,
         *,
         compress_at: int | None = None,
+        chunk_reuse: ChunkReuse | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield the request's outputs so far after each token; closing the iterator aborts it. compress_at:
-        as of generate."""
+        """Yield the request's outputs so far after each token; closing the iterator aborts it. Arguments as
+        `generate` has them."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._add(prompt, params, compression, compress_at=compress_at)
+        request = self._add(prompt, params, compression, compress_at=compress_at, chunk_reuse=chunk_reuse)
         seen = 0
         try:
             while not request.finished:
@@ -212,11 +223,12 @@ class LLM:
 
     def score(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         continuations: Sequence[list[int]],
         compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         *,
         sparse_prefill: str | None = None,
+        chunk_reuse: ChunkReuse | Sequence[ChunkReuse] | None = None,
         use_tqdm: bool = False,
         observers: Sequence[Observer | None] | None = None,
     ) -> list[ScoreOutput]:
@@ -226,6 +238,7 @@ class LLM:
         compressed it; between two of them the tokens are computed in one go.
 
         sparse_prefill: how the prompts are computed; None: as the engine says
+        chunk_reuse: how chunks are reused
         observers: one per prompt or None, told the whole log-probability rows as they come (see Scores);
                    nothing of them is kept here
         """
@@ -239,8 +252,10 @@ class LLM:
         each = SamplingParams(temperature=0.0, max_tokens=1, sparse_prefill=sparse_prefill)
         params = [each] * len(prompts)
         watching: list[Observer | None] = _one_each(observers, len(prompts), "observers")
-        ranks = [0] * len(prompts)
-        requests = self._add_all(list(zip(prompts, params, configs, ranks, continuations, strict=True)))
+        hows: list[ChunkReuse | None] = _one_each(chunk_reuse, len(prompts), "chunk_reuse")
+        requests = self._add_all(
+            prompt=prompts, params=params, config=configs, continuation=continuations, chunk_reuse=hows
+        )
         for request, observer in zip(requests, watching, strict=True):
             if request.scores is not None:
                 request.scores.observer = observer
@@ -303,12 +318,13 @@ class LLM:
         closed. Without a disk tier there is nothing to do; at the latest it happens when the process ends."""
         self.engine.close()
 
-    def _add_all(self, items: Collection[tuple[Any, ...]]) -> list[Request]:
-        """Queue all or none; items: the arguments of _add."""
+    def _add_all(self, **columns: Sequence[Any]) -> list[Request]:
+        """Queue all or none; columns: the arguments of _add, one of each for each request."""
         requests: list[Request] = []
+        items = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         try:
             for item in items:
-                requests.append(self._add(*item))  # noqa: PERF401  (the handler needs what was added)
+                requests.append(self._add(**item))  # noqa: PERF401  (the handler needs what was added)
         except KVReclaimError as error:
             for request in requests:
                 self.engine.abort(request.request_id)
@@ -326,12 +342,19 @@ class LLM:
         continuation: list[int] | None = None,
         compress_at: int | None = None,
         beams: BeamSearchParams | None = None,
+        chunk_reuse: ChunkReuse | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
+        chunk_reuse = ChunkReuse() if chunk_reuse is None else chunk_reuse
+        _check_type(chunk_reuse, ChunkReuse, "chunk_reuse")
         config = config if config is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
         text = prompt if isinstance(prompt, str) else None
-        tokens = self._tokens(prompt)
+        chunks = None
+        if has_chunks(prompt):
+            tokens, chunks = laid_out(prompt, chunk_reuse, self._encode)  # type: ignore[arg-type]
+        else:
+            tokens = self._tokens(prompt)
         request_id = f"request-{next(self._ids)}"
         return self.engine.add_request(
             request_id,
@@ -343,10 +366,14 @@ class LLM:
             priority=priority,
             compress_at=compress_at,
             beams=beams,
+            chunks=chunks,
         )
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+
+    def _encode(self, text: str, begins: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=begins))
 
     def resolved(self, config: CompressionConfig) -> CompressionConfig:
         """The config with the policy that this model's statistics name where it says "auto"."""
@@ -378,6 +405,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
+        if has_chunks(prompts):
+            return [prompts]
         if prompts and not any(isinstance(p, (str, list, tuple)) for p in prompts):
             return [list(prompts)]
         if all(isinstance(p, (str, list, tuple)) for p in prompts):

@@ -70,6 +70,7 @@ class Host:
                     tenant=new.tenant,
                     compress_at=new.compress_at,
                     beams=new.beams,
+                    chunks=new.chunks,
                 )
                 requests.append(request)
         except BaseException:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.chunks import Chunks
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
@@ -27,6 +28,7 @@ class NewRequest:
     tenant:      for whom: tenants get fair shares of the engine
     compress_at: tokens of the prompt behind which it is compressed at once; what is left is kept for others
     beams:       search instead of drawing; params are then its `sampling`
+    chunks:      of the prompt, which are reused
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class NewRequest:
     tenant: str | None = None
     compress_at: int | None = None
     beams: BeamSearchParams | None = None
+    chunks: Chunks | None = None
 
 
 @dataclass(slots=True)

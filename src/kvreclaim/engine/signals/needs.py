@@ -54,6 +54,11 @@ def window_of(seq: Sequence) -> int:
     return seq.request.compressor.policy.query_window
 
 
+def chunk_salt(salt: str | None) -> str:
+    """Names those who may reuse a chunk that was computed alone."""
+    return f"\x00chunk\x00{'' if salt is None else f'={salt}'}"
+
+
 def prefix_salt(
     salt: str | None, compressor: Compressor | None, sparse_prefill: SparsePrefill | None = None
 ) -> str | None:

@@ -15,6 +15,8 @@ from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.task import SEED_STRIDE, Answer, Item, Outcome, PlainTask
 from kvreclaim.model.loader import Tokenizer
 
+HEAD = "Read these texts. Access codes are told in them.\n\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Quiz:
@@ -44,12 +46,15 @@ class ForcedTask(PlainTask):
     known: the first question already stands at the prompt's end, and its answer alone is judged, but for its
            first token, which the prompt's last row says before any compression; else all questions come
            behind the prompt
+    num_chunks: the passage is made of so many documents, with facts dealt to them, behind a head; the first
+           question stands at the prompt's end, and all of its answer is judged
     """
 
     tokenizer: Tokenizer
     passages: Passages
     num_tokens: int
     known: bool = False
+    num_chunks: int = 0
 
     @property
     @abstractmethod
@@ -63,28 +68,38 @@ class ForcedTask(PlainTask):
     @property
     def name(self) -> str:
         """As in the report."""
-        return f"{self.kind}:known" if self.known else self.kind
+        return f"{self.kind}:known" if self.known else f"{self.kind}:chunks" if self.num_chunks else self.kind
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        return {"dialect": "text", "passages": self.passages.digest, "num_tokens": self.num_tokens}
+        told = {"dialect": "text", "passages": self.passages.digest, "num_tokens": self.num_tokens}
+        return told | ({"num_chunks": self.num_chunks} if self.num_chunks else {})
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the first question stands in the prompt, and is the only one."""
+        return self.known or self.num_chunks > 0
 
     def item(self, seed: int, index: int) -> Item:
         rng = random.Random(f"{self.kind}:{seed}:{index}")
         quiz = self.write(rng)
-        questions = quiz.questions[:1] if self.known else quiz.questions
+        questions = quiz.questions[:1] if self.asks_first else quiz.questions
         asked = [self._answer(head, answer) for head, answer, _ in questions]
         tail, continuation, judged = self._lay_out(asked)
         facts = [self._encode(fact) for fact in quiz.facts]
         room = self._room(facts, len(tail) + len(continuation))
-        passage = self.passages.window(seed * SEED_STRIDE + index, room)
-        prefix = self.passages.prefix
-        body, places = woven(rng, passage, facts, together=quiz.together)
+        prefix = [*self.passages.prefix, *(self._encode(HEAD) if self.num_chunks else ())]
+        number = seed * SEED_STRIDE + index
+        chunks: tuple[tuple[int, int], ...] = ()
+        if self.num_chunks:
+            body, places, chunks = self._documents(rng, number, room, facts, len(prefix))
+        else:
+            body, places = woven(rng, self.passages.window(number, room), facts, together=quiz.together)
         prompt, starts = (*prefix, *body, *tail), [len(prefix) + place for place in places]
         verdicts = tuple(
             Verdict(place, starts[questions[number][2]] / self.num_tokens) for place, number in judged
         )
-        return Item(prompt, continuation, payload=verdicts)
+        return Item(prompt, continuation, chunks=chunks, payload=verdicts)
 
     def judge(self, item: Item, answer: Answer) -> Outcome:
         verdicts: tuple[Verdict, ...] = item.payload
@@ -97,6 +112,25 @@ class ForcedTask(PlainTask):
             lost=tuple(v.evidence for v, ok in zip(verdicts, right, strict=True) if not ok),
             extra={"nll": nll},
         )
+
+    def _documents(
+        self, rng: random.Random, number: int, room: int, facts: Sequence[list[int]], first: int
+    ) -> tuple[list[int], list[int], tuple[tuple[int, int], ...]]:
+        """Tokens of all documents, where each fact stands among them, and where in the prompt, whose first
+        document begins at `first`, each document does."""
+        dealt = [rng.randrange(self.num_chunks) for _ in facts]
+        body: list[int] = []
+        starts, spans = [0] * len(facts), []
+        for place in range(self.num_chunks):
+            own = [i for i, home in enumerate(dealt) if home == place]
+            length = room * (place + 1) // self.num_chunks - room * place // self.num_chunks
+            passage = self.passages.window(number * self.num_chunks + place, length)
+            text, places = woven(rng, passage, [facts[i] for i in own]) if own else (passage, [])
+            for i, at in zip(own, places, strict=True):
+                starts[i] = len(body) + at
+            spans.append((first + len(body), first + len(body) + len(text)))
+            body += text
+        return body, starts, tuple(spans)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -115,7 +149,7 @@ class ForcedTask(PlainTask):
         continuation: list[int] = []
         judged: list[tuple[int, int]] = []
         for number, (head, answer) in enumerate(asked):
-            if self.known:
+            if self.asks_first:
                 tail += head
             else:
                 continuation += head
@@ -126,8 +160,9 @@ class ForcedTask(PlainTask):
 
     def _room(self, facts: Sequence[list[int]], num_asked: int) -> int:
         """Tokens of the passage. Raises: InvalidArgumentError where facts and questions leave too few."""
-        room = self.num_tokens - num_asked - len(self.passages.prefix) - sum(map(len, facts))
-        if room < len(facts):
+        head = len(self._encode(HEAD)) if self.num_chunks else 0
+        room = self.num_tokens - num_asked - len(self.passages.prefix) - head - sum(map(len, facts))
+        if room < max(len(facts), self.num_chunks * (len(facts) + 1)):
             raise InvalidArgumentError(
                 f"task {self.name} needs {self.num_tokens - room + len(facts)} tokens without any passage, "
                 f"but a sequence has {self.num_tokens}; raise the number of tokens."

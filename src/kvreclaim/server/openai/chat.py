@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from kvreclaim.chunks import Chunks
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
@@ -18,9 +19,10 @@ from kvreclaim.server.fields import Fields, described
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.openai.answer import Answer, scores_of
 from kvreclaim.server.openai.beams import beams_of
+from kvreclaim.server.openai.documents import Place, reuse_of, within_chat
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import chat_logprobs
-from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
+from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, rendered
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
@@ -85,10 +87,19 @@ async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt
         else beams.sampling
     )
     with_tools = body.tool_choice != "none"
-    work = partial(render, body.messages, body, service, with_tools=with_tools)
-    ids = await service.workers.run(tenant.name, work)
-    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant, beams)], service)
+    work = partial(_encoded, body, service, with_tools=with_tools)
+    ids, chunks = await service.workers.run(tenant.name, work)
+    [prompt] = bounded([engine_prompt(ids, params, body, service, tenant, beams, chunks)], service)
     return prompt
+
+
+def _encoded(body: ChatRequest, service: Service, *, with_tools: bool) -> tuple[list[int], Chunks | None]:
+    """The prompt's tokens, and where documents stand among them."""
+    if body.documents is None:
+        return render(body.messages, body, service, with_tools=with_tools), None
+    place = Place()
+    text = rendered(body.messages, body, service, with_tools=with_tools, change=place.marked)
+    return within_chat(body.documents, text, place.mark, reuse_of(body.chunk_reuse), service)
 
 
 class ChatAnswer(Answer):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
+from kvreclaim.chunks import Chunks
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
@@ -17,6 +19,7 @@ from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer, scores_of
 from kvreclaim.server.openai.beams import beams_of
+from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
@@ -71,6 +74,8 @@ async def completions(
 
 async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) -> list[Prompt]:
     limit = service.config.default_max_tokens if body.max_tokens is None else body.max_tokens
+    if body.echo and body.documents is not None:
+        raise ApiError(400, "echo repeats a prompt, and documents are more than that; leave one out.", "echo")
     if not limit and not body.echo:
         raise ApiError(
             400, "max_tokens is 0 without echo, so nothing is asked for; raise it or set echo.", "max_tokens"
@@ -86,15 +91,21 @@ async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) ->
     params = sampling_params(body, tenant, **more) if beams is None else beams.sampling
     special = body.add_special_tokens is not False
 
-    def encode() -> list[list[int]]:
+    def encode() -> list[tuple[list[int], Chunks | None]]:
+        if body.documents is not None:
+            how, documents = reuse_of(body.chunk_reuse), body.documents
+            made = partial(before_prompt, documents, how=how, service=service, add_special_tokens=special)
+            return [made(prompt) for prompt in body.prompt]
         given = body.prompt
-        return [service.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
+        ids = [service.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in given]
+        return [(each, None) for each in ids]
 
     for text in body.prompt:
         if isinstance(text, str):
             service.check_chars(len(text), "prompt")
-    ids = await service.workers.run(tenant.name, encode, size=sum(map(len, body.prompt)))
-    prompts = [engine_prompt(tokens, params, body, service, tenant, beams) for tokens in ids]
+    size = sum(map(len, body.prompt)) + num_chars(body.documents or ())
+    made = await service.workers.run(tenant.name, encode, size=size)
+    prompts = [engine_prompt(tokens, params, body, service, tenant, beams, chunks) for tokens, chunks in made]
     return bounded(prompts, service)
 
 

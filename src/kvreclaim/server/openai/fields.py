@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, GeneratingFields, Listed, StopStrings
+from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 
 MAX_LOGPROBS = 20
 MAX_USER_LENGTH = 512
@@ -40,6 +41,8 @@ class GenerationFields(GeneratingFields):
     prompt_cache_retention: PromptCacheRetention | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
+    documents: Documents | None = None
+    chunk_reuse: ChunkReuseFields | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import MAX_TOOLS, Fields, Listed, described
-from kvreclaim.server.service import Service
+from kvreclaim.server.service import Service, text_of
 
 
 class TextPart(Fields):
@@ -91,17 +91,35 @@ def render(
     messages: Sequence[Message], options: ConversationOptions, service: Service, *, with_tools: bool = True
 ) -> list[int]:
     """Token ids of the prompt. Raises: ApiError naming the field."""
+    text = rendered(messages, options, service, with_tools=with_tools)
+    assert service.plain is not None, "a model without tokenizer is refused"
+    return service.plain.encode(text)
+
+
+def rendered(
+    messages: Sequence[Message],
+    options: ConversationOptions,
+    service: Service,
+    *,
+    with_tools: bool = True,
+    change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+) -> str:
+    """The prompt as text, for `plain` to encode. change: the messages as the template gets them.
+
+    Raises: ApiError naming the field.
+    """
     service.check_messages(len(messages), sum(map(_num_chars, messages)))
     _check_calls(messages)
     developer = "developer" if _template_knows(service, "developer") else "system"
-    made = [_for_template(message, developer) for message in messages]
+    made = change([_for_template(message, developer) for message in messages])
     tools = [tool.model_dump(exclude_none=True) for tool in options.tools or ()] if with_tools else []
     goes_on = bool(options.continue_final_message)
     answers = not goes_on if options.add_generation_prompt is None else options.add_generation_prompt
 
-    def tokens(conversation: list[dict[str, Any]]) -> list[int]:
+    def written(conversation: list[dict[str, Any]]) -> str:
         try:
-            return service.render(
+            return text_of(
+                service,
                 conversation,
                 tools=tools or None,
                 add_generation_prompt=answers,
@@ -112,13 +130,13 @@ def render(
             name = (error.field or "").partition(".")[0]
             raise ApiError(400, str(error), NAMED.get(name, "messages")) from error
 
-    ids = tokens(made)
+    text = written(made)
     for role in sorted({message["role"] for message in made if "name" in message}):
-        if ids == tokens([_nameless(message) if message["role"] == role else message for message in made]):
+        if text == written([_nameless(message) if message["role"] == role else message for message in made]):
             place = next(i for i, message in enumerate(made) if message["role"] == role and "name" in message)
             field = f"messages.{place}.name"
             raise ApiError(400, f"{field} changes nothing in this model's chat template; remove it.", field)
-    return ids
+    return text
 
 
 def _for_template(message: Message, developer: str) -> dict[str, Any]:

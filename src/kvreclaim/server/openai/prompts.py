@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import Scope
 
 from kvreclaim.beams import BeamSearchParams
+from kvreclaim.chunks import Chunks
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.exports import Retention
 from kvreclaim.server.errors import ApiError
@@ -30,6 +31,10 @@ def check_options(fields: GenerationFields, service: Service, scope: Scope) -> N
             raise ApiError(
                 400, f"{name} is {wanted}, but this server gives at most {most} outputs; lower it.", name
             )
+    if fields.chunk_reuse is not None and fields.documents is None:
+        raise ApiError(
+            400, "chunk_reuse is set, but there are no documents; pass some, or leave it out.", "chunk_reuse"
+        )
     users = {name for name in (fields.user, fields.safety_identifier) if name is not None}
     if len(users) > 1:
         raise ApiError(400, "user and safety_identifier differ; pass one of them.", "user")
@@ -50,6 +55,7 @@ def engine_prompt(
     service: Service,
     tenant: Tenant,
     beams: BeamSearchParams | None = None,
+    chunks: Chunks | None = None,
 ) -> Prompt:
     """One prompt with everything that its request says about it. Raises: ApiError."""
     check_priority(fields.priority, tenant, service.config)
@@ -62,6 +68,7 @@ def engine_prompt(
         tenant=tenant.name,
         compress_at=fields.compress_at,
         beams=beams,
+        chunks=chunks,
     )
 
 
