@@ -246,7 +246,8 @@ def random_ask(random: Random, habits: Habits) -> Ask:
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks
-    return replace(ask, cut=max(24, ask.cut), policy=policy, compress_at=None, sparse=None)
+    cut = random.choice((ask.cut, 20, 27, 27))  # in a small pool only short prompts have room
+    return replace(ask, cut=cut, policy=policy, compress_at=None, sparse=None)
 
 
 def random_operations(random: Random, num_steps: int) -> list[Operation]:

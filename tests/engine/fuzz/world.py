@@ -119,7 +119,8 @@ class World:
     def ask(self, ask: Ask) -> None:
         prompt = self._prompt(ask)
         question = self.machine.question(ask, prompt, self.setup)
-        chunks = None if self.shadow is not None else chunks_of(ask, len(prompt))
+        served = self.shadow is None and self.setup.prefix_caching and not self.setup.windows
+        chunks = chunks_of(ask, len(prompt)) if served else None
         name = f"r{len(self.asked)}"
         try:
             request = self.engine.add_request(
