@@ -69,6 +69,7 @@ struct Cache {
 void bind_cache(nb::module_& m);      // Cache, write_kv, gather_tokens, advise_huge_pages
 void bind_attention(nb::module_& m);  // Batch, paged_attention, column_sums
 void bind_linear(nb::module_& m);
+void bind_decoder(nb::module_& m);
 void bind_scoring(nb::module_& m);
 void bind_compact(nb::module_& m);
 

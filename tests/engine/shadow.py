@@ -25,6 +25,8 @@ from kvreclaim.schedule.way import Way
 AS_NEAR = 1.001
 """Of a token's distance from what is stored of it: one code farther than need be adds more, but where it
 lies within some thousandths of a step of the boundary."""
+SCALE_STEP = 2 ** (1 / 256) - 1
+"""Of the length of what is stored: a scale between two codes may be stored as either."""
 
 
 @dataclass
@@ -298,7 +300,8 @@ class Shadow:
 
     def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
         """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
-        or the other, as an instruction set rounds: what is there and is as near to the token counts."""
+        or the other, as an instruction set rounds: what is there and is as near to the token counts, up to
+        the step between two scales."""
         given, form = (call.k[rows], call.v[rows]), self.cache.format
         own = self.llm.engine.runner.layers[call.layer].cache.format
         if own is not form:
@@ -313,7 +316,8 @@ class Shadow:
         for token, want, held in zip(given, stored, there, strict=True):
             got = held[:, held.shape[1] - item.num_tokens :].transpose(0, 1).to(want.dtype)
             far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
-            found.append(torch.where((other <= far * AS_NEAR)[..., None], got, want))
+            most = far * AS_NEAR + want.norm(dim=-1) * SCALE_STEP
+            found.append(torch.where((other <= most)[..., None], got, want))
         return found[0], found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

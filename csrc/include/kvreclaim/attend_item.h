@@ -3,20 +3,10 @@
 
 #include "kvreclaim/integer.h"
 #include "kvreclaim/item.h"
+#include "kvreclaim/matrix_item.h"
 #include "kvreclaim/panel.h"
 
 namespace kvreclaim::KVR_NS {
-
-// Fills the addresses of slots [at, at + kTile) of an item in a cache that is read as it lies.
-inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile& tile) {
-  const int64_t size = a.cache.block_size;
-  for (int c = 0; c < kChunks; ++c) {
-    const int64_t slot = smaller(at + c * kChunk, (item.high - 1) / kChunk * kChunk);
-    const int64_t block = item.seq.block_ids[slot / size], offset = slot % size;
-    tile.k[c] = k_block(a.cache, a.layer, block, item.head) + offset * 4;
-    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.format);
-  }
-}
 
 // One group of R rows over the tile at slot `at`.
 template <int R, bool BF16>
@@ -24,7 +14,7 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
                       const TileMask& mask, RowGroup& group, float* scores) {
   const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at), stride = k_word_stride(a.cache);
   if (tokens <= 0) return;
-  tile_scores<R, BF16>(group.q, tile, k_words(a.cache), stride, scores);
+  row_scores<R, BF16>(a, item.seq, group.q, tile, scores);
   finish_scores<R>(a, item, group, at, mask, scores);
   float alpha[kMaxR];
   softmax_rows<R>(scores, group, alpha);
@@ -75,23 +65,35 @@ inline void close_groups(const AttentionArgs& a, const Item& item, const RowGrou
     }
 }
 
-inline void run_item(const AttentionArgs& a, const Item& item, float* partials) {
-  RowGroup groups[kMaxGroups];
+inline void run_head(const AttentionArgs& a, const Item& item, HeadRows& to) {
   float* scratch;
-  int count;
-  if (takes_integers(a, item.seq)) {
-    count = run_integers(a, item, groups);
-  } else if (reads_direct(a.cache)) {
-    count = open_groups(a, item, groups, 0, &scratch);
-    if (a.cache.format == Format::kBF16)
-      run_tiles<true>(a, item, groups, count);
-    else
-      run_tiles<false>(a, item, groups, count);
-  } else {
-    count = open_groups(a, item, groups, panel_floats(a.cache), &scratch);
-    run_panels(a, item, groups, count, scratch);
-  }
-  close_groups(a, item, groups, count, partials);
+  to.count = open_groups(a, item, to.groups, reads_direct(a.cache) ? 0 : panel_floats(a.cache), &scratch);
+  if (!reads_direct(a.cache))
+    run_panels(a, item, to.groups, to.count, scratch);
+  else if (a.cache.format == Format::kBF16)
+    run_tiles<true>(a, item, to.groups, to.count);
+  else
+    run_tiles<false>(a, item, to.groups, to.count);
+}
+
+// Heads of an item: those that the loops below take together.
+KVR_INLINE int64_t item_heads(const AttentionArgs& a, const SequenceView& seq) {
+  return takes_matrices(a) || takes_integers(a, seq) ? head_run(a.cache) : 1;
+}
+
+// An item of `run` heads, the first of which is item.head; is_whole: it has all rows of a sequence.
+inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool is_whole, float* partials) {
+  HeadRows heads[kMaxRun];
+  if (takes_matrices(a))
+    run_matrices(a, item, run, is_whole, heads);
+  else if (takes_integers(a, item.seq))
+    run_integers(a, item, run, heads);
+  else
+    run_head(a, item, heads[0]);
+  const int64_t step = item.rows * (a.cache.v_dim + 2);
+  for (int64_t h = 0; h < run; ++h)
+    close_groups(a, of_head(item, h), heads[h].groups, heads[h].count,
+                 partials == nullptr ? nullptr : partials + h * step);
 }
 
 }  // namespace kvreclaim::KVR_NS

@@ -19,13 +19,14 @@ namespace kvreclaim::KVR_NS {
 
 constexpr int64_t kSplit = 512;  // slots of one part of a decode row's keys
 
-// The same over integer products, where a part costs as much before its first token as 50 tokens: longer parts
-// where there are many.
-KVR_INLINE int64_t integer_split(int64_t slots) { return slots > 8192 ? 2048 : slots > 2048 ? 1024 : kSplit; }
+// The same over integer products, where a part costs as much before its first token as 50 tokens, and by matrices,
+// where nothing is fetched ahead of its first tile: longer parts where there are many.
+KVR_INLINE int64_t long_split(int64_t slots) { return slots > 8192 ? 2048 : slots > 2048 ? 1024 : kSplit; }
 
 // How a sequence is cut into items.
 struct Plan {
   int64_t first_item, row_block, row_blocks, split, splits, first_slot;  // first_slot: multiple of split
+  int64_t run;       // KV heads of an item
   int64_t partials;  // first row of its partial sums; rows of Dv + 2 floats
 
   bool is_cut() const { return row_blocks == 1 && splits > 1; }
@@ -33,11 +34,12 @@ struct Plan {
 
 inline Plan plan_sequence(const AttentionArgs& a, const SequenceView& seq) {
   Plan plan{};
+  plan.run = item_heads(a, seq);
   const int64_t rows = seq.query_len * group_size(a);
   plan.row_block = seq.query_len == 1 && !reads_direct(a.cache) ? kMaxRows : kRowBlock;
   plan.row_blocks = div_up(rows, plan.row_block);
   plan.splits = plan.row_blocks;
-  plan.split = takes_integers(a, seq) ? integer_split(seq.seq_len) : kSplit;
+  plan.split = takes_integers(a, seq) || takes_matrices(a) ? long_split(seq.seq_len) : kSplit;
   if (plan.row_blocks == 1) {
     plan.first_slot = first_slot(a, seq, 0) / plan.split * plan.split;
     plan.splits = div_up(seq.seq_len - plan.first_slot, plan.split);
@@ -45,9 +47,9 @@ inline Plan plan_sequence(const AttentionArgs& a, const SequenceView& seq) {
   return plan;
 }
 
-// Item `index` of a sequence: heads innermost (their blocks are neighbours), longest rows first.
+// Item `index` of a sequence, the first of its heads: heads innermost (their blocks are neighbours), longest rows first.
 KVR_INLINE Item item_of(const AttentionArgs& a, const SequenceView& seq, const Plan& plan, int64_t index) {
-  const int64_t head = index % a.cache.heads, part = index / a.cache.heads;
+  const int64_t runs = a.cache.heads / plan.run, head = index % runs * plan.run, part = index / runs;
   const int64_t all_rows = seq.query_len * group_size(a);
   if (plan.row_blocks == 1) {
     const int64_t low = plan.first_slot + part * plan.split;
@@ -85,7 +87,7 @@ void paged_attention(const AttentionArgs& a) {
     plans[i] = plan_sequence(a, seq);
     plans[i].first_item = items;
     plans[i].partials = partial_rows;
-    items += plans[i].splits * heads;
+    items += plans[i].splits * heads / plans[i].run;
     if (plans[i].is_cut()) partial_rows += plans[i].splits * heads * seq.query_len * group_size(a);
     rows += seq.query_len;
   }
@@ -99,8 +101,8 @@ void paged_attention(const AttentionArgs& a) {
     }
     const Plan& plan = plans[low];
     const Item item = item_of(a, a.sequences[low], plan, index - plan.first_item);
-    const int64_t own = (plan.partials + (index - plan.first_item) * item.rows) * (a.cache.v_dim + 2);
-    run_item(a, item, plan.is_cut() ? partials + own : nullptr);
+    const int64_t own = (plan.partials + (index - plan.first_item) * plan.run * item.rows) * (a.cache.v_dim + 2);
+    run_item(a, item, plan.run, plan.row_blocks == 1, plan.is_cut() ? partials + own : nullptr);
   });
   if (partial_rows > 0)
     parallel_for(n * heads, [&](int64_t i) {

@@ -43,8 +43,8 @@ inline void direct_scores(const AttentionArgs& a, const Item& item, const RowGro
   open_tile(a, item, to.first, tile);
   for (int64_t at = to.first; at < item.high; at += kTile, tile = next, s += R * kTile) {
     open_tile(a, item, smaller(at + kTile, item.high - 1), next);
-    for (int c = 0; c < kChunks; ++c) tile.v[c] = next.k[c];  // tile_scores fetches these meanwhile
-    tile_scores<R, BF16>(group.q, tile, k_words(a.cache), k_word_stride(a.cache), s);
+    for (int c = 0; c < kChunks; ++c) tile.v[c] = next.k[c];  // row_scores fetches these meanwhile
+    row_scores<R, BF16>(a, item.seq, group.q, tile, s);
     finish_tile<R>(a, item, group, at, s, top);
   }
 }
@@ -138,7 +138,7 @@ inline void sum_head(const AttentionArgs& a, const SequenceView& seq, int64_t he
     group.count = group_rows(rows - row);
     group.q = q;
     float* spare = q + kMaxR * dims;
-    load_queries(a.q, a.cache, row_map(seq, head, members), row, query_scale(a), group, spare);
+    load_rows(a, row_map(seq, head, members), row, group, spare);
     const Item item{seq, head, row, group.count, 0, end_slot(seq, (row + group.count - 1) / members)};
     open_bounds(a, item, row, group);
     sum_rows(a, item, group, {group.low[0] / kTile * kTile, scores, sums, spare + dims});

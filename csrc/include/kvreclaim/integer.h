@@ -91,51 +91,29 @@ inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedT
   all_coded_values<R, Bits>(at, tile, next, tokens, weights, group.acc);
 }
 
-template <int Bits>
-inline void run_coded_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups, const IntegerRows* rows,
-                            int count) {
-  const CodedItem at_block = coded_item(a, item);
-  const int64_t start = first_tile(a, item);
-  CodedTile tile, next;
-  TileMask mask;
-  open_coded(a, item, at_block, start, tile);
-  for (int64_t at = start; at < item.high; at += kTile, tile = next) {
-    open_mask(a, item, at, mask);
-    open_coded(a, item, at_block, smaller(at + kTile, item.high - 1), next);
-    const uint64_t seen = seen_slots(a, item, groups[0], at, mask);
-    if (seen == 0) continue;
-    const int64_t tokens = smaller(kTile, item.high - at);
-    for (int g = 0; g < count; ++g) {
-      const CodedTile& ahead = g + 1 < count ? tile : next;
-      switch (groups[g].count) {
-        case 1: coded_rows<1, Bits>(a, at_block, tile, ahead, seen, tokens, groups[g], rows[g]); break;
-        case 2: coded_rows<2, Bits>(a, at_block, tile, ahead, seen, tokens, groups[g], rows[g]); break;
-        case 3: coded_rows<3, Bits>(a, at_block, tile, ahead, seen, tokens, groups[g], rows[g]); break;
-        case 4: coded_rows<4, Bits>(a, at_block, tile, ahead, seen, tokens, groups[g], rows[g]); break;
-        default: coded_rows<kMaxR, Bits>(a, at_block, tile, ahead, seen, tokens, groups[g], rows[g]);
-      }
-    }
-  }
-}
+// A head's rows on their way through an item.
+struct IntegerHead {
+  CodedItem at;
+  IntegerRows rows[kMaxGroups];
+};
 
-// All of an item; leaves its sums in `groups` and returns how many there are.
 template <int Bits>
-inline int run_integers(const AttentionArgs& a, const Item& item, RowGroup* groups) {
+inline void open_integer_head(const AttentionArgs& a, const Item& item, float* memory, HeadRows& to,
+                              IntegerHead& head) {
   const int64_t dims = a.cache.k_dim, v_dims = a.cache.v_dim, v_groups = Bits == 4 ? groups_of(v_dims) : 1;
   const int64_t q_words = 2 * kPlane, offsets = v_groups * kLanes;
-  float* acc = thread_scratch(item.rows * (v_dims + q_words + offsets) + dims);
-  float* row = acc + item.rows * v_dims;
-  IntegerRows rows[kMaxGroups];
-  int count = 0;
+  float* row = memory + item.rows * v_dims;
   const RowMap map = row_map(item.seq, item.head, group_size(a));
   float* spare = row + item.rows * (q_words + offsets);
-  for (int64_t r = 0; r < item.rows; r += groups[count++].count) {
-    RowGroup& group = groups[count];
+  head.at = coded_item(a, item);
+  to.count = 0;
+  for (int64_t r = 0; r < item.rows; r += to.groups[to.count++].count) {
+    RowGroup& group = to.groups[to.count];
     group.count = group_rows(item.rows - r);
-    group.acc = acc + r * v_dims;
+    group.acc = memory + r * v_dims;
     reset(group, v_dims);
     open_bounds(a, item, item.row + r, group);
-    IntegerRows& own = rows[count];
+    IntegerRows& own = head.rows[to.count];
     own.q = reinterpret_cast<int32_t*>(row + r * q_words);
     own.offsets = row + item.rows * q_words + r * offsets;
     std::memset(own.offsets, 0, group.count * offsets * sizeof(float));
@@ -145,26 +123,67 @@ inline int run_integers(const AttentionArgs& a, const Item& item, RowGroup* grou
       pack_query<Bits>(spare, dims, j, group.count, own);
     }
   }
-  run_coded_tiles<Bits>(a, item, groups, rows, count);
-  for (int i = 0; i < count; ++i)
-    for (int64_t g = 0; g < v_groups; ++g)
-      for (int64_t j = 0; j < groups[i].count; ++j) {
-        const float offset = hsum(load<vf>(rows[i].offsets + (g * groups[i].count + j) * kLanes));
-        const int64_t from = Bits == 4 ? g * kGroup : 0, width = Bits == 4 ? kGroup : v_dims;
-        float* to = groups[i].acc + j * v_dims + from;
-        for (int64_t d = 0; d < width; ++d) to[d] = (to[d] + offset) * (Bits == 4 ? kCoarseUnit : 1.0f);
-      }
-  return count;
 }
 
-inline int run_integers(const AttentionArgs& a, const Item& item, RowGroup* groups) {
-  return a.cache.format == Format::kInt8 ? run_integers<8>(a, item, groups) : run_integers<4>(a, item, groups);
+// All rows of a head over the tile at slot `at`.
+template <int Bits>
+inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, HeadRows& to, const IntegerHead& head) {
+  CodedTile tile, next;
+  TileMask mask;
+  open_mask(a, item, at, mask);
+  const uint64_t seen = seen_slots(a, item, to.groups[0], at, mask);
+  if (seen == 0) return;
+  open_coded(a, item, head.at, at, tile);
+  open_coded(a, item, head.at, smaller(at + kTile, item.high - 1), next);
+  const int64_t tokens = smaller(kTile, item.high - at);
+  for (int g = 0; g < to.count; ++g) {
+    const CodedTile& ahead = g + 1 < to.count ? tile : next;
+    RowGroup& group = to.groups[g];
+    switch (group.count) {
+      case 1: coded_rows<1, Bits>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 2: coded_rows<2, Bits>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 3: coded_rows<3, Bits>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      case 4: coded_rows<4, Bits>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
+      default: coded_rows<kMaxR, Bits>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]);
+    }
+  }
+}
+
+template <int Bits>
+inline void close_integer_head(const AttentionArgs& a, HeadRows& to, const IntegerHead& head) {
+  const int64_t v_dims = a.cache.v_dim, v_groups = Bits == 4 ? groups_of(v_dims) : 1;
+  for (int i = 0; i < to.count; ++i)
+    for (int64_t g = 0; g < v_groups; ++g)
+      for (int64_t j = 0; j < to.groups[i].count; ++j) {
+        const float offset = hsum(load<vf>(head.rows[i].offsets + (g * to.groups[i].count + j) * kLanes));
+        const int64_t from = Bits == 4 ? g * kGroup : 0, width = Bits == 4 ? kGroup : v_dims;
+        float* sums = to.groups[i].acc + j * v_dims + from;
+        for (int64_t d = 0; d < width; ++d) sums[d] = (sums[d] + offset) * (Bits == 4 ? kCoarseUnit : 1.0f);
+      }
+}
+
+// Heads item.head .. item.head + run of an item, tile by tile; leaves their sums in `heads`.
+template <int Bits>
+inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
+  const int64_t dims = a.cache.k_dim, v_dims = a.cache.v_dim, v_groups = Bits == 4 ? groups_of(v_dims) : 1;
+  const int64_t floats = item.rows * (v_dims + 2 * kPlane + v_groups * kLanes) + dims;
+  float* memory = thread_scratch(run * floats);
+  IntegerHead own[kMaxRun];
+  for (int64_t h = 0; h < run; ++h)
+    open_integer_head<Bits>(a, of_head(item, h), memory + h * floats, heads[h], own[h]);
+  for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
+    for (int64_t h = 0; h < run; ++h) coded_step<Bits>(a, of_head(item, h), at, heads[h], own[h]);
+  for (int64_t h = 0; h < run; ++h) close_integer_head<Bits>(a, heads[h], own[h]);
+}
+
+inline void run_integers(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
+  a.cache.format == Format::kInt8 ? run_integers<8>(a, item, run, heads) : run_integers<4>(a, item, run, heads);
 }
 
 #else
 
 KVR_INLINE bool takes_integers(const AttentionArgs&, const SequenceView&) { return false; }
-inline int run_integers(const AttentionArgs&, const Item&, RowGroup*) { return 0; }
+inline void run_integers(const AttentionArgs&, const Item&, int64_t, HeadRows*) {}
 
 #endif
 

@@ -22,6 +22,27 @@ struct Item {
   int64_t head, row, rows, low, high;
 };
 
+// KV heads that a thread takes through the tiles together: what it reads of a block is then one piece of at least
+// kPiece bytes, which the CPU fetches ahead by itself; of shorter ones it would fetch ahead into another head's.
+constexpr int64_t kPiece = 8192, kMaxRun = 4;
+KVR_INLINE int64_t head_run(const CacheView& c) {
+  const int64_t bytes = is_plain(c.format) ? k_block_bytes(c) : unit_bytes(c);
+  int64_t run = 1;
+  while (run < kMaxRun && c.heads % (2 * run) == 0 && run * bytes < kPiece) run *= 2;
+  return run;
+}
+
+// Head `h` of an item's run.
+KVR_INLINE Item of_head(const Item& item, int64_t h) {
+  return {item.seq, item.head + h, item.row, item.rows, item.low, item.high};
+}
+
+// A head's rows of an item, as groups.
+struct HeadRows {
+  RowGroup groups[kMaxGroups];
+  int count;
+};
+
 KVR_INLINE int64_t group_size(const AttentionArgs& a) { return a.num_heads / a.cache.heads; }
 
 // First slot that query `i` can see, and one past the last.
@@ -40,6 +61,17 @@ KVR_INLINE int64_t first_tile(const AttentionArgs& a, const Item& item) {
 // 8 and 4 bit integers, through integer products (integer.h).
 KVR_INLINE bool reads_direct(const CacheView& c) {
   return (c.format == Format::kF32 || c.format == Format::kBF16) && !c.latent;
+}
+
+// Fills the addresses of slots [at, at + kTile) of an item in a cache that is read as it lies.
+inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile& tile) {
+  const int64_t size = a.cache.block_size;
+  for (int c = 0; c < kChunks; ++c) {
+    const int64_t slot = smaller(at + c * kChunk, (item.high - 1) / kChunk * kChunk);
+    const int64_t block = item.seq.block_ids[slot / size], offset = slot % size;
+    tile.k[c] = k_block(a.cache, a.layer, block, item.head) + offset * 4;
+    tile.v[c] = v_block(a.cache, a.layer, block, item.head) + offset * a.cache.v_dim * size_of(a.cache.format);
+  }
 }
 
 inline void open_mask(const AttentionArgs& a, const Item& item, int64_t at, TileMask& mask) {
@@ -88,6 +120,44 @@ KVR_INLINE float query_scale(const AttentionArgs& a) {
   return a.softcap != 0 ? a.scale / a.softcap : a.scale * kLog2e;
 }
 
+// Keys and queries of few rows are multiplied as the bf16 that they are, two dims at a time, where the CPU does: that
+// saves their conversion. With many rows, which share it, Intel's are no faster so.
+KVR_INLINE bool takes_pairs(const AttentionArgs& a, const SequenceView& seq) {
+#if defined(__AVX512BF16__)
+  return a.cache.format == Format::kBF16 && a.q.type == Type::kBF16 && reads_direct(a.cache) &&
+         seq.query_len * group_size(a) <= kRowBlock;
+#else
+  (void)a, (void)seq;
+  return false;
+#endif
+}
+
+// Queries of a group's rows for row_scores; `spare` holds a row.
+inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, RowGroup& group, float* spare) {
+  if (!takes_pairs(a, *map.seq)) return load_queries(a.q, a.cache, map, row, query_scale(a), group, spare);
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(group.q);
+  for (int64_t r = 0; r < group.count; ++r) {
+    unpack_row(a.q, row_address(a.q, map, row + r), a.cache.k_dim, 1.0f, spare, 1);
+    for (int64_t d = 0; d < a.cache.k_dim; ++d) pairs[(d / 2 * group.count + r) * 2 + d % 2] = to_bf16(spare[d]);
+  }
+}
+
+// Scores of R rows over a tile that is read as it lies, before finish_scores.
+template <int R, bool BF16>
+inline void row_scores(const AttentionArgs& a, const SequenceView& seq, const float* q, const Tile& tile, float* scores) {
+  const int64_t words = k_words(a.cache), stride = k_word_stride(a.cache);
+  (void)seq;
+#if defined(__AVX512BF16__)
+  if (BF16 && takes_pairs(a, seq)) {
+    pair_scores<R>(reinterpret_cast<const uint32_t*>(q), tile, words, stride, scores);
+    const float scale = query_scale(a);
+    for (int i = 0; i < R * kTile; i += kLanes) store(scores + i, load<vf>(scores + i) * scale);
+    return;
+  }
+#endif
+  tile_scores<R, BF16>(q, tile, words, stride, scores);
+}
+
 // Sets the bounds of a group's rows, which start at row `first` of their head, and zeroes their sums.
 inline void open_bounds(const AttentionArgs& a, const Item& item, int64_t first, RowGroup& group) {
   for (int64_t j = 0; j < group.count; ++j) {
@@ -112,8 +182,7 @@ inline int open_groups(const AttentionArgs& a, const Item& item, RowGroup* group
     group.count = group_rows(item.rows - r);
     group.q = q + r * dims;
     group.acc = acc + r * v_dims;
-    load_queries(a.q, a.cache, row_map(item.seq, item.head, group_size(a)), item.row + r, query_scale(a), group,
-                 spare);
+    load_rows(a, row_map(item.seq, item.head, group_size(a)), item.row + r, group, spare);
     reset(group, v_dims);
     open_bounds(a, item, item.row + r, group);
   }

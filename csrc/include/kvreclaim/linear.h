@@ -263,14 +263,4 @@ inline void linear_typed(const LinearArgs& a) {
 
 }  // namespace kvreclaim::KVR_NS::linear_detail
 
-namespace kvreclaim::KVR_NS {
-
-inline void linear(const LinearArgs& a) {
-  if (a.type == Type::kBF16)
-    linear_detail::linear_typed<Type::kBF16>(a);
-  else
-    linear_detail::linear_typed<Type::kF32>(a);
-}
-
-}  // namespace kvreclaim::KVR_NS
 #endif

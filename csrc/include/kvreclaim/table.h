@@ -9,8 +9,9 @@
 
 #include "kvreclaim/attention_args.h"
 #include "kvreclaim/compact.h"
-#include "kvreclaim/linear.h"
+#include "kvreclaim/decoder.h"
 #include "kvreclaim/norm.h"
+#include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
 #include "kvreclaim/surrogate.h"
@@ -23,6 +24,9 @@
   X(column_sums, ColumnSumsArgs)    \
   X(linear, LinearArgs)             \
   X(rms_norm, RmsNormArgs)          \
+  X(rotate_heads, RotateArgs)       \
+  X(gate_rows, GateArgs)            \
+  X(add_rows, AddArgs)              \
   X(write_kv, WriteArgs)            \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \

@@ -77,6 +77,46 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, int64_t words, int
   }
 }
 
+#if defined(__AVX512BF16__)
+// In assembly, since GCC copies the accumulator of the intrinsic before each use.
+KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+
+// tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
+template <int R>
+KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, int64_t words, int64_t stride, float* s) {
+  constexpr int T = kTokenVecs<R>, kPasses = kChunks / T;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    __m512 acc[R][T];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) acc[r][t] = _mm512_setzero_ps();
+    const uint32_t* row = q;
+    for (int64_t w = 0, at = 0; w < words; ++w, at += stride, row += R) {
+      __m512bh k[T];
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
+        prefetch(tile.v[pass * T + t] + 64 * w);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)row[r]);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) acc[r][t] = pairs(acc[r][t], k[t], pair);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) _mm512_storeu_ps(s + r * kTile + (pass * T + t) * kChunk, acc[r][t]);
+  }
+}
+#endif
+
 // What the values' loops share.
 struct ValueRows {
   const Tile& tile;

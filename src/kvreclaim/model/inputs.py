@@ -35,6 +35,11 @@ def inputs_handed_out(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def hands_out_input(module: nn.Module) -> bool:
+    """Whether this attention layer does."""
+    return _with_input in module._forward_pre_hooks.values()
+
+
 def _with_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Keyword arguments go down to the attention function; of nested modules the innermost one decides."""
     if kwargs.get("kv_batch") is None:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
+from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
@@ -67,7 +68,7 @@ def load_model(
     model = _load_weights(name, torch_dtype)
     model.eval().requires_grad_(False).to(target)
     native = kernels in ("auto", "native") and target.type == "cpu"
-    modules = f"{use_fast_linears(model)}; {use_fast_norms(model)}" if native else "modules: torch"
+    modules = _use_native(model) if native else "modules: torch"
     if latents := use_latent_cache(model):
         modules = f"{modules}; {latents}"
     facts = probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name)
@@ -80,6 +81,11 @@ def load_model(
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
     )
+
+
+def _use_native(model: PreTrainedModel) -> str:
+    """What runs on the native kernels of a CPU from now on."""
+    return "; ".join([use_fast_linears(model), use_fast_norms(model), use_fast_layers(model)])
 
 
 def hide_progress_bars() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,8 +118,14 @@ def test_other_tensors_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, rows in ((True, linear_module.ROWS_WITH_BF16_HARDWARE), (False, sys.maxsize)):
+    limits = {
+        ("amx", True): linear_module.ROWS_WITH_MATRICES,
+        ("avx512bf16", True): linear_module.ROWS_WITH_BF16_HARDWARE,
+        ("avx2", False): sys.maxsize,
+    }
+    for (isa, has), rows in limits.items():
         max_rows.cache_clear()
+        monkeypatch.setattr(linear_module, "native", lambda isa=isa: SimpleNamespace(isa=lambda: isa))
         monkeypatch.setattr(linear_module, "has_bf16_hardware", lambda has=has: has)
         assert max_rows(torch.bfloat16) == rows
     max_rows.cache_clear()

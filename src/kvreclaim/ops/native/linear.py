@@ -15,6 +15,8 @@ from kvreclaim.ops.native.extension import native, unavailable_reason
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_WITH_BF16_HARDWARE = 8
 """Above these rows a product is bound by arithmetic, where bf16 instructions beat widening to fp32."""
+ROWS_WITH_MATRICES = 64
+"""Where the kernels have matrix instructions too: what one pass over the weights serves."""
 ROWS_FP32 = 32
 """Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""
 UNLIMITED = sys.maxsize
@@ -41,6 +43,8 @@ def max_rows(dtype: torch.dtype) -> int:
         return 0
     if dtype == torch.float32:
         return ROWS_FP32
+    if native().isa() == "amx":
+        return ROWS_WITH_MATRICES
     return ROWS_WITH_BF16_HARDWARE if has_bf16_hardware() else UNLIMITED
 
 

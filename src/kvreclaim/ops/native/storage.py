@@ -21,6 +21,7 @@ from kvreclaim.ops.native.kivi import WORDS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16
 """Tokens that the kernels take at once; a block has to be a multiple."""
+PAGE, HUGE_PAGE = 2**12, 2**21
 SPARE_BYTES = 64
 """Behind the units of a coded format: the last vector of a row may reach past them."""
 
@@ -92,10 +93,16 @@ def _units(like: Tensor, shape: CacheShape, form: KVFormat) -> Tensor:
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in huge pages where the system gives them: blocks lie at random places."""
-    tensor = like.new_empty(shape, dtype=dtype)
-    native().advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor.zero_()
+    """Zeros in huge pages where the system gives them: blocks lie at random places.
+
+    They begin with a page, so that pieces of a page are fetched ahead as one: the CPU stops at a page's end.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    page = HUGE_PAGE if size >= HUGE_PAGE else PAGE
+    flat = like.new_empty(size + page, dtype=torch.uint8)
+    flat = flat[-flat.data_ptr() % page :][:size]
+    native().advise_huge_pages(flat.data_ptr(), size)
+    return flat.view(dtype).view(shape).zero_()
 
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

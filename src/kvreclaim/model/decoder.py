@@ -1,0 +1,244 @@
+"""Run a loaded model's decoder layers in seven native calls each, where those compute what the layers do.
+
+    norm and q, k, v    rotary    (write    attend: the batch's)    output and sum
+    norm and gate, up    SiLU * up, down and sum
+
+A layer is taken by the names of its parts (Llama's, which Mistral, Qwen2, Qwen3 and others share) and proved
+by running the whole model on trial tokens: queries, keys, values and outputs have to agree with transformers'
+own code within rounding. Weights keep their names; q, k and v, and gate and up, become views of one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.inputs import hands_out_input
+from kvreclaim.model.linears import NativeLinear
+from kvreclaim.model.norms import NativeNorm
+from kvreclaim.ops.facts import Softmax
+from kvreclaim.ops.native.decoder import Heads, Norm, Projection, rotate
+from kvreclaim.ops.native.extension import unavailable_reason
+from kvreclaim.ops.native.linear import DTYPES
+from kvreclaim.ops.native.norm import rms_norm
+
+PARTS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+TRIAL_POSITIONS = (0, 1, 2, 5, 11, 23, 60)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5}
+"""Largest difference over the largest value; trial states pass through all layers before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """A layer's arguments in a trial run, what it asked for, and what it gave back."""
+
+    states: Tensor
+    kwargs: dict[str, Any]
+    call: AttentionCall
+    out: Tensor
+
+
+class _Trial:
+    """A KVBatch whose answers depend on queries, keys and values, and that remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, AttentionCall] = {}
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.calls[call.layer] = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v.clone())
+        share = call.q.shape[1] // call.k.shape[1]
+        scores = (call.q * call.k.repeat_interleave(share, 1)).float().sum(-1, keepdim=True)
+        return (call.v.repeat_interleave(share, 1) * torch.tanh(scores * call.q.shape[2] ** -0.5)).to(
+            call.q.dtype
+        )
+
+
+class NativeLayer:
+    """The forward of one decoder layer; the module's own for calls without a KV batch and with hooks."""
+
+    def __init__(self, module: Any, softmax: Softmax, heads: Heads) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.module = module
+        self.attention, self.mlp = attention, mlp
+        self.norm = Norm(module.input_layernorm.weight, module.input_layernorm.forward.eps)
+        self.layer = int(attention.layer_idx)
+        self.softmax = softmax
+        self.heads = heads
+        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
+        self.out = Projection(attention.o_proj.weight, attention.o_proj.bias)
+        self.down = Projection(mlp.down_proj.weight, mlp.down_proj.bias, is_gated=True)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        batch = kwargs.get("kv_batch")
+        if batch is None or args or not self.takes(hidden_states, kwargs):
+            forward: Any = type(self.module).forward
+            found: Tensor = forward(self.module, hidden_states, *args, **kwargs)
+            return found
+        cos, sin = kwargs["position_embeddings"]
+        x, heads = hidden_states[0], self.heads
+        rows = self.qkv(x)
+        rotate(rows, cos[0], sin[0], heads)
+        each = rows.view(rows.shape[0], -1, heads.dim)
+        keys = heads.count + heads.kv_count
+        call = AttentionCall(
+            layer=self.layer,
+            q=each[:, : heads.count],
+            k=each[:, heads.count : keys],
+            v=each[:, keys:],
+            softmax=self.softmax,
+            hidden=rms_norm(x, self.norm.weight, self.norm.eps) if hands_out_input(self.attention) else None,
+        )
+        seen = batch.attend(call)
+        x = self.out(seen.reshape(x.shape[0], -1), x)
+        return self.down(self.gate_up(x), x)[None]
+
+    def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        return (
+            x.dim() == 3
+            and x.shape[0] == 1
+            and x.dtype is self.qkv.weight.dtype
+            and x.is_contiguous()
+            and kwargs.get("query_scale") is None
+            and not torch.is_grad_enabled()
+            and not (self.mlp._forward_pre_hooks or self.mlp._forward_hooks or self.attention._forward_hooks)
+            and len(self.attention._forward_pre_hooks) == hands_out_input(self.attention)
+        )
+
+
+def use_fast_layers(model: PreTrainedModel) -> str:
+    """Give every decoder layer that computes what a NativeLayer computes that as its forward.
+
+    Behind use_fast_norms, which proves the norms; behind it, nothing replaces weights. If one layer does not
+    prove, none is replaced. Returns: one line that says what runs.
+    """
+    problem = unavailable_reason()
+    if problem is not None:
+        return f"decoder layers: transformers ({problem})"
+    layers = [module for module in model.modules() if _looks_known(module)]
+    if not layers:
+        return (
+            "decoder layers: transformers (none has the parts of Llama's, with plain norms and with float32 "
+            "or bfloat16 weights on the CPU)"
+        )
+    seen = _observe(model, layers)
+    for module in layers:
+        native = _proved(module, seen[module]) if module in seen else None
+        if native is None:
+            name = type(module).__name__
+            _restore(layers)
+            return f"decoder layers: transformers (a {name} does not compute what the kernels do)"
+        module.forward = native
+    return f"decoder layers: native ({len(layers)})"
+
+
+def _restore(layers: list[nn.Module]) -> None:
+    for module in layers:
+        vars(module).pop("forward", None)
+
+
+def _looks_known(module: nn.Module) -> bool:
+    """Whether it has the parts, and each is of a kind that the kernels take."""
+    linears: list[Any] = []
+    for owner, names in PARTS.items():
+        part = getattr(module, owner, None)
+        linears += [getattr(part, name, None) for name in names]
+    if not all(isinstance(each, nn.Linear) and type(each) in (nn.Linear, NativeLinear) for each in linears):
+        return False
+    norms = [getattr(module, name, None) for name in NORMS]
+    attention: Any = module.self_attn
+    own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms += [each for each in own if each is not None]
+    joined = [linears[:3], linears[4:6]]
+    return (
+        "forward" not in vars(module)
+        and len(norms) in (2, 4)
+        and all(isinstance(getattr(each, "forward", None), NativeNorm) for each in norms)
+        and all(len({each.bias is None for each in group}) == 1 for group in joined)
+        and len({each.weight.dtype for each in linears}) == 1
+        and all(each.weight.dtype in DTYPES and each.weight.device.type == "cpu" for each in linears)
+    )
+
+
+@torch.inference_mode()
+def _observe(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Seen]:
+    """What each layer is given and does with trial tokens, in transformers' own code."""
+    trial, found = _Trial(), {}
+
+    def keep(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        call = trial.calls.get(int(module.self_attn.layer_idx))  # type: ignore[union-attr, arg-type]
+        if call is not None and isinstance(out, Tensor) and len(args) == 1:
+            found[module] = _Seen(args[0].clone(), kwargs, call, out.clone())
+
+    handles = [module.register_forward_hook(keep, with_kwargs=True) for module in layers]
+    positions = torch.tensor([TRIAL_POSITIONS])
+    tokens = (positions * 7919 + 1) % model.config.get_text_config().vocab_size
+    try:
+        model(input_ids=tokens, position_ids=positions, use_cache=False, kv_batch=trial)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@torch.inference_mode()
+def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
+    """The layer in native calls, if it does with the trial's arguments what the module did."""
+    attention, call = module.self_attn, seen.call
+    dim = call.q.shape[2]
+    outputs = [getattr(attention, name).weight.shape[0] for name in PARTS["self_attn"][:3]]
+    if outputs != [x.shape[1] * dim for x in (call.q, call.k, call.v)] or call.latent:
+        return None
+    own = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+    if (
+        any(norm is not None and norm.weight.shape[0] != dim for norm in own)
+        or len({_eps(n) for n in own}) > 1
+    ):
+        return None
+    native = NativeLayer(module, call.softmax, Heads(call.q.shape[1], call.k.shape[1], dim, *own))
+    trial = _Trial()
+    if not native.takes(seen.states, seen.kwargs):
+        return None
+    out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})
+    again = trial.calls[native.layer]
+    pairs = [(again.q, call.q), (again.k, call.k), (again.v, call.v), (out, seen.out)]
+    return native if all(_agree(got, want) for got, want in pairs) else None
+
+
+def _agree(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape or got.dtype is not want.dtype:
+        return False
+    largest = float(want.float().abs().max())
+    return float((got.float() - want.float()).abs().max()) <= TOLERANCE[want.dtype] * largest
+
+
+def _norm(module: Any) -> Norm | None:
+    return None if module is None else Norm(module.weight, module.forward.eps)
+
+
+def _eps(norm: Norm | None) -> float | None:
+    return None if norm is None else norm.eps
+
+
+def _joined(linears: list[nn.Linear], norm: Any) -> Projection:
+    """One product for several that share their input; their weights and biases become views of its own."""
+    weight = _join([each.weight for each in linears])
+    biases = [each.bias for each in linears if each.bias is not None]
+    return Projection(weight, _join(biases) if biases else None, norm=_norm(norm))
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        part.data = view
+    return whole
