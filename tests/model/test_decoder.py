@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Ernie4_5Config
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.decoder import NativeLayer, use_fast_layers
@@ -72,6 +73,18 @@ def test_other_families_keep_their_own_code(tiny_dir: Callable[[str], Path], nam
     assert layers(native) == []
     assert "decoder layers: transformers (" in native.modules
     close(logits(native), logits(plain), "float32")
+
+
+def test_layers_whose_angles_are_of_another_dtype_keep_their_code(tmp_path: Path) -> None:
+    """Ernie's parts are Llama's, but it turns neighbours, by angles in fp32, and rounds behind that."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 272}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    network = AutoModelForCausalLM.from_config(Ernie4_5Config(**sizes, **heads))
+    network.to(torch.bfloat16).save_pretrained(tmp_path)
+    native, plain = (load_model(tmp_path, kernels=k) for k in ("native", "torch"))
+    assert layers(native) == []
+    close(logits(native), logits(plain), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

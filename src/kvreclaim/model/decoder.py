@@ -105,7 +105,8 @@ class NativeLayer:
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         return (
-            x.dim() == 3
+            all(each.dtype is x.dtype and each.shape[0] == 1 for each in kwargs["position_embeddings"])
+            and x.dim() == 3
             and x.shape[0] == 1
             and x.dtype is self.qkv.weight.dtype
             and x.is_contiguous()
