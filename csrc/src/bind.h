@@ -9,6 +9,7 @@
 
 #include "dlpack.h"
 #include "kvreclaim/layout.h"
+#include "kvreclaim/packed_codes.h"
 
 namespace kvreclaim {
 
@@ -66,10 +67,30 @@ struct Cache {
   std::vector<nb::object> owners;
 };
 
+// A packed matrix and its tensors, kept alive.
+struct Packed {
+  Packed(int codes, int grid, nb::object data, nb::object scales, nb::object offsets, nb::object supers,
+         nb::object table, int64_t out, int64_t in, int64_t group);
+
+  PackedMatrix view;
+  std::vector<nb::object> owners;
+};
+
+// Packed matrices that share their input; `matrices` are Packed.
+struct PackedGroup {
+  PackedGroup() = default;
+  explicit PackedGroup(nb::sequence matrices);
+
+  std::vector<const PackedMatrix*> views;
+  std::vector<nb::object> owners;
+  int64_t in = 0, out = 0;
+};
+
 void bind_cache(nb::module_& m);      // Cache, write_kv, gather_tokens, advise_huge_pages
 void bind_attention(nb::module_& m);  // Batch, paged_attention, column_sums
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);
+void bind_packed(nb::module_& m);
 void bind_scoring(nb::module_& m);
 void bind_compact(nb::module_& m);
 

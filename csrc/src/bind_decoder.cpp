@@ -11,24 +11,23 @@ namespace {
 // y = residual + W f(x) + bias, f being the RMS norm with a weight, SiLU of x's first half times its second, or x.
 class Projection {
  public:
-  Projection(nb::object weight, nb::object bias, nb::object norm, float eps, bool is_gated)
-      : owners_{weight, bias, norm}, eps_(eps), is_gated_(is_gated) {
-    const Tensor weights(weight, "weight", 2);
-    weights.require(weights.is_contiguous(), "is not contiguous");
-    weight_ = weights.bytes();
-    type_ = weights.type();
-    out_ = weights.size(0), in_ = weights.size(1);
-    const Element element = weights.element();
-    if (!bias.is_none()) {
-      const Tensor vector(bias, "bias", 1);
-      vector.require_shape({out_});
-      bias_ = vector.data<char>(element);
+  // weight: a matrix, or a list of Packed, whose outputs follow each other. like: a tensor of the type of x and out.
+  Projection(nb::object weight, nb::object like, nb::object bias, nb::object norm, float eps, bool is_gated,
+             bool is_exact)
+      : owners_{weight, bias, norm}, eps_(eps), is_gated_(is_gated), is_exact_(is_exact) {
+    const Tensor example(like, "like", Tensor::kAnyDims);
+    type_ = example.type();
+    if (nb::isinstance<nb::list>(weight)) {
+      packed_ = PackedGroup(nb::cast<nb::sequence>(weight));
+      out_ = packed_.out, in_ = packed_.in;
+    } else {
+      const Tensor weights(weight, "weight", 2);
+      weights.require(weights.is_contiguous() && weights.type() == type_, "is not contiguous in like's dtype");
+      weight_ = weights.bytes();
+      out_ = weights.size(0), in_ = weights.size(1);
     }
-    if (!norm.is_none()) {
-      const Tensor vector(norm, "norm", 1);
-      vector.require_shape({in_});
-      norm_ = vector.data<char>(element);
-    }
+    bias_ = vector_of(bias, "bias", out_, example.element());
+    norm_ = vector_of(norm, "norm", in_, example.element());
   }
 
   void run(nb::handle x, nb::handle residual, nb::handle out) const {
@@ -58,15 +57,27 @@ class Projection {
         kernels().rms_norm({from, norm_, scratch.data(), count, in_, eps_, type_});
       from = scratch.data();
     }
-    kernels().linear({from, weight_, bias_, result.bytes(), count, in_, out_, in_, type_});
+    if (weight_ == nullptr)
+      kernels().packed_linear({from, packed_.views.data(), (int64_t)packed_.views.size(), bias_, result.bytes(), count,
+                               out_, type_, is_exact_});
+    else
+      kernels().linear({from, weight_, bias_, result.bytes(), count, in_, out_, in_, type_});
     if (added != nullptr) kernels().add_rows({added, result.bytes(), count * out_, type_});
   }
 
  private:
+  static const char* vector_of(nb::object object, const char* name, int64_t size, Element element) {
+    if (object.is_none()) return nullptr;
+    const Tensor vector(object, name, 1);
+    vector.require_shape({size});
+    return vector.data<char>(element);
+  }
+
   std::vector<nb::object> owners_;
-  const char *weight_, *bias_ = nullptr, *norm_ = nullptr;
+  PackedGroup packed_;
+  const char *weight_ = nullptr, *bias_ = nullptr, *norm_ = nullptr;
   float eps_;
-  bool is_gated_;
+  bool is_gated_, is_exact_;
   int64_t in_, out_;
   Type type_;
 };
@@ -108,8 +119,9 @@ void gate_rows(nb::handle x, nb::handle out) {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Projection>(m, "Projection")
-      .def(nb::init<nb::object, nb::object, nb::object, float, bool>(), nb::arg("weight"), nb::arg("bias").none(),
-           nb::arg("norm").none(), nb::arg("eps"), nb::arg("is_gated"))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, float, bool, bool>(), nb::arg("weight"),
+           nb::arg("like"), nb::arg("bias").none(), nb::arg("norm").none(), nb::arg("eps"), nb::arg("is_gated"),
+           nb::arg("is_exact"))
       .def("run", &Projection::run, nb::arg("x"), nb::arg("residual").none(), nb::arg("out"));
   m.def("rotate_heads", rotate_heads, nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("q_norm").none(),
         nb::arg("k_norm").none(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"));

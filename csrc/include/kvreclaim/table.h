@@ -11,6 +11,7 @@
 #include "kvreclaim/compact.h"
 #include "kvreclaim/decoder.h"
 #include "kvreclaim/norm.h"
+#include "kvreclaim/packed.h"
 #include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
@@ -27,6 +28,8 @@
   X(rotate_heads, RotateArgs)       \
   X(gate_rows, GateArgs)            \
   X(add_rows, AddArgs)              \
+  X(packed_linear, PackedArgs)      \
+  X(unpack_rows, UnpackArgs)        \
   X(write_kv, WriteArgs)            \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \

@@ -7,12 +7,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.native.extension import native
-from kvreclaim.ops.native.linear import max_rows
+from kvreclaim.ops.native.linear import UNLIMITED, max_rows
 from kvreclaim.ops.native.norm import rms_norm
+from kvreclaim.ops.native.packed import PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +28,53 @@ class Norm:
 class Projection:
     """y = residual + f(x) Wᵀ + bias; f: an RMS norm, or SiLU of x's first half times its second, or nothing.
 
-    Every result is rounded to the dtype where the single modules round. Up to max_rows(dtype) rows it is one
-    call of the kernels, whose rows do not depend on each other; above, torch's product runs.
+    Every result is rounded to the dtype where the single modules round. Up to max_rows(dtype) rows, and for
+    packed weights always, it is one call of the kernels, whose rows do not depend on each other; above,
+    torch's product runs.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None, is_gated: bool = False
+        self,
+        weight: Tensor | list[PackedMatrix],
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        is_gated: bool = False,
+        like: Tensor | None = None,
+        is_exact: bool = False,
     ) -> None:
-        """weight [N, K] contiguous and bias [N], fp32 or bf16 on the CPU; is_gated: x has 2 K numbers."""
+        """weight [N, K] contiguous and bias [N], fp32 or bf16 on the CPU; is_gated: x has 2 K numbers.
+
+        Packed matrices have their outputs side by side; like: a tensor of x's dtype, with them alone.
+        is_exact: as of packed_linear
+        """
         self.weight, self.bias = weight, bias
         self.norm, self.is_gated = norm, is_gated
-        self.limit = max_rows(weight.dtype)
+        self.is_exact = is_exact
+        if isinstance(weight, Tensor):
+            self.dtype, self.limit, self.out_features = weight.dtype, max_rows(weight.dtype), weight.shape[0]
+            what, like = weight, weight
+        else:
+            assert like is not None
+            self.dtype, self.limit = like.dtype, UNLIMITED
+            self.out_features = sum(each.out_features for each in weight)
+            what = [each.native for each in weight]
         weights = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        self._run = native().Projection(weight, bias, *weights, is_gated).run
+        self._run = native().Projection(what, like, bias, *weights, is_gated, is_exact).run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
         weight, bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
-        return Projection(weight, bias, norm=copy.deepcopy(self.norm, memo), is_gated=self.is_gated)
+        how = {"is_gated": self.is_gated, "is_exact": self.is_exact}
+        like = torch.empty(0, dtype=self.dtype)
+        return Projection(weight, bias, norm=copy.deepcopy(self.norm, memo), like=like, **how)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
         if x.shape[0] <= self.limit:
-            out = x.new_empty((x.shape[0], self.weight.shape[0]))
+            out = x.new_empty((x.shape[0], self.out_features))
             self._run(x, residual, out)
             return out
+        assert isinstance(self.weight, Tensor)
         if self.norm is not None:
             x = rms_norm(x, self.norm.weight, self.norm.eps)
         elif self.is_gated:

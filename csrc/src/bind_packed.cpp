@@ -1,0 +1,118 @@
+// Packed: a matrix of 4, 6 or 8 bits a weight; packed_linear, unpack_rows.
+#include <cmath>
+#include <cstring>
+
+#include "bind.h"
+#include "kvreclaim/table.h"
+
+namespace kvreclaim {
+
+namespace {
+
+bool has_kind(Codes codes, Grid grid) {
+  if (codes == Codes::kNibble) return true;
+  return grid == (codes == Codes::kSix ? Grid::kSuper : Grid::kScale);
+}
+
+const char* bytes_of(nb::object object, const char* name, int64_t count, Element element) {
+  const Tensor tensor(object, name, Tensor::kAnyDims);
+  int64_t found = 1;
+  for (int i = 0; i < tensor.ndim(); ++i) found *= tensor.size(i);
+  tensor.require(found == count, "has another number of elements than the matrix needs");
+  return tensor.data<char>(element);
+}
+
+}  // namespace
+
+Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::object offsets, nb::object supers,
+               nb::object table, int64_t out, int64_t in, int64_t group)
+    : owners{data, scales, offsets, supers} {
+  view = {(Codes)codes, (Grid)grid, false, out, in, group, nullptr, nullptr, nullptr, nullptr, {}, {}, 1.0f};
+  const bool is_super = view.grid == Grid::kSuper, is_six = view.codes == Codes::kSix;
+  if (codes < 0 || codes > 3 || grid < 0 || grid > 3 || !has_kind(view.codes, view.grid))
+    throw nb::value_error("codes and grid are no kind that the kernels have");
+  if (out <= 0 || in <= 0 || in % (is_super ? kSuperCols : kChunkCols) != 0)
+    throw nb::value_error("out or in is no size that the kernels take");
+  if (!is_super && (group <= 0 || group % kChunkCols != 0 || in % group != 0))
+    throw nb::value_error("group is no multiple of 32 that divides in");
+  const int64_t blocks = (out + kBlockRows - 1) / kBlockRows, rows = blocks * kBlockRows;
+  view.data = bytes_of(data, "data", blocks * (in / kChunkCols) * lines_of(view.codes) * 64, Element::kU8);
+  if (is_super) {
+    const int64_t bytes = is_six ? in / 16 : in / kChunkCols * 2;
+    view.scales = bytes_of(scales, "scales", rows * bytes, Element::kU8);
+    view.supers = bytes_of(supers, "supers", rows * (in / kSuperCols) * (is_six ? 1 : 2), Element::kF16);
+    return;
+  }
+  const Element element = Tensor(scales, "scales", Tensor::kAnyDims).element();
+  view.is_wide = element == Element::kF32;
+  const int64_t count = rows * (in / group);
+  view.scales = bytes_of(scales, "scales", count, view.is_wide ? element : Element::kF16);
+  if (view.grid == Grid::kZero) view.offsets = bytes_of(offsets, "offsets", count, Element::kU8);
+  if (view.grid == Grid::kMin) view.offsets = bytes_of(offsets, "offsets", count, element);
+  if (view.codes != Codes::kTable) return;
+  std::memcpy(view.values, bytes_of(table, "table", 16, Element::kF32), sizeof(view.values));
+  float largest = 0;
+  for (float x : view.values) largest = std::fmax(largest, std::fabs(x));
+  view.unit = largest / 127.0f;
+  for (int i = 0; i < 16; ++i) view.table[i] = (int8_t)std::lrint(view.values[i] / view.unit);
+}
+
+PackedGroup::PackedGroup(nb::sequence matrices) {
+  for (nb::handle each : matrices) {
+    const Packed& packed = nb::cast<const Packed&>(each);
+    if (!views.empty() && views[0]->in != packed.view.in)
+      throw nb::value_error("matrices take rows of different sizes");
+    owners.push_back(nb::borrow(each));
+    views.push_back(&packed.view);
+    out += packed.view.out;
+  }
+  if (views.empty()) throw nb::value_error("matrices is empty");
+  in = views[0]->in;
+}
+
+namespace {
+
+void packed_linear(nb::sequence matrices, nb::handle x, nb::handle bias, nb::handle out, bool is_exact) {
+  const PackedGroup group(matrices);
+  const Tensor rows(x, "x", 2), result(out, "out", 2);
+  rows.require_shape({-1, group.in});
+  rows.require(rows.is_contiguous(), "is not contiguous");
+  result.require_shape({rows.size(0), group.out});
+  result.require(result.is_contiguous() && result.type() == rows.type(), "is not contiguous in x's dtype");
+  const char* added = nullptr;
+  if (!bias.is_none()) {
+    const Tensor vector(bias, "bias", 1);
+    vector.require_shape({group.out});
+    added = vector.data<char>(rows.element());
+  }
+  const PackedArgs args{rows.bytes(),   group.views.data(), (int64_t)group.views.size(), added, result.bytes(),
+                        rows.size(0), group.out,          rows.type(),                 is_exact};
+  nb::gil_scoped_release release;
+  kernels().packed_linear(args);
+}
+
+void unpack_rows(const Packed& matrix, nb::handle ids, nb::handle out) {
+  const Tensor rows(ids, "ids", 1), result(out, "out", 2);
+  const int64_t* at = rows.data<int64_t>(Element::kI64);
+  result.require_shape({rows.size(0), matrix.view.in});
+  result.require(result.is_contiguous(), "is not contiguous");
+  for (int64_t i = 0; i < rows.size(0); ++i)
+    if (at[i] < 0 || at[i] >= matrix.view.out) throw nb::index_error("ids has a row that the matrix lacks");
+  const UnpackArgs args{&matrix.view, at, result.bytes(), rows.size(0), result.type()};
+  nb::gil_scoped_release release;
+  kernels().unpack_rows(args);
+}
+
+}  // namespace
+
+void bind_packed(nb::module_& m) {
+  nb::class_<Packed>(m, "Packed")
+      .def(nb::init<int, int, nb::object, nb::object, nb::object, nb::object, nb::object, int64_t, int64_t, int64_t>(),
+           nb::arg("codes"), nb::arg("grid"), nb::arg("data"), nb::arg("scales"), nb::arg("offsets").none(),
+           nb::arg("supers").none(), nb::arg("table").none(), nb::arg("out"), nb::arg("in"), nb::arg("group"));
+  m.def("packed_linear", packed_linear, nb::arg("matrices"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
+        nb::arg("is_exact"));
+  m.def("unpack_rows", unpack_rows, nb::arg("matrix"), nb::arg("ids"), nb::arg("out"));
+}
+
+}  // namespace kvreclaim

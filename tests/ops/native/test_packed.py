@@ -1,0 +1,179 @@
+"""Packed weights: as numbers, in exact products and in products of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvreclaim.ops import native
+from kvreclaim.ops.native.decoder import Norm, Projection
+from kvreclaim.ops.native.norm import rms_norm
+from kvreclaim.ops.native.packed import PackedMatrix, packed_linear
+from kvreclaim.weights.packed import Grid, PackedRows
+
+KINDS = ("scale", "scale-wide", "zero", "min", "q4_k", "table", "q6_k", "q8_0")
+ROWS = (1, 2, 3, 5, 8, 9, 21)
+
+
+@pytest.fixture(params=native.supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this CPU: each multiplies bytes in a way of its own."""
+    native.force_isa(request.param)
+    yield request.param
+    native.force_isa(native.supported_isas()[0])
+
+
+def random_rows(kind: str, out: int, columns: int, group: int = 64, seed: int = 1) -> PackedRows:
+    generator = torch.Generator().manual_seed(seed)
+
+    def codes(below: int) -> Tensor:
+        return torch.randint(below, (out, columns), generator=generator).to(torch.uint8)
+
+    def numbers(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=generator) * 0.1 + 0.01).half()
+
+    def whole(below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=generator).to(torch.uint8)
+
+    scales = numbers(out, columns // group)
+    if kind == "scale":
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales)
+    if kind == "scale-wide":
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float() * 1.000123)
+    if kind == "zero":
+        return PackedRows(codes(16), 4, Grid.ZERO, group, scales, whole(17, out, columns // group))
+    if kind == "min":
+        return PackedRows(codes(16), 4, Grid.MIN, group, scales, -numbers(out, columns // group) * 8)
+    if kind == "q4_k":
+        a = whole(64, out, columns // 32, 2)
+        return PackedRows(codes(16), 4, Grid.SUPER, 32, a, supers=numbers(out, columns // 256, 2))
+    if kind == "table":
+        table = torch.rand(16, generator=generator) * 2 - 1
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float(), table=table)
+    if kind == "q6_k":
+        a = whole(256, out, columns // 16).view(torch.int8)
+        return PackedRows(codes(64), 6, Grid.SUPER, 16, a, supers=numbers(out, columns // 256))
+    return PackedRows(codes(256).view(torch.int8), 8, Grid.SCALE, 32, numbers(out, columns // 32))
+
+
+def random_x(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """x rounded as the kernel rounds it, in fp64: 127 steps to the largest of 32 columns."""
+    chunks = x.float().unflatten(1, (-1, 32))
+    largest = chunks.abs().amax(-1, keepdim=True)
+    return ((chunks * (127 / largest)).round().double() * (largest.double() / 127)).flatten(1)
+
+
+@pytest.mark.parametrize("out", [16, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_come_back(isa: str, kind: str, out: int) -> None:
+    rows = random_rows(kind, out, 512)
+    matrix = PackedMatrix([rows], out)
+    assert torch.equal(matrix.dequantised(), rows.dequantised())
+    ids = torch.tensor([out - 1, 0, 7, 7])
+    assert torch.equal(matrix.rows(ids, torch.bfloat16), rows.dequantised()[ids].bfloat16())
+
+
+def test_pieces_make_the_whole() -> None:
+    rows = random_rows("q4_k", 50, 256)
+    pieces = [rows.select(torch.arange(first, min(first + 16, 50))) for first in range(0, 50, 16)]
+    assert torch.equal(PackedMatrix(iter(pieces), 50).dequantised(), rows.dequantised())
+    for wrong in (pieces[:-1], [pieces[-1], *pieces[:-1]]):
+        with pytest.raises(ValueError, match="packed matrix"):
+            PackedMatrix(wrong, 50)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_products(isa: str, kind: str) -> None:
+    rows = random_rows(kind, 72, 512)
+    matrix, weight = PackedMatrix([rows], 72), rows.dequantised().double()
+    for count in ROWS:
+        x = random_x(count, 512)
+        want = x.double() @ weight.T
+        got = packed_linear(x, [matrix], is_exact=True)
+        torch.testing.assert_close(
+            got.double(), want, rtol=0, atol=2e-6 * float((x.abs().double() @ weight.abs().T).max())
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_integers(isa: str, kind: str) -> None:
+    """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to bytes."""
+    rows = random_rows(kind, 72, 512)
+    weight = rows.dequantised().double()
+    if rows.table is not None:
+        unit = float(rows.table.abs().max()) / 127
+        weight = ((rows.table / unit).round().double() * unit)[
+            rows.codes.long()
+        ] * rows.scales.double().repeat_interleave(64, 1)
+    matrix = PackedMatrix([rows], 72)
+    for count in ROWS:
+        x = random_x(count, 512)
+        bound = 2e-6 * float((x.abs().double() @ weight.abs().T).max())
+        torch.testing.assert_close(
+            packed_linear(x, [matrix]).double(), as_bytes(x) @ weight.T, rtol=0, atol=bound
+        )
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_others(isa: str, kind: str, is_exact: bool) -> None:
+    matrix, x = PackedMatrix([random_rows(kind, 200, 256)], 200), random_x(21, 256, torch.bfloat16)
+    together = packed_linear(x, [matrix], is_exact=is_exact)
+    for count in (1, 2, 3, 5, 9):
+        for first in (0, 21 - count):
+            alone = packed_linear(x[first : first + count], [matrix], is_exact=is_exact)
+            assert torch.equal(alone, together[first : first + count])
+
+
+def test_one_product_by_hand() -> None:
+    """x = 1.27, -.5, .3, 0 and w = (3, 15, 0, 8), z = 8, s = .1: acc -369, sum of q 107, y = -1.225."""
+    codes = torch.full((1, 32), 8, dtype=torch.uint8)
+    codes[0, :4] = torch.tensor([3, 15, 0, 8])
+    zeros, scales = torch.full((1, 1), 8, dtype=torch.uint8), torch.tensor([[0.1]])
+    x = torch.zeros(1, 32)
+    x[0, :4] = torch.tensor([1.27, -0.5, 0.3, 0.0])
+    matrix = PackedMatrix([PackedRows(codes, 4, Grid.ZERO, 32, scales, zeros)], 1)
+    for is_exact in (False, True):
+        assert packed_linear(x, [matrix], is_exact=is_exact).item() == pytest.approx(-1.225, abs=1e-6)
+
+
+@pytest.mark.parametrize("group", [32, 128, 512])
+def test_groups_of_any_size(isa: str, group: int) -> None:
+    rows = random_rows("zero", 33, 1024, group)
+    matrix, x = PackedMatrix([rows], 33), random_x(3, 1024)
+    assert torch.equal(matrix.dequantised(), rows.dequantised())
+    want = as_bytes(x) @ rows.dequantised().double().T
+    torch.testing.assert_close(packed_linear(x, [matrix]).double(), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_side_by_side_with_norm_bias_and_sum(isa: str, dtype: torch.dtype) -> None:
+    """As one layer's projection: a norm before the product, a sum behind it, rounded where modules round."""
+    kinds = [("q4_k", 64), ("q6_k", 40), ("zero", 48)]
+    matrices = [PackedMatrix([random_rows(kind, out, 256)], out) for kind, out in kinds]
+    x, bias, residual = (random_x(n, m, dtype, n) for n, m in ((5, 256), (1, 152), (5, 152)))
+    norm = Norm(random_x(1, 256, dtype, 9)[0], 1e-5)
+    want = [packed_linear(rms_norm(x, norm.weight, norm.eps), [each]) for each in matrices]
+    projection = Projection(matrices, norm=norm, like=x)
+    assert torch.equal(projection(x), torch.cat(want, 1))
+    assert torch.equal(projection(x, residual), residual + torch.cat(want, 1))
+    with_bias = packed_linear(x.float(), matrices, bias[0].float()).to(dtype)
+    assert torch.equal(packed_linear(x, matrices, bias[0]), with_bias)
+
+
+def test_numbers_that_are_not_finite_show(isa: str) -> None:
+    matrix = PackedMatrix([random_rows("scale", 16, 64)], 16)
+    for bad in (float("nan"), float("inf")):
+        x = random_x(2, 64)
+        x[1, 40] = bad
+        y = packed_linear(x, [matrix])
+        assert bool(y[0].isfinite().all())
+        assert not bool(y[1].isfinite().any())
