@@ -14,6 +14,23 @@ bool has_kind(Codes codes, Grid grid) {
   return grid == (codes == Codes::kSix ? Grid::kSuper : Grid::kScale);
 }
 
+// The unit, of those in which all values are at most 127, that loses least (in squares) by rounding to multiples.
+float best_unit(const float* values) {
+  float largest = 0, best = 0;
+  for (int i = 0; i < 16; ++i) largest = std::fmax(largest, std::fabs(values[i]));
+  double least = -1;
+  for (int steps = 127 * 8; steps >= 64 * 8; --steps) {
+    const float unit = largest * 8.0f / (float)steps;
+    double lost = 0;
+    for (int i = 0; i < 16; ++i) {
+      const double off = values[i] - (double)unit * std::lrint(values[i] / unit);
+      lost += off * off;
+    }
+    if (least < 0 || lost < least) least = lost, best = unit;
+  }
+  return best;
+}
+
 const char* bytes_of(nb::object object, const char* name, int64_t count, Element element) {
   const Tensor tensor(object, name, Tensor::kAnyDims);
   int64_t found = 1;
@@ -51,9 +68,7 @@ Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::obje
   if (view.grid == Grid::kMin) view.offsets = bytes_of(offsets, "offsets", count, element);
   if (view.codes != Codes::kTable) return;
   std::memcpy(view.values, bytes_of(table, "table", 16, Element::kF32), sizeof(view.values));
-  float largest = 0;
-  for (float x : view.values) largest = std::fmax(largest, std::fabs(x));
-  view.unit = largest / 127.0f;
+  view.unit = best_unit(view.values);
   for (int i = 0; i < 16; ++i) view.table[i] = (int8_t)std::lrint(view.values[i] / view.unit);
 }
 
@@ -109,7 +124,8 @@ void bind_packed(nb::module_& m) {
   nb::class_<Packed>(m, "Packed")
       .def(nb::init<int, int, nb::object, nb::object, nb::object, nb::object, nb::object, int64_t, int64_t, int64_t>(),
            nb::arg("codes"), nb::arg("grid"), nb::arg("data"), nb::arg("scales"), nb::arg("offsets").none(),
-           nb::arg("supers").none(), nb::arg("table").none(), nb::arg("out"), nb::arg("in"), nb::arg("group"));
+           nb::arg("supers").none(), nb::arg("table").none(), nb::arg("out"), nb::arg("in"), nb::arg("group"))
+      .def_prop_ro("unit", [](const Packed& packed) { return packed.view.unit; });
   m.def("packed_linear", packed_linear, nb::arg("matrices"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
         nb::arg("is_exact"));
   m.def("unpack_rows", unpack_rows, nb::arg("matrix"), nb::arg("ids"), nb::arg("out"));

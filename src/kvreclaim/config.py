@@ -108,6 +108,11 @@ class EngineConfig:
     kernels: str = option(
         "auto", "auto (native on a CPU, triton on CUDA), native, triton or reference.", choices=KERNELS
     )
+    quantized_activations: str = option(
+        "int8",
+        "What products with packed weights take: int8 (rounded to bytes, a scale per 32) or exact.",
+        choices=("int8", "exact"),
+    )
     kv_cache_dtype: str = option(
         "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
     )

@@ -16,6 +16,13 @@ SOURCE_FILE = "kvreclaim_source.json"
 STATS_FILE = "kvreclaim_stats.safetensors"
 """In a model's directory: what calibration has found, read when a policy needs it and no file is named."""
 
+
+def statistics_beside(model: str | os.PathLike[str]) -> Path:
+    """Where a model's statistics lie, unless a file is named: in its directory, or beside its GGUF file."""
+    path = Path(model)
+    return path.with_suffix(f".{STATS_FILE}") if path.suffix.lower() == ".gguf" else path / STATS_FILE
+
+
 LAYOUT = 1
 """Raised when a conversion comes to write other files, so that what is there is not taken for them."""
 

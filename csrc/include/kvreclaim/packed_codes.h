@@ -43,7 +43,7 @@ struct PackedMatrix {
   const char* scales;   // [N / 16, K / G, 16] fp16 or fp32; kSuper: [.., 2, 16] bytes a, b; kSix: [.., 16] signed bytes
   const char* offsets;  // kZero: [N / 16, K / G, 16] bytes; kMin: like scales; else null
   const char* supers;   // kSuper: [N / 16, K / 256, 2, 16] fp16 d, e; kSix: [N / 16, K / 256, 16]; else null
-  int8_t table[16];     // kTable: the numbers in units of `unit`, their largest / 127, for products of integers
+  int8_t table[16];     // kTable: the numbers as multiples of `unit`, for products of integers
   float values[16];     // kTable: the numbers
   float unit;
 };

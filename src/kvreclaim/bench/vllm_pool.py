@@ -20,7 +20,7 @@ from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.checks import require
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.places import STATS_FILE
+from kvreclaim.places import statistics_beside
 
 BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes for all models; tokens."""
@@ -93,7 +93,7 @@ class VllmSide:
 
 def option_of(plan: VllmPlan, budget: int) -> Row:
     """vLLM's --additional-config for this budget."""
-    stats = plan.stats or plan.model / STATS_FILE
+    stats = plan.stats or statistics_beside(plan.model)
     asked = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
     return {"kv_compression": asked | ({"stats": str(stats.absolute())} if stats.is_file() else {})}
 

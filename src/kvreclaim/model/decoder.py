@@ -22,6 +22,7 @@ from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
 from kvreclaim.model.linears import NativeLinear
 from kvreclaim.model.norms import NativeNorm
+from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.native.decoder import Heads, Norm, Projection, rotate
 from kvreclaim.ops.native.extension import unavailable_reason
@@ -76,8 +77,8 @@ class NativeLayer:
         self.heads = heads
         self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], module.input_layernorm)
         self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], module.post_attention_layernorm)
-        self.out = Projection(attention.o_proj.weight, attention.o_proj.bias)
-        self.down = Projection(mlp.down_proj.weight, mlp.down_proj.bias, is_gated=True)
+        self.out = _single(attention.o_proj)
+        self.down = _single(mlp.down_proj, is_gated=True)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         batch = kwargs.get("kv_batch")
@@ -108,7 +109,7 @@ class NativeLayer:
             all(each.dtype is x.dtype and each.shape[0] == 1 for each in kwargs["position_embeddings"])
             and x.dim() == 3
             and x.shape[0] == 1
-            and x.dtype is self.qkv.weight.dtype
+            and x.dtype is self.qkv.dtype
             and x.is_contiguous()
             and kwargs.get("query_scale") is None
             and not torch.is_grad_enabled()
@@ -154,7 +155,7 @@ def _looks_known(module: nn.Module) -> bool:
     for owner, names in PARTS.items():
         part = getattr(module, owner, None)
         linears += [getattr(part, name, None) for name in names]
-    if not all(isinstance(each, nn.Linear) and type(each) in (nn.Linear, NativeLinear) for each in linears):
+    if not all(type(each) in (nn.Linear, NativeLinear, PackedLinear) for each in linears):
         return False
     norms = [getattr(module, name, None) for name in NORMS]
     attention: Any = module.self_attn
@@ -166,8 +167,9 @@ def _looks_known(module: nn.Module) -> bool:
         and len(norms) in (2, 4)
         and all(isinstance(getattr(each, "forward", None), NativeNorm) for each in norms)
         and all(len({each.bias is None for each in group}) == 1 for group in joined)
-        and len({each.weight.dtype for each in linears}) == 1
-        and all(each.weight.dtype in DTYPES and each.weight.device.type == "cpu" for each in linears)
+        and all(len({type(each) is PackedLinear for each in group}) == 1 for group in joined)
+        and len({_dtype(each) for each in linears}) == 1
+        and all(_dtype(each) in DTYPES and _is_on_cpu(each) for each in linears)
     )
 
 
@@ -197,7 +199,7 @@ def _proved(module: Any, seen: _Seen) -> NativeLayer | None:
     """The layer in native calls, if it does with the trial's arguments what the module did."""
     attention, call = module.self_attn, seen.call
     dim = call.q.shape[2]
-    outputs = [getattr(attention, name).weight.shape[0] for name in PARTS["self_attn"][:3]]
+    outputs = [getattr(attention, name).out_features for name in PARTS["self_attn"][:3]]
     if outputs != [x.shape[1] * dim for x in (call.q, call.k, call.v)] or call.latent:
         return None
     own = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
@@ -231,8 +233,33 @@ def _eps(norm: Norm | None) -> float | None:
     return None if norm is None else norm.eps
 
 
-def _joined(linears: list[nn.Linear], norm: Any) -> Projection:
-    """One product for several that share their input; their weights and biases become views of its own."""
+def _dtype(linear: Any) -> torch.dtype:
+    found: torch.dtype = linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
+    return found
+
+
+def _is_on_cpu(linear: Any) -> bool:
+    return isinstance(linear, PackedLinear) or linear.weight.device.type == "cpu"
+
+
+def _single(linear: Any, *, is_gated: bool = False) -> Projection:
+    if isinstance(linear, PackedLinear):
+        return _packed([linear], linear.bias, is_gated=is_gated)
+    return Projection(linear.weight, linear.bias, is_gated=is_gated)
+
+
+def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, **more: Any) -> Projection:
+    (first, *_) = linears
+    like = torch.empty(0, dtype=first.dtype)
+    return Projection([each.matrix for each in linears], bias, like=like, is_exact=first.is_exact, **more)
+
+
+def _joined(linears: list[Any], norm: Any) -> Projection:
+    """One product for several that share their input; their weights and biases become views of its own, but
+    packed weights stay where they are."""
+    if isinstance(linears[0], PackedLinear):
+        found = [each.bias for each in linears if each.bias is not None]
+        return _packed(linears, _join(found) if found else None, norm=_norm(norm))
     weight = _join([each.weight for each in linears])
     biases = [each.bias for each in linears if each.bias is not None]
     return Projection(weight, _join(biases) if biases else None, norm=_norm(norm))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvreclaim.model.loader import Tokenizer
 
-NEEDED = ("gguf", "accelerate")
+NEEDED = ("gguf",)
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Values of tokenizer.ggml.pre for which llama.cpp cuts every digit off before GPT-2's pattern is applied."""
 
@@ -50,7 +50,7 @@ def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> N
             "architecture that transformers does not read from GGUF: pass another file or a hub id."
         ) from error
     _check_whole(file.name, header, model, missing)
-    _cut_as_trained(tokenizer, header.rule, say)
+    cut_as_trained(tokenizer, header.rule, say)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -72,9 +72,10 @@ class Header:
 def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
     """The header, what transformers makes of the file, and the weights that it found no tensor for."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    header = _read_header(file)
+    header = header_of(GGUFReader(file))
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     plain = GgufConfig(dequantize=True)
@@ -84,10 +85,8 @@ def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
     return header, tokenizer, model, set(report["missing_keys"])
 
 
-def _read_header(file: Path) -> Header:
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
+def header_of(reader: Any) -> Header:
+    """reader: gguf's GGUFReader of a file."""
 
     def said(key: str, absent: str) -> str:
         field = reader.get_field(key)
@@ -116,15 +115,20 @@ def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: set
             f"{name} holds {header.num_weights} weights, of which transformers makes {found}: it does not "
             f"read the rest from GGUF; {remedy}"
         )
-    rotation: Any = model.config.get_text_config().rope_parameters
+    refuse_rotation(name, header, model.config)
+
+
+def refuse_rotation(name: str, header: Header, config: Any) -> None:
+    """Raises: FetchError where a file scales its rotary positions and transformers' config of it does not."""
+    rotation: Any = config.get_text_config().rope_parameters
     if header.rotation is not None and (rotation or {}).get("rope_type", "default") == "default":
         raise FetchError(
             f"{name} scales its rotary positions ({header.rotation}), which transformers does not read from "
-            f"GGUF; {remedy}"
+            "GGUF; pass the model's hub id, or another file."
         )
 
 
-def _cut_as_trained(tokenizer: Tokenizer, rule: str, say: Callable[[str], object]) -> None:
+def cut_as_trained(tokenizer: Tokenizer, rule: str, say: Callable[[str], object]) -> None:
     """Cut digits off where the vocabulary wants it, which transformers 5.23 does not: it cuts "\\n\\n1" as
     "\\n", "\\n", "1", where the model has learned "\\n\\n", "1"."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,20 @@ from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
 from kvreclaim.model.probe import probe
+from kvreclaim.model.quantized.build import build
+from kvreclaim.model.quantized.checkpoint import checkpoint_source
+from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
+from kvreclaim.model.quantized.layers import describe_packed
+from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.model.temperature import use_token_positions
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.native.extension import unavailable_reason
+from kvreclaim.ops.native.packed import DTYPES as PACKED_DTYPES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRANSFORMERS_METHODS = ("mxfp4",)
+"""Packed weights that transformers itself turns into plain ones."""
+logger = logging.getLogger(__name__)
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -48,14 +60,22 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    kernels: str = "auto",
+    quantized_activations: str = "int8",
 ) -> LoadedModel:
-    """Load a local directory or a hub id; safetensors only, no code from the model's repository.
+    """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
+
+    Weights of 4, 6 and 8 bits (AWQ, GPTQ, compressed-tensors, bitsandbytes, GGUF) stay packed.
 
     Args:
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
+        quantized_activations: "int8" or "exact": what products with packed weights round their input to
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
         and for files that are missing, damaged or incomplete.
@@ -63,24 +83,69 @@ def load_model(
     register_attention()
     name = os.fspath(path)
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
-    config = _load_config(name)
+    gguf = GgufSource(Path(name)) if is_gguf(name) else None
+    config = _load_config(name) if gguf is None else gguf_config(gguf)
     _refuse_unsupported(config, name)
-    model = _load_weights(name, torch_dtype)
+    packed = _packed_source(name, config) if gguf is None else gguf
+    if packed is None:
+        model = _load_weights(name, torch_dtype)
+    else:
+        model = _build_packed(config, name, packed, torch_dtype, target, quantized_activations == "exact")
     model.eval().requires_grad_(False).to(target)
     native = kernels in ("auto", "native") and target.type == "cpu"
     modules = _use_native(model) if native else "modules: torch"
-    if latents := use_latent_cache(model):
-        modules = f"{modules}; {latents}"
-    facts = probe(model, os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name)
+    more = [use_latent_cache(model), describe_packed(model)]
+    modules = "; ".join([modules, *(line for line in more if line)])
+    known = gguf is not None or os.path.isdir(name)
+    facts = probe(
+        model,
+        os.path.basename(os.path.normpath(name)) if known else name,
+        None if packed is None else packed.label,
+    )
     use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
         model=model,
-        tokenizer=load_tokenizer(name),
+        tokenizer=load_tokenizer(name) if gguf is None else gguf_tokenizer(gguf, logger.warning),
         facts=facts,
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
     )
+
+
+def _packed_source(name: str, config: Any) -> WeightSource | None:
+    """Of a checkpoint whose weights stay packed; None for one that transformers reads."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None or settings.get("quant_method") in TRANSFORMERS_METHODS:
+        return None
+    return checkpoint_source(name, settings)
+
+
+def _build_packed(
+    config: Any,
+    name: str,
+    source: WeightSource,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    is_exact: bool,
+) -> PreTrainedModel:
+    """Raises: UnsupportedModelError where no kernel multiplies packed weights."""
+    problem = unavailable_reason() if device.type == "cpu" else f"they run on CPUs, not on {device.type}"
+    if problem is not None:
+        raise UnsupportedModelError(
+            f"{name} has packed weights ({source.label}), which need the native kernels ({problem}); pass a "
+            "checkpoint that is not quantised, or device='cpu' where the extension can be built."
+        )
+    said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    chosen = said if isinstance(dtype, str) else dtype
+    if chosen is torch.float16 and isinstance(dtype, str):
+        chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
+    if chosen not in PACKED_DTYPES:
+        raise InvalidArgumentError(
+            f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "
+            "auto, float32 and bfloat16."
+        )
+    return build(config, name, source, chosen, is_exact=is_exact)
 
 
 def _use_native(model: PreTrainedModel) -> str:

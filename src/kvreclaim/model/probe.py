@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import inputs_handed_out
+from kvreclaim.model.quantized.layers import embeddings_of
 from kvreclaim.model.rotation import frequencies_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
@@ -40,8 +41,10 @@ class _Probe:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, name: str) -> ModelFacts:
+def probe(model: PreTrainedModel, name: str, quantization: str | None = None) -> ModelFacts:
     """Run the probe and describe every attention layer.
+
+    quantization: how the weights are packed, as quantization_in says it
 
     Raises: UnsupportedModelError when a layer does not go through AttentionInterface, or when
     layers differ in heads or dims (one block table could not serve them all).
@@ -59,7 +62,7 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
     config = model.config.get_text_config()
     return ModelFacts(
         name=name,
-        fingerprint=fingerprint(config, layers),
+        fingerprint=fingerprint(config, layers, quantization),
         layers=tuple(layers),
         dtype=model.dtype,
         device=model.device,
@@ -72,7 +75,7 @@ def probe(model: PreTrainedModel, name: str) -> ModelFacts:
 def _run(model: PreTrainedModel, name: str) -> dict[int, AttentionCall]:
     recorder = _Probe()
     positions = torch.tensor([POSITIONS], device=model.device)
-    embeddings: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    embeddings = embeddings_of(model.get_input_embeddings())
     token = torch.full_like(positions, loudest(embeddings))
     with inputs_handed_out(model):
         model(input_ids=token, position_ids=positions, use_cache=False, kv_batch=recorder)
@@ -126,10 +129,24 @@ def _max_position(config: Any) -> int:
     return limit
 
 
-def fingerprint(config: Any, layers: Sequence[LayerFacts]) -> str:
+PACKED_METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "gguf")
+
+
+def quantization_in(config: Any) -> str | None:
+    """The method by which a config says that weights are packed; None for others, which become numbers."""
+    settings = getattr(config, "quantization_config", None)
+    settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
+    method = settings.get("quant_method")
+    method = str(getattr(method, "value", method))
+    return method if method in PACKED_METHODS else None
+
+
+def fingerprint(config: Any, layers: Sequence[LayerFacts], quantization: str | None = None) -> str:
     """sha256 hex digest over what decides the meaning of keys and queries: a few config fields that
-    every version of transformers names alike, and what the probe found of each layer."""
+    every version of transformers names alike, what the probe found of each layer, and how weights are
+    packed."""
     fields = [str(getattr(config, name, None)) for name in FINGERPRINT_FIELDS]
+    fields += [] if quantization is None else [quantization]
     return hashlib.sha256(json.dumps([fields, [_identity(layer) for layer in layers]]).encode()).hexdigest()
 
 

@@ -1,7 +1,8 @@
 """Rows of a linear layer as AutoAWQ, GPTQ, compressed-tensors and bitsandbytes save them.
 
 Each function takes the tensors of a layer, of which it reads rows first to last - 1 of the weight [N, K].
-Sources: AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323; compressed-tensors' pack_quantized; QLoRA (nf4), arXiv 2305.14314.
+Sources: AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323; compressed-tensors' pack_quantized; QLoRA (nf4),
+arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def nf4_rows(read: Read, first: int, last: int, *, state: Mapping[str, Any], col
     begin, end = first * columns, last * columns
     if columns % block:
         raise InvalidArgumentError(
-            f"a bitsandbytes layer of {columns} columns has blocks of {block} that reach over rows; kvreclaim "
-            "reads layers whose columns are a multiple of the block: convert it to another format."
+            f"a bitsandbytes layer of {columns} columns has blocks of {block} that reach over rows; "
+            "kvreclaim reads layers whose columns are a multiple of the block: convert it to another format."
         )
     pairs = read("weight")[begin // 2 : end // 2].reshape(-1)
     codes = torch.stack([pairs >> 4, pairs & 15], -1).view(last - first, columns)

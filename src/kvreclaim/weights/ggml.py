@@ -67,7 +67,7 @@ def _q6_k(blocks: Tensor) -> PackedRows:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """columns in `num_bytes` bytes, and how a row of such blocks, uint8 [N, K / columns, num_bytes], is read."""
+    """columns in num_bytes bytes, and what reads such blocks, uint8 [N, K / columns, num_bytes]."""
 
     columns: int
     num_bytes: int

@@ -98,28 +98,26 @@ def test_exact_products(isa: str, kind: str) -> None:
         x = random_x(count, 512)
         want = x.double() @ weight.T
         got = packed_linear(x, [matrix], is_exact=True)
-        torch.testing.assert_close(
-            got.double(), want, rtol=0, atol=2e-6 * float((x.abs().double() @ weight.abs().T).max())
-        )
+        bound = 2e-6 * float((x.abs().double() @ weight.abs().T).max())
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_integers(isa: str, kind: str) -> None:
     """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to bytes."""
     rows = random_rows(kind, 72, 512)
+    matrix = PackedMatrix([rows], 72)
     weight = rows.dequantised().double()
     if rows.table is not None:
-        unit = float(rows.table.abs().max()) / 127
-        weight = ((rows.table / unit).round().double() * unit)[
-            rows.codes.long()
-        ] * rows.scales.double().repeat_interleave(64, 1)
-    matrix = PackedMatrix([rows], 72)
+        unit = matrix.native.unit
+        assert 64 <= float(rows.table.abs().max()) / unit <= 127.001
+        table = (rows.table.double() / unit).round() * unit
+        weight = table[rows.codes.long()] * rows.scales.double().repeat_interleave(64, 1)
     for count in ROWS:
         x = random_x(count, 512)
         bound = 2e-6 * float((x.abs().double() @ weight.abs().T).max())
-        torch.testing.assert_close(
-            packed_linear(x, [matrix]).double(), as_bytes(x) @ weight.T, rtol=0, atol=bound
-        )
+        got = packed_linear(x, [matrix]).double()
+        torch.testing.assert_close(got, as_bytes(x) @ weight.T, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

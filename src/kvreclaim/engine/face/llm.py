@@ -28,7 +28,7 @@ from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
-from kvreclaim.places import STATS_FILE
+from kvreclaim.places import statistics_beside
 
 Prompt = str | list[int] | Sequence[Piece]
 """Text, token ids, or a list of pieces of both kinds, some of which are chunks: [Chunk(text), question]."""
@@ -41,7 +41,8 @@ class LLM:
     """A model, its paged cache and its requests, in one process.
 
     Args:
-        model:        a local directory or a hub id
+        model:        a local directory, a hub id or a .gguf file; weights of AWQ, GPTQ, compressed-tensors,
+                      bitsandbytes (4 bits) and GGUF stay packed: docs/quantized.md
         dtype:        "auto", "float32", "bfloat16", "float16"
         device:       "auto", "cpu", "cuda"
         compression:  of requests that bring none of their own; None keeps every token
@@ -61,8 +62,14 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         config = EngineConfig.from_options(engine_options)
-        loaded = load_model(model, dtype=dtype, device=device, kernels=config.kernels)
-        self._start(loaded, Path(model) / STATS_FILE, config, compression)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            kernels=config.kernels,
+            quantized_activations=config.quantized_activations,
+        )
+        self._start(loaded, statistics_beside(model), config, compression)
 
     def _start(
         self,

@@ -53,7 +53,8 @@ class Projection:
         self.is_exact = is_exact
         if isinstance(weight, Tensor):
             self.dtype, self.limit, self.out_features = weight.dtype, max_rows(weight.dtype), weight.shape[0]
-            what, like = weight, weight
+            what: Any = weight
+            like = weight
         else:
             assert like is not None
             self.dtype, self.limit = like.dtype, UNLIMITED

@@ -25,9 +25,9 @@ class PackedMatrix:
     def __init__(self, rows: Iterable[PackedRows], out_features: int) -> None:
         """rows: pieces of the matrix from its first row on; all but the last have a multiple of 16 rows."""
         self.out_features, self._count = out_features, 0
-        self._parts: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}  # by name: data, scales, offsets, supers
         for piece in rows:
-            if not self._parts:
+            if not self.parts:
                 self._begin(piece)
             self._add(piece)
         if self._count != out_features:
@@ -41,12 +41,12 @@ class PackedMatrix:
             raise ValueError(f"a packed matrix of {self.in_features} columns has groups of {self.group}")
         blocks = -(-self.out_features // BLOCK_ROWS)
         size = BYTES_OF_CHUNK[self.bits] * self.in_features // CHUNK
-        self._parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
+        self.parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
         for name in ("scales", "offsets", "supers"):
             part = getattr(first, name)
             if part is not None:
                 shape = (blocks, *part.shape[1:], BLOCK_ROWS)
-                self._parts[name] = torch.empty(shape, dtype=_stored(part).dtype)
+                self.parts[name] = torch.empty(shape, dtype=_stored(part).dtype)
 
     def _add(self, piece: PackedRows) -> None:
         if self._count % BLOCK_ROWS:
@@ -54,20 +54,20 @@ class PackedMatrix:
         first = self._count // BLOCK_ROWS
         self._count += piece.codes.shape[0]
         blocks = slice(first, -(-self._count // BLOCK_ROWS))
-        self._parts["data"][blocks] = _in_lines(_filled(piece.codes), piece.bits)
-        for name in self._parts.keys() - {"data"}:
+        self.parts["data"][blocks] = _in_lines(_filled(piece.codes), piece.bits)
+        for name in self.parts.keys() - {"data"}:
             part = _filled(_stored(getattr(piece, name))).unflatten(0, (-1, BLOCK_ROWS))
-            self._parts[name][blocks] = part.movedim(1, -1)
+            self.parts[name][blocks] = part.movedim(1, -1)
 
     def _bind(self) -> None:
-        parts = [self._parts.get(name) for name in ("data", "scales", "offsets", "supers")]
+        parts = [self.parts.get(name) for name in ("data", "scales", "offsets", "supers")]
         codes = 1 if self.table is not None else {4: 0, 6: 2, 8: 3}[self.bits]
         sizes = (self.out_features, self.in_features, self.group)
         self.native: Any = native().Packed(codes, self.grid.value, *parts, self.table, *sizes)
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self._parts.values())
+        return sum(part.nbytes for part in self.parts.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedMatrix:
         return self  # never written to
@@ -88,8 +88,8 @@ def packed_linear(
 ) -> Tensor:
     """x [.., K] fp32 or bf16, bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side.
 
-    is_exact: multiply weights in fp32; else x is rounded to bytes, with a scale per 32 columns, and multiplied
-        as integers, which loses 1/254 of the largest of 32 columns
+    is_exact: multiply weights in fp32; else x is rounded to bytes, with a scale per 32 columns, and
+        multiplied as integers, which loses 1/254 of the largest of 32 columns
     A row's result does not depend on the other rows, their number or the number of threads.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()

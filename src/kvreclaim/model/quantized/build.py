@@ -1,0 +1,101 @@
+"""A transformers model without memory, filled with packed and plain weights one by one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.model.attention import ATTENTION_NAME
+from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
+from kvreclaim.model.quantized.source import WeightSource
+
+
+def build(
+    config: Any, name: str, source: WeightSource, dtype: torch.dtype, *, is_exact: bool = False
+) -> PreTrainedModel:
+    """The causal model of a config with the weights of a source.
+
+    config:   of the model, whose own words about quantisation are ignored
+    name:     as messages call the model
+    dtype:    of what is not packed, and of the activations
+
+    Raises: InvalidArgumentError for weights that are missing or of another shape; UnsupportedModelError for
+        packed weights of something that is neither a linear layer nor an embedding, such as experts.
+    """
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    own_head = _pack(model, source, dtype, is_exact)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):
+        model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, is_exact=is_exact))
+    elif config.tie_word_embeddings and head is not None and not own_head:
+        head.weight = embeddings.weight  # filled below, once
+    _fill(model, name, source, dtype)
+    if lost := source.unread():
+        raise UnsupportedModelError(
+            f"{name} holds {len(lost)} weights ({lost[0]} is one) that no linear layer or embedding of "
+            f"{type(model).__name__} takes; kvreclaim packs linear layers only: pass the checkpoint that is "
+            "not quantised."
+        )
+    return model
+
+
+def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, is_exact: bool) -> bool:
+    """Replace every module whose weight the source packs. Returns: whether the output layer was one."""
+    head, was_head = model.get_output_embeddings(), False
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        matrix = source.packed(f"{path}.weight", (module.weight.shape[0], module.weight.shape[1]))
+        if matrix is None:
+            continue
+        was_head |= module is head
+        made: nn.Module = (
+            PackedEmbedding(matrix, dtype)
+            if isinstance(module, nn.Embedding)
+            else PackedLinear(matrix, module.bias, dtype, is_exact=is_exact)
+        )
+        model.set_submodule(path, made)
+    return was_head
+
+
+def _fill(model: PreTrainedModel, name: str, source: WeightSource, dtype: torch.dtype) -> None:
+    done: dict[int, nn.Parameter] = {}
+    for path, owner in model.named_modules():
+        for leaf, empty in list(owner._parameters.items()):
+            if empty is None or not empty.is_meta:
+                continue
+            if id(empty) not in done:
+                done[id(empty)] = _parameter(source.dense(f"{path}.{leaf}"), empty, f"{path}.{leaf}", name)
+            owner._parameters[leaf] = done[id(empty)]
+        for leaf, buffer in list(owner._buffers.items()):
+            if buffer is None or leaf in owner._non_persistent_buffers_set or leaf.startswith("packed_"):
+                continue
+            found = source.dense(f"{path}.{leaf}")
+            if found is not None:
+                owner._buffers[leaf] = found.to(buffer.dtype)
+
+
+def _parameter(found: Tensor | None, empty: Tensor, path: str, name: str) -> nn.Parameter:
+    if found is None:
+        raise InvalidArgumentError(
+            f"the weights of model {name!r} lack {path}, which would be random; download or convert the "
+            "checkpoint again."
+        )
+    if found.shape != empty.shape:
+        raise InvalidArgumentError(
+            f"{path} of model {name!r} is {list(found.shape)}, and its config asks for {list(empty.shape)}; "
+            "download or convert the checkpoint again."
+        )
+    return nn.Parameter(found.to(empty.dtype).contiguous(), requires_grad=False)

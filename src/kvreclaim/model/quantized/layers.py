@@ -1,0 +1,77 @@
+"""Linear layers and embeddings over packed weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from kvreclaim.ops.native.packed import PackedMatrix, packed_linear
+
+ROWS_AT_ONCE = 4096
+"""Of an embedding that is searched."""
+
+
+class _Packed(nn.Module):
+    """What holds a packed matrix; its bytes are buffers, for whoever reads a model's tensors."""
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.matrix, self.dtype = matrix, dtype
+        for name, part in matrix.parts.items():
+            self.register_buffer(f"packed_{name}", part)
+
+    def extra_repr(self) -> str:
+        size = self.matrix
+        return f"{size.in_features} -> {size.out_features}, {size.bits} bits ({size.grid.name.lower()})"
+
+
+class PackedLinear(_Packed):
+    """nn.Linear over a packed weight: y = x W^T + bias, of x's dtype (fp32 or bf16).
+
+    is_exact: as of ops.native.packed.packed_linear
+    """
+
+    def __init__(
+        self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype, *, is_exact: bool = False
+    ) -> None:
+        super().__init__(matrix, dtype)
+        self.in_features, self.out_features = matrix.in_features, matrix.out_features
+        self.bias, self.is_exact = bias, is_exact
+
+    def forward(self, input: Tensor) -> Tensor:
+        return packed_linear(input, [self.matrix], self.bias, is_exact=self.is_exact)
+
+
+class PackedEmbedding(_Packed):
+    """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for."""
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__(matrix, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.matrix.rows(input.reshape(-1), self.dtype).view(*input.shape, -1)
+
+
+def embeddings_of(module: nn.Module) -> Tensor:
+    """[N, K] of an embedding, of a packed one as many rows as are looked through at once."""
+    if not isinstance(module, PackedEmbedding):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight
+    return module(torch.arange(min(ROWS_AT_ONCE, module.num_embeddings)))
+
+
+def describe_packed(model: nn.Module) -> str | None:
+    """One line that says what of a model is packed, and how it is multiplied; None of a model without."""
+    found = [module for module in model.modules() if isinstance(module, _Packed)]
+    linears = [module for module in found if isinstance(module, PackedLinear)]
+    if not found:
+        return None
+    bits = Counter(module.matrix.bits for module in found)
+    matrices = {id(module.matrix): module.matrix for module in found}
+    size = sum(matrix.num_bytes for matrix in matrices.values())
+    kinds = ", ".join(f"{count} of {b} bits" for b, count in sorted(bits.items()))
+    how = "exact" if linears and linears[0].is_exact else "int8 activations"
+    return f"packed weights: {kinds} ({size / 1e6:.0f} MB, {how})"

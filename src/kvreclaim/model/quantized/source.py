@@ -1,0 +1,46 @@
+"""Where packed weights come from, and the pieces in which they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from kvreclaim.ops.native.packed import BLOCK_ROWS, PackedMatrix
+from kvreclaim.weights.packed import PackedRows
+
+CODES_AT_ONCE = 4 * 2**20
+"""Codes that lie unpacked at a time, a byte each."""
+
+
+class WeightSource(Protocol):
+    """The weights of one model by transformers' names. What was given out leaves the source's memory."""
+
+    @property
+    def label(self) -> str:
+        """The way of packing, as in a fingerprint."""
+
+    def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
+        """The weight `name` [N, K]; None where it is not packed, or not there.
+
+        Raises: InvalidArgumentError, UnsupportedModelError.
+        """
+
+    def dense(self, name: str) -> Tensor | None:
+        """A tensor that is not packed, in any dtype; None where it is not there."""
+
+    def unread(self) -> list[str]:
+        """What was asked for by no name, and would be lost."""
+
+
+def in_pieces(shape: tuple[int, int], read: Callable[[int, int], PackedRows]) -> PackedMatrix:
+    """A matrix [N, K] of read(first, last), the rows first to last - 1."""
+    out, columns = shape
+    step = max(1, CODES_AT_ONCE // columns // BLOCK_ROWS) * BLOCK_ROWS
+
+    def pieces() -> Iterator[PackedRows]:
+        for first in range(0, out, step):
+            yield read(first, min(first + step, out))
+
+    return PackedMatrix(pieces(), out)

@@ -1,0 +1,254 @@
+"""Models with packed weights compute what the same models compute with the weights as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_gguf
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvreclaim import LLM, SamplingParams
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.model.loader import LoadedModel, load_model
+from kvreclaim.ops.native import extension
+from kvreclaim.ops.reference.attention import causal_attention
+
+pytestmark = pytest.mark.skipif(
+    extension.unavailable_reason() is not None, reason="the native extension is not there"
+)
+GROUP = 32
+NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
+Written = tuple[dict[str, Tensor], Tensor]
+
+
+def words(nibbles: Tensor) -> Tensor:
+    """[.., 8] -> int32 [..]."""
+    shifted = nibbles.long() << torch.arange(0, 32, 4)
+    return shifted.sum(-1).to(torch.int32)
+
+
+def in_grid(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, K], scales [N, K / G] in fp16 and zeros [N, K / G], nearest to a weight."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-4).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return codes.flatten(1), scales, zeros
+
+
+def as_numbers(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    return (codes - zeros.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+
+
+def awq(weight: Tensor) -> Written:
+    codes, scales, zeros = in_grid(weight)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    tensors = {
+        "qweight": words(codes.T.unflatten(1, (-1, 8))[..., order]),
+        "qzeros": words(zeros.T.unflatten(1, (-1, 8))[..., order]),
+        "scales": scales.T.contiguous(),
+    }
+    return tensors, as_numbers(codes, scales, zeros)
+
+
+def gptq(weight: Tensor) -> Written:
+    codes, scales, zeros = in_grid(weight)
+    zeros = zeros.clamp(min=1)
+    tensors = {
+        "qweight": words(codes.T.unflatten(0, (-1, 8)).movedim(1, -1)),
+        "qzeros": words((zeros - 1).T.unflatten(1, (-1, 8))),
+        "scales": scales.T.contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
+    }
+    return tensors, as_numbers(codes, scales, zeros)
+
+
+def compressed(weight: Tensor) -> Written:
+    codes, scales, zeros = in_grid(weight)
+    tensors = {
+        "weight_packed": words(codes.unflatten(1, (-1, 8))),
+        "weight_scale": scales.bfloat16(),
+        "weight_zero_point": words(zeros.unflatten(0, (-1, 8)).movedim(1, -1)),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, as_numbers(codes, scales.bfloat16(), zeros)
+
+
+def nf4(weight: Tensor) -> Written:
+    table, groups = torch.tensor(NF4), weight.float().reshape(-1, GROUP)
+    sizes = groups.abs().amax(-1).clamp(min=1e-6)
+    codes = ((groups / sizes[:, None])[..., None] - table).abs().argmin(-1)
+    pairs = codes.view(-1, 2).to(torch.uint8)
+    state = json.dumps({"quant_type": "nf4", "blocksize": GROUP, "shape": list(weight.shape)}).encode()
+    tensors = {
+        "weight": pairs[:, :1] << 4 | pairs[:, 1:],
+        "weight.absmax": sizes,
+        "weight.quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
+    }
+    return tensors, (table[codes] * sizes[:, None]).view_as(weight)
+
+
+SCHEMES: dict[str, tuple[Callable[[Tensor], Written], dict]] = {
+    "awq": (awq, {"bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "gptq": (gptq, {"bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq"}),
+    "compressed-tensors": (
+        compressed,
+        {
+            "format": "pack-quantized",
+            "config_groups": {"g": {"weights": {"num_bits": 4, "symmetric": False, "group_size": GROUP}}},
+        },
+    ),
+    "bitsandbytes": (nf4, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+}
+
+
+def write(kind: str, directory: Path, family: str = "llama", settings: dict | None = None) -> PreTrainedModel:
+    """A tiny model quantised in a directory. Returns: the same with the weights as numbers, in fp32."""
+    pack, said = SCHEMES[kind]
+    tiny.save_model(family, directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                made, numbers = pack(module.weight)
+                del tensors[f"{name}.weight"]
+                tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in made.items()}
+                module.weight.copy_(numbers)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": kind, **said, **(settings or {})}
+    (directory / "config.json").write_text(json.dumps(config))
+    return model
+
+
+class Causal:
+    def attend(self, call: AttentionCall) -> Tensor:
+        return causal_attention(call.q, call.k, call.v, call.softmax)
+
+
+@torch.inference_mode()
+def logits(loaded: LoadedModel, ids: Tensor) -> Tensor:
+    places = torch.arange(ids.shape[1])[None]
+    found: Tensor = loaded.model(
+        input_ids=ids, position_ids=places, use_cache=False, kv_batch=Causal()
+    ).logits
+    return found
+
+
+def check(path: Path, source: PreTrainedModel) -> None:
+    """Exact logits within 1e-5, those of integers within a KL divergence of 1e-3, and the same greedy tokens."""
+    ids = torch.tensor(tiny.prompts((40,), seed=3))
+    with torch.inference_mode():
+        want = source(ids).logits
+    exact = load_model(path, dtype="float32", quantized_activations="exact")
+    torch.testing.assert_close(logits(exact, ids), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    rounded = logits(load_model(path, dtype="float32"), ids).log_softmax(-1)
+    kl = (want.softmax(-1) * (want.log_softmax(-1) - rounded)).sum(-1)
+    assert 0 < float(kl.mean()) < 1e-3
+    llm = LLM(path, dtype="float32", num_blocks=64, quantized_activations="exact")
+    prompts = tiny.prompts((5, 33), seed=1)
+    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            whole = source.generate(
+                torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert answer.outputs[0].token_ids == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_checkpoints(kind: str, family: str, tmp_path: Path) -> None:
+    check(tmp_path, write(kind, tmp_path, family))
+
+
+def test_gguf_file(tmp_path: Path) -> None:
+    source = tiny_gguf.write(tmp_path / "tiny.gguf")
+    loaded = load_model(tmp_path / "tiny.gguf")
+    assert loaded.facts.dtype == torch.bfloat16
+    assert loaded.facts.name == "tiny.gguf"
+    assert loaded.eos_token_ids == {tiny_gguf.EOS}
+    assert loaded.tokenizer.chat_template == tiny.CHAT_TEMPLATE
+    ids = torch.tensor(tiny.prompts((40,), seed=3))
+    with torch.inference_mode():
+        want = source(ids).logits
+    exact = load_model(tmp_path / "tiny.gguf", dtype="float32", quantized_activations="exact")
+    # the source's weights were rounded to bf16, the file's were not
+    torch.testing.assert_close(logits(exact, ids), want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
+def test_layers_are_native_and_the_line_says_what_is_packed(tmp_path: Path) -> None:
+    write("awq", tmp_path)
+    loaded = load_model(tmp_path)
+    assert "decoder layers: native (2)" in loaded.modules
+    assert "packed weights: 14 of 4 bits (" in loaded.modules
+    assert "int8 activations)" in loaded.modules
+    assert "packed_data" in " ".join(name for name, _ in loaded.model.named_buffers())
+
+
+def test_statistics_are_of_one_way_of_packing(tmp_path: Path) -> None:
+    write("awq", tmp_path / "awq")
+    write("gptq", tmp_path / "gptq")
+    tiny.save_model("llama", tmp_path / "plain")
+    found = {load_model(tmp_path / name).facts.fingerprint for name in ("awq", "gptq", "plain")}
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("awq", {"quant_method": "hqq"}, "is quantised with 'hqq'"),
+        ("awq", {"version": "exllama"}, "is AWQ in the layout 'exllama'"),
+        ("awq", {"bits": 3}, "has weights of 3 bits"),
+        ("awq", {"group_size": 16}, "groups of 16 columns"),
+        ("gptq", {"checkpoint_format": "marlin"}, "is GPTQ in the layout 'marlin'"),
+        ("compressed-tensors", {"format": "float-quantized"}, "of the format 'float-quantized'"),
+        ("bitsandbytes", {"load_in_4bit": False}, "is bitsandbytes of 8 bits"),
+    ],
+)
+def test_what_is_refused_by_name(kind: str, settings: dict, words: str, tmp_path: Path) -> None:
+    write(kind, tmp_path, settings=settings)
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_model(tmp_path)
+    assert words in str(refused.value)
+
+
+def test_columns_in_the_order_of_activations_are_refused(tmp_path: Path, monkeypatch) -> None:
+    def shuffled(weight: Tensor) -> Written:
+        tensors, numbers = gptq(weight)
+        return {**tensors, "g_idx": tensors["g_idx"].flip(0)}, numbers
+
+    monkeypatch.setitem(SCHEMES, "gptq", (shuffled, SCHEMES["gptq"][1]))
+    write("gptq", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="desc_act"):
+        load_model(tmp_path)
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
+    def without(weight: Tensor) -> Written:
+        tensors, numbers = awq(weight)
+        del tensors["scales"]
+        return tensors, numbers
+
+    monkeypatch.setitem(SCHEMES, "awq", (without, SCHEMES["awq"][1]))
+    write("awq", tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"q_proj .* lacks scales"):
+        load_model(tmp_path)
+
+
+def test_half_precision_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    write("awq", tmp_path)
+    with pytest.raises(InvalidArgumentError, match="allowed are auto, float32 and bfloat16"):
+        load_model(tmp_path, dtype="float16")
