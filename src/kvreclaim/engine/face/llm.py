@@ -101,6 +101,12 @@ class LLM:
         options = {field.name: getattr(self.engine.config, field.name) for field in fields(EngineConfig)}
         if changes.get("num_blocks", self) is None:
             options["max_signal_bytes"] = None
+        packing = "quantized_activations"
+        if changes.get(packing, options[packing]) != options[packing]:
+            raise InvalidArgumentError(
+                f"{packing} is {changes[packing]!r}, and the loaded weights are multiplied with "
+                f"{options[packing]!r}; make another LLM."
+            )
         other = LLM.__new__(LLM)
         config = EngineConfig.from_options(options | changes)
         other._start(self.loaded, self.stats_file, config, self.compression)

@@ -17,7 +17,7 @@ from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, Unsupport
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.shard import Shard
 from kvreclaim.integrations.vllm.v0_32 import probing
-from kvreclaim.model.probe import fingerprint
+from kvreclaim.model.probe import fingerprint, quantization_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope_probe import find_rope
 
@@ -52,7 +52,9 @@ def describe(runner: Any, options: Options) -> Described:
     local = _with_rotation(runner, local, probing.record(runner, layers))
     num_heads, num_kv_heads = probing.total_heads(runner)
     whole = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in local]
-    identity = fingerprint(runner.model_config.hf_text_config, whole)
+    identity = fingerprint(
+        runner.model_config.hf_text_config, whole, quantization_in(runner.model_config.hf_config)
+    )
     facts = _model_facts(runner, local, identity)
     rank, size = probing.tensor_parallel()
     shard = Shard.of_rank(rank, size, num_heads, num_kv_heads)

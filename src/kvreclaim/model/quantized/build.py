@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,6 +27,8 @@ def build(
     Raises: InvalidArgumentError for weights that are missing or of another shape; UnsupportedModelError for
         packed weights of something that is neither a linear layer nor an embedding, such as experts.
     """
+    from accelerate import init_empty_weights  # vLLM's environment, which loads no packed model, may lack it
+
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
