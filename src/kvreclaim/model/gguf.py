@@ -13,8 +13,7 @@ from kvreclaim.errors import FetchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from kvreclaim.model.loader import Tokenizer
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 NEEDED = ("gguf",)
 DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
