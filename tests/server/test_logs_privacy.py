@@ -11,6 +11,7 @@ import pytest
 import torch
 from logged import Log, complete, post
 from running import MODEL, Running, running_server
+from steering import read_at_once
 
 from kvreclaim import LLM, demo_model
 from kvreclaim.engine.answer.detokenizer import Detokenizer
@@ -109,8 +110,9 @@ def test_a_failure_in_mid_stream(server: Running, log: Log, monkeypatch: pytest.
         return whole(self, token, **options) if len(count) < 4 else quoting()
 
     monkeypatch.setattr(Detokenizer, "append", sometimes)
-    answer = complete(server, prompt=MARKER, stream=True, max_tokens=9, ignore_eos=True)
-    assert answer.status_code == 200
+    with read_at_once(server):
+        answer = complete(server, prompt=MARKER, stream=True, max_tokens=9, ignore_eos=True, temperature=0)
+    assert answer.status_code == 200, answer.text
     request_id = answer.headers["x-request-id"]
     assert request_id in answer.text
     assert log.access(request_id)["finish_reasons"] == ["error"]
