@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -27,17 +28,38 @@ LAYOUT = 1
 """Raised when a conversion comes to write other files, so that what is there is not taken for them."""
 
 
-def models_home() -> Path:
-    """$KVRECLAIM_HOME/models; without that variable, kvreclaim/models in the user's cache directory."""
+def _home() -> Path:
+    """$KVRECLAIM_HOME; without that variable, kvreclaim in the user's cache directory."""
     home = os.environ.get("KVRECLAIM_HOME")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return (Path(home) if home else Path(cache, "kvreclaim")) / "models"
+    return Path(home) if home else Path(cache, "kvreclaim")
+
+
+def models_home() -> Path:
+    """Of fetched models."""
+    return _home() / "models"
+
+
+def gguf_home() -> Path:
+    """Of configs and tokenizers that were read out of GGUF files."""
+    return _home() / "gguf"
 
 
 def real_model() -> Path | None:
     """Directory of the language model that `make real-model` or `kvreclaim fetch` brings; None before."""
     directory = models_home() / REAL_MODEL
     return directory if lacks(directory) is None else None
+
+
+def moved(made: Path, target: Path) -> bool:
+    """Move a directory that is whole to its place; False where another is there already. Raises: OSError."""
+    try:
+        os.replace(made, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def shipped_statistics(name: str) -> Path:

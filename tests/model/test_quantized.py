@@ -18,6 +18,7 @@ from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel, load_model
+from kvreclaim.model.quantized import gguf_file
 from kvreclaim.ops.native import extension
 from kvreclaim.ops.reference.attention import causal_attention
 
@@ -176,7 +177,8 @@ def test_checkpoints(kind: str, family: str, tmp_path: Path) -> None:
     check(tmp_path, write(kind, tmp_path, family))
 
 
-def test_gguf_file(tmp_path: Path) -> None:
+def test_gguf_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     source = tiny_gguf.write(tmp_path / "tiny.gguf")
     loaded = load_model(tmp_path / "tiny.gguf")
     assert loaded.facts.dtype == torch.bfloat16
@@ -189,6 +191,26 @@ def test_gguf_file(tmp_path: Path) -> None:
     exact = load_model(tmp_path / "tiny.gguf", dtype="float32", quantized_activations="exact")
     # the source's weights were rounded to bf16, the file's were not
     torch.testing.assert_close(logits(exact, ids), want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
+def test_the_tokenizer_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    tiny_gguf.write(tmp_path / "tiny.gguf")
+    first = load_model(tmp_path / "tiny.gguf")
+    with monkeypatch.context() as without:
+        without.setattr(gguf_file, "_write_parts", None)
+        again = load_model(tmp_path / "tiny.gguf")
+    for text in ("one 12 <eos>", "\n\n1"):
+        assert again.tokenizer.encode(text) == first.tokenizer.encode(text)
+    assert again.tokenizer.chat_template == first.tokenizer.chat_template
+    assert again.facts.fingerprint == first.facts.fingerprint
+    tiny_gguf.write(tmp_path / "tiny.gguf", pre="default")
+    load_model(tmp_path / "tiny.gguf")
+    assert len(list((tmp_path / "home" / "gguf").iterdir())) == 2, "another header, another entry"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "file"))
+    with pytest.raises(InvalidArgumentError, match="set KVRECLAIM_HOME to a directory that can be written"):
+        load_model(tmp_path / "tiny.gguf")
 
 
 def test_layers_are_native_and_the_line_says_what_is_packed(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from kvreclaim.places import (
     STATS_FILE,
     lacks,
     models_home,
+    moved,
     shipped_statistics,
     source_of,
     write_source,
@@ -262,11 +263,8 @@ def _version(statistics: Path) -> int:
 def _put(directory: Path, target: Path, source: Source) -> None:
     """Move what is whole to its place, unless another process has put the same there meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.replace(directory, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not _is_there(target, source):
-            raise
+    if not moved(directory, target) and not _is_there(target, source):
+        raise FileExistsError(errno.EEXIST, "it is there, and empty again")
 
 
 def _sha256(file: Path) -> str:

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreclaim.errors import FetchError
+from kvreclaim.model.gguf_index import GgufIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,10 +73,9 @@ class Header:
 def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
     """The header, what transformers makes of the file, and the weights that it found no tensor for."""
     import torch
-    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    header = header_of(GGUFReader(file))
+    header = header_of(GgufIndex(file))
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     plain = GgufConfig(dequantize=True)
@@ -84,18 +85,13 @@ def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
     return header, tokenizer, model, set(report["missing_keys"])
 
 
-def header_of(reader: Any) -> Header:
-    """reader: gguf's GGUFReader of a file."""
-
-    def said(key: str, absent: str) -> str:
-        field = reader.get_field(key)
-        return str(field.contents()) if field else absent
-
-    turning = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
-    kind = said(f"{said('general.architecture', '')}.rope.scaling.type", "none")
+def header_of(index: GgufIndex) -> Header:
+    """What an index says of it."""
+    turning = [name for name in index.tensors if name.startswith("rope_")]
+    kind = index.fields.get(f"{index.fields.get('general.architecture', '')}.rope.scaling.type", "none")
     return Header(
-        rule=said("tokenizer.ggml.pre", "default"),
-        num_weights=sum(int(t.n_elements) for t in reader.tensors if t.name not in turning),
+        rule=index.fields.get("tokenizer.ggml.pre", "default"),
+        num_weights=sum(prod(t.shape) for t in index.tensors.values() if t.name not in turning),
         rotation=turning[0] if turning else None if kind == "none" else kind,
     )
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import mmap
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.gguf import Header, check_packages, cut_as_trained, header_of, refuse_rotation
+from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.ops.native.packed import PackedMatrix
+from kvreclaim.places import LAYOUT, gguf_home, moved
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3"})
@@ -58,10 +59,9 @@ class GgufSource:
         self._taken: set[str] = set()
 
     def _open(self) -> None:
-        from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        self.reader = GGUFReader(self.file)
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        self.index = GgufIndex(self.file)
         self.architecture = str(self._value("general.architecture"))
         layers = int(self._value(f"{self.architecture}.block_count"))
         architectures = {name: key for key, name in MODEL_ARCH_NAMES.items()}
@@ -69,61 +69,60 @@ class GgufSource:
         self._names: Any = None if known is None else get_tensor_name_map(known, layers)
 
     def _value(self, key: str) -> Any:
-        found = self.reader.get_field(key)
-        if found is None:
+        if key not in self.index.fields:
             raise ValueError(f"the file does not say {key}")
-        return found.contents()
+        return self.index.fields[key]
 
     @property
     def label(self) -> str:
-        kinds = {tensor.tensor_type.name for tensor in self.tensors.values()}
+        kinds = {tensor.kind for tensor in self.index.tensors.values()}
         return "gguf " + " ".join(sorted(kinds & FORMATS.keys()))
 
     def header(self) -> Header:
-        return header_of(self.reader)
+        return header_of(self.index)
 
     def packed(self, name: str, shape: tuple[int, int]) -> PackedMatrix | None:
         tensor = self._find(name)
-        if tensor is None or tensor.tensor_type.name in PLAIN:
+        if tensor is None or tensor.kind in PLAIN:
             return None
-        kind = tensor.tensor_type.name
-        if kind not in FORMATS:
+        if tensor.kind not in FORMATS:
             raise UnsupportedModelError(
-                f"{tensor.name} of {self.file.name} is {kind}; kvreclaim reads "
+                f"{tensor.name} of {self.file.name} is {tensor.kind}; kvreclaim reads "
                 f"{', '.join([*FORMATS, *PLAIN])}: pass a file with those; {REMEDY}"
             )
-        if tuple(reversed(tensor.shape.tolist())) != shape:
+        if tensor.shape != shape:
             raise InvalidArgumentError(
-                f"{tensor.name} of {self.file.name} is {tensor.shape.tolist()[::-1]}, and its header asks "
-                f"for {list(shape)}; download the file again."
+                f"{tensor.name} of {self.file.name} is {list(tensor.shape)}, and its header asks for "
+                f"{list(shape)}; download the file again."
             )
-        order = self._order(tensor.name, shape[0])
-        found = in_pieces(shape, lambda first, last: ggml_rows(kind, _copied(tensor.data, order[first:last])))
-        self._forget(tensor)
+        order, rows = self._order(tensor.name, shape[0]), self.index.rows(tensor)
+        kind = tensor.kind
+        found = in_pieces(shape, lambda first, last: ggml_rows(kind, _copied(rows, order[first:last])))
+        self.index.forget(tensor)
         return found
 
     def dense(self, name: str) -> Tensor | None:
         tensor = self._find(name)
         if tensor is None:
             return None
-        kind = tensor.tensor_type.name
-        if kind not in PLAIN:
+        if tensor.kind not in PLAIN:
             raise UnsupportedModelError(
-                f"{tensor.name} of {self.file.name} is {kind}, and no matrix of a linear layer; {REMEDY}"
+                f"{tensor.name} of {self.file.name} is {tensor.kind}, and no matrix of a linear layer; "
+                f"{REMEDY}"
             )
-        rows = tensor.shape.tolist()[::-1]
-        data = _copied(tensor.data, self._order(tensor.name, rows[0]))
-        self._forget(tensor)
-        return (data.contiguous().view(torch.bfloat16) if kind == "BF16" else data).view(rows)
+        data = _copied(self.index.rows(tensor), self._order(tensor.name, tensor.shape[0]))
+        self.index.forget(tensor)
+        return data.view(PLAIN[tensor.kind]).view(tensor.shape)
 
     def unread(self) -> list[str]:
-        return sorted(name for name in self.tensors.keys() - self._taken if not name.startswith("rope_"))
+        left = self.index.tensors.keys() - self._taken
+        return sorted(name for name in left if not name.startswith("rope_"))
 
-    def _find(self, name: str) -> Any:
+    def _find(self, name: str) -> GgufTensor | None:
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = self.tensors.get(found)
+        tensor = self.index.tensors.get(found)
         if tensor is not None:
-            self._taken.add(found)
+            self._taken.add(tensor.name)
         return tensor
 
     def _order(self, name: str, rows: int) -> np.ndarray:
@@ -136,30 +135,53 @@ class GgufSource:
         heads = int(self._value(f"{self.architecture}.attention.{which}"))
         return order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
-    def _forget(self, tensor: Any) -> None:
-        """Let the pages of the file go, which count as this process's memory as long as they are mapped."""
-        mapped: Any = self.reader.data._mmap  # type: ignore[attr-defined]
-        page = mmap.PAGESIZE
-        first = int(tensor.data_offset) // page * page
-        mapped.madvise(mmap.MADV_DONTNEED, first, int(tensor.data_offset) + int(tensor.n_bytes) - first)
-
 
 def _copied(data: np.ndarray, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(data[rows]))
 
 
-@contextmanager
-def _alone(file: Path) -> Iterator[dict[str, Any]]:
-    """The file with nothing beside it that transformers might read instead."""
-    with TemporaryDirectory(prefix="kvreclaim-gguf-") as made:
-        Path(made, file.name).symlink_to(file.resolve())
-        yield {"pretrained_model_name_or_path": made, "gguf_file": file.name}
+def gguf_parts(source: GgufSource) -> Path:
+    """The directory with transformers' config and tokenizer of a file, in the user's cache: made once,
+    which takes seconds and hundreds of MB, and found again by the digest of the file's header.
+
+    Raises: InvalidArgumentError where transformers does not read the header, or the cache cannot be written.
+    """
+    made_by = f"{source.index.digest} {transformers.__version__} {LAYOUT}"
+    target = gguf_home() / hashlib.sha256(made_by.encode()).hexdigest()
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".kvreclaim-gguf-", dir=target.parent) as made:
+            parts = Path(made, "parts")
+            _write_parts(source, Path(made), parts)
+            moved(parts, target)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the tokenizer of {source.file.name} cannot be kept in {str(target.parent)!r} ({error}); set "
+            "KVRECLAIM_HOME to a directory that can be written."
+        ) from error
+    return target
+
+
+def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
+    alone = work / source.file.name  # with nothing beside it that transformers might read instead
+    alone.symlink_to(source.file.resolve())
+    where: Any = {"pretrained_model_name_or_path": os.fspath(work), "gguf_file": source.file.name}
+    try:
+        AutoConfig.from_pretrained(**where).save_pretrained(parts)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(parts)
+    except OSError:
+        raise
+    except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
+        raise InvalidArgumentError(
+            f"{source.file.name} cannot be read as GGUF ({type(error).__name__}: {error}); download it again."
+        ) from error
 
 
 def gguf_config(source: GgufSource) -> Any:
-    """transformers' config of a GGUF file. Raises: UnsupportedModelError."""
-    with _alone(source.file) as where:
-        config = AutoConfig.from_pretrained(**where)
+    """transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
+    config = AutoConfig.from_pretrained(gguf_parts(source))
     try:
         refuse_rotation(source.file.name, source.header(), config)
     except FetchError as error:
@@ -168,8 +190,7 @@ def gguf_config(source: GgufSource) -> Any:
 
 
 def gguf_tokenizer(source: GgufSource, say: Any) -> Any:
-    """The tokenizer of a GGUF file, cutting text as the model has learned."""
-    with _alone(source.file) as where:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+    """The tokenizer of a GGUF file, cutting text as the model has learned. Raises: InvalidArgumentError."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf_parts(source))
     cut_as_trained(tokenizer, source.header().rule, say)
     return tokenizer
