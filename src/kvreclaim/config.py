@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -39,9 +40,27 @@ def format_names(names: Sequence[object]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(format_name, names)))
 
 
+def _as_json(overrides: object) -> str | None:
+    """hf_overrides, JSON or a dict, in one way of writing; None where they replace nothing."""
+    try:
+        said = json.loads(overrides) if isinstance(overrides, str) else overrides
+        text = json.dumps(said, sort_keys=True)
+    except (ValueError, TypeError) as error:
+        said, text = error, ""
+    require(
+        said is None or isinstance(said, dict),
+        f"hf_overrides is {overrides!r}; pass fields of config.json as a dict, or as JSON of one, such as "
+        "'{\"max_position_embeddings\": 32768}'.",
+        "hf_overrides",
+    )
+    return text if said else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The engine's limits. Raises: InvalidArgumentError.
+
+    hf_overrides, a dict or JSON, becomes JSON; of a field that holds others those that are not named stay.
 
     num_blocks and max_model_len are chosen from the model and the free memory where they are None.
     max_num_batched_tokens is the largest prefill chunk, too. An alias in kv_cache_dtype becomes the name that
@@ -112,6 +131,11 @@ class EngineConfig:
         "int8",
         "What products with packed weights take: int8 (rounded to bytes, a scale per 32) or exact.",
         choices=("int8", "exact"),
+    )
+    hf_overrides: str | None = option(
+        None,
+        "JSON of fields that replace those of the model's config.json, such as rope_parameters and "
+        "max_position_embeddings for contexts longer than it says.",
     )
     kv_cache_dtype: str = option(
         "auto", "auto (the model's own), fp32, bf16, fp16, fp8_e4m3 (fp8), int8, int4, kivi4 or turboquant4."
@@ -205,6 +229,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
+        object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
         skipped = self.kv_cache_dtype_skip_layers
         skipped = (skipped,) if isinstance(skipped, str) else tuple(skipped)
         for each in skipped:

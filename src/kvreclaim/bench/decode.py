@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-import psutil
 from rich.console import Console
 
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
@@ -163,7 +162,7 @@ def time_point(
 
 def _fitting(point: Point, systems: list[System]) -> tuple[list[str], str]:
     """The first systems that can be open at once, and why the first of all cannot."""
-    free = int(psutil.virtual_memory().available * MEMORY_SHARE)
+    free = int(free_host_memory_bytes() * MEMORY_SHARE)
     group: list[str] = []
     for system in systems:
         needed = system.new_bytes(point)

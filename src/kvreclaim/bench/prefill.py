@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -18,6 +16,7 @@ from kvreclaim.bench.plans import PrefillPlan
 from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.config import DENSE, SamplingParams
 from kvreclaim.engine.face.llm import LLM
+from kvreclaim.model.overrides import yarn
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 CHECKED = "pooled(alpha=0.5, first=256, layers=0, local=1)"
@@ -28,9 +27,13 @@ LOGPROB, SHARE = 0.01, 0.01
 class Prompts:
     """One engine, and a prompt of each length. Raises: InvalidArgumentError for a text that is too short."""
 
-    def __init__(self, plan: PrefillPlan, model: Path) -> None:
+    def __init__(self, plan: PrefillPlan) -> None:
+        config = json.loads((plan.model / "config.json").read_text(encoding="utf-8"))
+        overrides = yarn(config["max_position_embeddings"], max(plan.lengths) + 1)
+        self.stretched = overrides["rope_parameters"]["factor"] if overrides else 1.0
         self.llm = LLM(
-            model,
+            plan.model,
+            hf_overrides=overrides,
             dtype=plan.dtype,
             device="cpu",
             kernels=plan.kernels,
@@ -54,10 +57,8 @@ class Prompts:
 
 def run(plan: PrefillPlan) -> list[Row]:
     """A row per length and method. Raises: AssertionError where kernels differ."""
-    with tempfile.TemporaryDirectory() as directory:
-        model, stretched = stretch(plan.model, max(plan.lengths) + 1, Path(directory))
-        check(plan, model)
-        prompts, rows = Prompts(plan, model), []
+    check(plan)
+    prompts, rows = Prompts(plan), []
     for length in plan.lengths:
         names = (DENSE, *plan.methods)
         runs: dict[str, Callable[[], tuple[float, float, int, float]]]
@@ -69,7 +70,7 @@ def run(plan: PrefillPlan) -> list[Row]:
             rows.append(
                 {
                     **plan.facts(),
-                    "stretched": stretched,
+                    "stretched": prompts.stretched,
                     "length": length,
                     "method": name,
                     "seconds": seconds,
@@ -83,34 +84,11 @@ def run(plan: PrefillPlan) -> list[Row]:
     return rows
 
 
-def stretch(model: Path, length: int, directory: Path) -> tuple[Path, float]:
-    """The model, or, where its context is shorter, one with its weights whose positions YaRN (arXiv
-    2309.00071) stretches: attention of the same kind, over more tokens than it was trained for."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    known = config["max_position_embeddings"]
-    if length <= known:
-        return model, 1.0
-    factor = float(-(-length // known))
-    rotation = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_parameters") or {})}
-    config["rope_parameters"] = {
-        **rotation,
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": known,
-    }
-    config["max_position_embeddings"] = int(known * factor)
-    for file in model.iterdir():
-        (directory / file.name).symlink_to(file.resolve())
-    (directory / "config.json").unlink()
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return directory, factor
-
-
-def check(plan: PrefillPlan, model: Path) -> None:
+def check(plan: PrefillPlan) -> None:
     """In fp32, of 2,048 tokens: native kernels answer as the reference's do, and a method that leaves out
     nothing is dense attention, to the bit."""
     small = replace(plan, dtype="float32", lengths=(2048,))
-    ours, oracle = Prompts(small, model), Prompts(replace(small, kernels="reference"), model)
+    ours, oracle = Prompts(small), Prompts(replace(small, kernels="reference"))
     _, share, token, logprob = ours.run(2048, CHECKED)
     _, same_share, same, near = oracle.run(2048, CHECKED)
     assert token == same, f"{CHECKED}: token {token} instead of {same}"

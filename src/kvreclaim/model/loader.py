@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
+from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import probe
 from kvreclaim.model.quantized.build import build
 from kvreclaim.model.quantized.checkpoint import checkpoint_source
@@ -66,6 +69,7 @@ def load_model(
     device: str = "auto",
     kernels: str = "auto",
     quantized_activations: str = "int8",
+    hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
     """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
 
@@ -76,6 +80,7 @@ def load_model(
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
         quantized_activations: "int8" or "exact": what products with packed weights round their input to
+        hf_overrides: fields that replace those of the model's config
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
         and for files that are missing, damaged or incomplete.
@@ -85,10 +90,11 @@ def load_model(
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     gguf = GgufSource(Path(name)) if is_gguf(name) else None
     config = _load_config(name) if gguf is None else gguf_config(gguf)
+    config = overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
     packed = _packed_source(name, config) if gguf is None else gguf
     if packed is None:
-        model = _load_weights(name, torch_dtype)
+        model = _load_weights(name, torch_dtype, config)
     else:
         model = _build_packed(config, name, packed, torch_dtype, target, quantized_activations == "exact")
     model.eval().requires_grad_(False).to(target)
@@ -222,10 +228,11 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         )
 
 
-def _load_weights(name: str, dtype: torch.dtype | str) -> PreTrainedModel:
+def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
 
 Move = tuple[int, int]
@@ -28,7 +28,7 @@ class HostSlots:
         self.planes = tuple(planes)
         self.bytes_per_slot = bytes_per_block(planes)
         self.beside: Tensor | None = None
-        needed, free = num_slots * self.bytes_per_slot, psutil.virtual_memory().available
+        needed, free = num_slots * self.bytes_per_slot, free_host_memory_bytes()
         if needed > free:
             raise InvalidArgumentError(
                 f"kv_offloading_size takes {needed / 2**30:.2f} GiB of host memory, but only "

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
@@ -153,7 +153,7 @@ def max_open_snapshots(config: EngineConfig, form: KVFormat) -> int | None:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that is free now on the device (for a CPU: the machine's)."""
+    """Memory that is free now on the device (for a CPU: what this process may take of the machine's)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
+    return free_host_memory_bytes()

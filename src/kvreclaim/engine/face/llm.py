@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -37,6 +38,10 @@ Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
 
 
+OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
+"""Engine options that are settled when a model is loaded."""
+
+
 class LLM:
     """A model, its paged cache and its requests, in one process.
 
@@ -68,6 +73,7 @@ class LLM:
             device=device,
             kernels=config.kernels,
             quantized_activations=config.quantized_activations,
+            hf_overrides=json.loads(config.hf_overrides or "{}"),
         )
         self._start(loaded, statistics_beside(model), config, compression)
 
@@ -101,14 +107,14 @@ class LLM:
         options = {field.name: getattr(self.engine.config, field.name) for field in fields(EngineConfig)}
         if changes.get("num_blocks", self) is None:
             options["max_signal_bytes"] = None
-        packing = "quantized_activations"
-        if changes.get(packing, options[packing]) != options[packing]:
-            raise InvalidArgumentError(
-                f"{packing} is {changes[packing]!r}, and the loaded weights are multiplied with "
-                f"{options[packing]!r}; make another LLM."
-            )
-        other = LLM.__new__(LLM)
         config = EngineConfig.from_options(options | changes)
+        for name in OF_THE_WEIGHTS:
+            if getattr(config, name) != options[name]:
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(config, name)!r}, and the weights were loaded with "
+                    f"{options[name]!r}; make another LLM."
+                )
+        other = LLM.__new__(LLM)
         other._start(self.loaded, self.stats_file, config, self.compression)
         return other
 
