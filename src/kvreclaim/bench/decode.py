@@ -44,6 +44,7 @@ from kvreclaim.bench.plans import AUTO, DecodePlan
 from kvreclaim.bench.systems.base import Point, Session, Setup, SkipPoint, System, random_prompts
 from kvreclaim.bench.systems.vllm_peer import Vllm
 from kvreclaim.bench.verify import Agreement, FormatReferee, Judge, Referee, require_agreement
+from kvreclaim.free_memory import free_host_memory_bytes
 
 MEMORY_SHARE = 0.85
 WARM_UPS = 3
