@@ -24,7 +24,7 @@ def statistics_beside(model: str | os.PathLike[str]) -> Path:
     return path.with_suffix(f".{STATS_FILE}") if path.suffix.lower() == ".gguf" else path / STATS_FILE
 
 
-LAYOUT = 1
+LAYOUT = 2
 """Raised when a conversion comes to write other files, so that what is there is not taken for them."""
 
 
@@ -49,6 +49,12 @@ def real_model() -> Path | None:
     """Directory of the language model that `make real-model` or `kvreclaim fetch` brings; None before."""
     directory = models_home() / REAL_MODEL
     return directory if lacks(directory) is None else None
+
+
+def real_gguf() -> Path | None:
+    """The file that the directory of real_model() was made of, whose weights have 4 bits."""
+    directory = real_model()
+    return None if directory is None else next(iter(directory.glob("*.gguf")), None)
 
 
 def moved(made: Path, target: Path) -> bool:

