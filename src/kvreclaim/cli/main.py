@@ -22,6 +22,7 @@ from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
 from kvreclaim.cli.takes import takes
 from kvreclaim.config import EngineConfig
+from kvreclaim.errors import InvalidArgumentError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,6 +92,41 @@ def demo(
         torch.set_num_threads(all_threads)
         add_real(report, real, RealPlan(), console)
     present(report, console, out, json_file)
+
+
+@app.command("demo-24gb")
+@takes
+def demo_24gb(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .gguf file, or a directory with packed weights; else what `kvreclaim fetch` brought."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1024, help="Of the chain.")] = 32_768,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens that compression keeps for each head.")] = 2048,
+    card_mib: Annotated[int, typer.Option(min=1, help="Of the card: 24 GiB over 64.")] = 384,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    out: Annotated[Path, typer.Option(help="The chart.")] = Path("demo_out/24gb.png"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Live through the story of a 4-bit model on a 24 GB card at a 64th of its size: one long chain of thought
+    in a process that the kernel gives no more memory, with the full cache, a budget, int4, and both."""
+    from kvreclaim.demo.card.main import present, run_card
+    from kvreclaim.demo.card.plan import MIB, CardPlan
+    from kvreclaim.places import real_gguf
+
+    chosen = model or real_gguf()
+    if chosen is None:
+        raise InvalidArgumentError(
+            "no model with packed weights is here; run `kvreclaim fetch`, which brings one, or pass --model "
+            "with a .gguf file."
+        )
+    plan = CardPlan(
+        model=chosen, num_tokens=tokens, budget=budget, card_bytes=card_mib * MIB, threads=threads
+    )
+    console = Console()
+    present(run_card(plan, console, command="kvreclaim demo-24gb"), console, out, json_file)
 
 
 if __name__ == "__main__":

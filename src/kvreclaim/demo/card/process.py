@@ -1,0 +1,191 @@
+"""One chain in a process that the kernel refuses more memory than the card has.
+
+The limit is RLIMIT_DATA: memory of its own that may be written, taken or not. It is set behind what the libraries
+have taken, which on a GPU's card would not be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.config import SamplingParams
+from kvreclaim.demo.card.plan import CardPlan, CardRun, Sample, Setup
+from kvreclaim.engine.core.outputs import RequestOutput, StepStats
+from kvreclaim.engine.face.chat import render_chat
+from kvreclaim.engine.face.llm import LLM
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model.overrides import yarn
+
+CHUNK = 256
+"""Tokens of a prompt in one step, so that activations stay small."""
+BLOCK_SIZE = 16
+POOL_SHARE = 0.9
+"""Of what is free when the weights are there, for blocks; the rest is for activations."""
+QUESTION = "Why do trees lose their leaves in autumn? Think step by step, and check every step."
+SAMPLING = SamplingParams(temperature=0.8, seed=0, ignore_eos=True)
+
+
+def main() -> None:
+    """Of this process: a plan and a setup as JSON on the command line; what is found as JSON on stdout."""
+    said = json.loads(sys.argv[1])
+    plan = CardPlan(**said["plan"] | {"model": Path(said["plan"]["model"]), "setups": ()})
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    print(run_limited(plan, Setup(**said["setup"])).model_dump_json(), flush=True)
+
+
+def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
+    """The chain, or why it does not come to its end. The limit stays on this process."""
+    known = _use_all_libraries(plan)
+    base = Taken.now()
+    most = base.data_bytes + plan.limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    budget = None if setup.policy is None else plan.budget
+    found = CardRun(
+        name=setup.name,
+        kv_cache_dtype=setup.kv_cache_dtype,
+        policy=setup.policy,
+        budget=budget,
+        outcome="done",
+    )
+    try:
+        llm = _load(plan, setup, known)
+        _run(plan, setup, llm, base, found)
+    except (InvalidArgumentError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        found.outcome, found.said = "out of memory", str(error).split("\n", 1)[0]
+    found.peak_bytes = max(found.peak_bytes, Taken.now().data_bytes - base.data_bytes)
+    return found
+
+
+class Taken:
+    """Of this process now. data_bytes: what the limit counts; resident_bytes: of memory that is no file's"""
+
+    def __init__(self, data_bytes: int, resident_bytes: int) -> None:
+        self.data_bytes = data_bytes
+        self.resident_bytes = resident_bytes
+
+    @classmethod
+    def now(cls) -> Taken:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        said = {
+            name: rest.split()[0] for name, rest in (line.split(":", 1) for line in lines) if rest.split()
+        }
+        return cls(int(said["VmData"]) * 1024, int(said["RssAnon"]) * 1024)
+
+
+def _use_all_libraries(plan: CardPlan) -> int:
+    """Everything that is loaded late, threads and buffers are there before anything is counted. Returns: the
+    positions that the model knows."""
+    llm = LLM(plan.model, num_blocks=64, max_num_seqs=1, max_model_len=512, max_num_batched_tokens=CHUNK)
+    llm.generate([[1] * 300], SamplingParams(max_tokens=4, ignore_eos=True))
+    known = llm.loaded.facts.max_position
+    del llm
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return known
+
+
+def _load(plan: CardPlan, setup: Setup, known: int) -> LLM:
+    whole = blocks_for(plan.num_tokens, BLOCK_SIZE) if setup.whole_pool else None
+    return LLM(
+        plan.model,
+        hf_overrides=yarn(known, plan.num_tokens),
+        kv_cache_dtype=setup.kv_cache_dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=whole,
+        max_model_len=plan.num_tokens,
+        max_num_seqs=1,
+        max_num_batched_tokens=CHUNK,
+        max_signal_bytes=0,
+        kv_memory_fraction=POOL_SHARE,
+        enable_prefix_caching=False,
+    )
+
+
+def _run(plan: CardPlan, setup: Setup, llm: LLM, base: Taken, found: CardRun) -> None:
+    """Fill in what the chain does, sample by sample."""
+    prompt = prompt_of(llm)
+    found.bytes_per_block = llm.engine.cache.bytes_per_block
+    found.num_blocks = llm.engine.config.num_blocks or 0
+    found.weight_bytes = weight_bytes(llm)
+    started = time.perf_counter()
+
+    def sample(tokens: int, blocks: int) -> None:
+        now = Taken.now()
+        found.peak_bytes = max(found.peak_bytes, now.data_bytes - base.data_bytes)
+        found.samples.append(
+            Sample(
+                tokens=tokens,
+                elapsed_s=time.perf_counter() - started,
+                block_bytes=blocks * found.bytes_per_block,
+                resident_bytes=now.resident_bytes - base.resident_bytes,
+            )
+        )
+
+    computed = 0
+
+    def on_step(step: StepStats) -> None:
+        nonlocal computed
+        before, computed = computed, computed + step.num_tokens
+        if before // plan.every != computed // plan.every:
+            sample(computed, step.blocks_in_use)
+
+    compression = None
+    if setup.policy is not None:
+        compression = CompressionConfig(setup.policy, plan.budget, interval=plan.interval)
+    params = replace(SAMPLING, max_tokens=plan.num_tokens - len(prompt))
+    (output,) = llm.generate([prompt], params, compression, on_step=on_step)
+    _tell(plan, output, found, time.perf_counter() - started)
+
+
+def _tell(plan: CardPlan, output: RequestOutput, found: CardRun, elapsed_s: float) -> None:
+    metrics, done = output.metrics, output.outputs[0]
+    found.tokens, found.elapsed_s = metrics.num_prompt_tokens + len(done.token_ids), elapsed_s
+    found.peak_blocks, found.text_end = metrics.peak_blocks, done.text[-200:]
+    found.tokens_evicted, found.blocks_freed = metrics.tokens_evicted, metrics.blocks_freed
+    if output.error is not None:
+        found.outcome, found.said = "failed", output.error
+    elif found.tokens < plan.num_tokens:
+        found.outcome = "pool full"
+        found.said = (
+            f"ended as {done.finish_reason!r} at {found.tokens:,} tokens: the one sequence has all "
+            f"{found.num_blocks:,} blocks"
+        )
+
+
+def prompt_of(llm: LLM) -> list[int]:
+    """The question, by the model's chat template where it has one."""
+    tokenizer = llm.tokenizer
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(QUESTION))
+    return render_chat(llm.loaded, [{"role": "user", "content": QUESTION}])
+
+
+def weight_bytes(llm: LLM) -> int:
+    """Of all parameters and buffers, each memory once."""
+    model = llm.loaded.model
+    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
+    return sum(stores.values())
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+if __name__ == "__main__":
+    main()
