@@ -110,8 +110,9 @@ def demo_24gb(
     out: Annotated[Path, typer.Option(help="The chart.")] = Path("demo_out/24gb.png"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
-    """Live through the story of a 4-bit model on a 24 GB card at a 64th of its size: one long chain of thought
-    in a process that the kernel gives no more memory, with the full cache, a budget, int4, and both."""
+    """Live through the story of a 4-bit model on a 24 GB card at a 64th of its size: one long chain of
+    thought in a process that gets no more memory: with the full cache, a budget, int4, and both."""
+    from kvreclaim.bench.common import wide_console
     from kvreclaim.demo.card.main import present, run_card
     from kvreclaim.demo.card.plan import MIB, CardPlan
     from kvreclaim.places import real_gguf
@@ -125,7 +126,7 @@ def demo_24gb(
     plan = CardPlan(
         model=chosen, num_tokens=tokens, budget=budget, card_bytes=card_mib * MIB, threads=threads
     )
-    console = Console()
+    console = wide_console()
     present(run_card(plan, console, command="kvreclaim demo-24gb"), console, out, json_file)
 
 

@@ -190,6 +190,12 @@ def _resolve_dtype(dtype: str) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
+def read_config(path: str | os.PathLike[str]) -> Any:
+    """transformers' config of a directory, a hub id or a GGUF file. Raises: as load_model."""
+    name = os.fspath(path)
+    return gguf_config(GgufSource(Path(name))) if is_gguf(name) else _load_config(name)
+
+
 def _load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)

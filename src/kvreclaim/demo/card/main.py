@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from rich.table import Table
 from kvreclaim.bench.common import machine
 from kvreclaim.demo.card.plan import MIB, CardPlan, CardReport, CardRun, Setup
 
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+"""For the child's malloc: large pieces are unmapped as soon as they are free, and no longer counted."""
 COLORS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
 
 
@@ -41,7 +44,7 @@ def run_alone(plan: CardPlan, setup: Setup) -> CardRun:
     """One setup in a process with the card's limit. Raises: RuntimeError where it says nothing."""
     said = {"plan": asdict(plan) | {"model": str(plan.model), "setups": []}, "setup": asdict(setup)}
     command = [sys.executable, "-m", "kvreclaim.demo.card.process", json.dumps(said)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ALLOCATOR)
     if done.returncode != 0:
         raise RuntimeError(f"{setup.name}: the process ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return CardRun.model_validate_json(done.stdout.splitlines()[-1])
@@ -50,8 +53,9 @@ def run_alone(plan: CardPlan, setup: Setup) -> CardRun:
 def present(report: CardReport, console: Console, out: Path, json_file: Path | None) -> None:
     """Print the table; write the chart and, if asked for, the JSON."""
     console.print(
-        f"\n{report.model} in a process of {report.limit_bytes / MIB:,.0f} MiB beside its libraries "
-        f"(a card of {report.card_bytes / MIB:,.0f} MiB), {report.cpu}",
+        f"\n{report.model}, {report.cpu}\n"
+        f"{report.limit_bytes / MIB:,.0f} MiB beside the libraries' own, "
+        f"as of a card of {report.card_bytes / MIB:,.0f} MiB",
         style="bold",
     )
     console.print(_table(report))

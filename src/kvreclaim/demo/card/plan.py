@@ -24,12 +24,11 @@ class Setup:
 
 
 POLICY = "lagkv"
-"""The best that needs no calibration (docs/evidence.md): statistics belong to one rotation and one packing."""
+"""The best without calibration (docs/evidence.md); statistics would belong to one rotation and packing."""
 
 SETUPS = (
-    Setup("full cache, a pool for all of it", whole_pool=True),
+    Setup("pool for all of it", whole_pool=True),
     Setup("full cache"),
-    Setup("evicted, no block given back", policy=f"evict-only({POLICY})"),
     Setup("budget", policy=POLICY),
     Setup("int4", kv_cache_dtype="int4"),
     Setup("budget and int4", kv_cache_dtype="int4", policy=POLICY),
@@ -66,8 +65,8 @@ class CardPlan:
 
 
 class Sample(BaseModel):
-    """tokens: of the chain so far; block_bytes: of blocks in use; resident_bytes: of the process's own memory,
-    without its libraries'"""
+    """tokens: of the chain so far; block_bytes: of blocks in use; resident_bytes: of the process, without its
+    libraries'"""
 
     tokens: int
     elapsed_s: float
@@ -78,8 +77,8 @@ class Sample(BaseModel):
 class CardRun(BaseModel):
     """What became of the chain.
 
-    outcome:    "done"; "pool full" where it ended before its time, since one sequence had every block; "out of
-                memory" where the engine could not begin
+    outcome:    "done"; "pool full" where it ended before its time, since one sequence had every block;
+                "out of memory" where the engine could not begin
     said:       why, where it is not done
     peak_bytes: of memory that was taken, by the kernel's count, which is what the limit counts
     """

@@ -1,12 +1,11 @@
 """One chain in a process that the kernel refuses more memory than the card has.
 
-The limit is RLIMIT_DATA: memory of its own that may be written, taken or not. It is set behind what the libraries
-have taken, which on a GPU's card would not be.
+The limit is RLIMIT_DATA: private memory that may be written, touched or not. It counts from what the
+libraries have taken, which on a GPU's card would not be.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import resource
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from kvreclaim import demo_model
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.card.plan import CardPlan, CardRun, Sample, Setup
@@ -26,6 +26,7 @@ from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model.loader import read_config
 from kvreclaim.model.overrides import yarn
 
 CHUNK = 256
@@ -48,7 +49,7 @@ def main() -> None:
 
 def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
     """The chain, or why it does not come to its end. The limit stays on this process."""
-    known = _use_all_libraries(plan)
+    _use_all_libraries()
     base = Taken.now()
     most = base.data_bytes + plan.limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -61,7 +62,7 @@ def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
         outcome="done",
     )
     try:
-        llm = _load(plan, setup, known)
+        llm = _load(plan, setup)
         _run(plan, setup, llm, base, found)
     except (InvalidArgumentError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
@@ -87,19 +88,16 @@ class Taken:
         return cls(int(said["VmData"]) * 1024, int(said["RssAnon"]) * 1024)
 
 
-def _use_all_libraries(plan: CardPlan) -> int:
-    """Everything that is loaded late, threads and buffers are there before anything is counted. Returns: the
-    positions that the model knows."""
-    llm = LLM(plan.model, num_blocks=64, max_num_seqs=1, max_model_len=512, max_num_batched_tokens=CHUNK)
+def _use_all_libraries() -> None:
+    """A small model runs, so that modules, threads and their buffers are there before anything is counted."""
+    llm = LLM(demo_model(), num_blocks=64, max_num_seqs=1, max_num_batched_tokens=CHUNK)
     llm.generate([[1] * 300], SamplingParams(max_tokens=4, ignore_eos=True))
-    known = llm.loaded.facts.max_position
     del llm
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return known
 
 
-def _load(plan: CardPlan, setup: Setup, known: int) -> LLM:
+def _load(plan: CardPlan, setup: Setup) -> LLM:
+    known = read_config(plan.model).max_position_embeddings
     whole = blocks_for(plan.num_tokens, BLOCK_SIZE) if setup.whole_pool else None
     return LLM(
         plan.model,
