@@ -9,7 +9,7 @@
 
 #include "dlpack.h"
 #include "kvreclaim/layout.h"
-#include "kvreclaim/packed_codes.h"
+#include "kvreclaim/packed.h"
 
 namespace kvreclaim {
 
@@ -57,6 +57,9 @@ class Tensor {
   Element element_;
   const char* name_;
 };
+
+// Throws ValueError for a number that is no kind.
+Activations activations_of(int kind);
 
 // A [T, H, D] tensor with any strides.
 RowsView rows_view(const Tensor& tensor);

@@ -13,8 +13,8 @@ class Projection {
  public:
   // weight: a matrix, or a list of Packed, whose outputs follow each other. like: a tensor of the type of x and out.
   Projection(nb::object weight, nb::object like, nb::object bias, nb::object norm, float eps, bool is_gated,
-             bool is_exact)
-      : owners_{weight, bias, norm}, eps_(eps), is_gated_(is_gated), is_exact_(is_exact) {
+             int activations)
+      : owners_{weight, bias, norm}, eps_(eps), is_gated_(is_gated), activations_(activations_of(activations)) {
     const Tensor example(like, "like", Tensor::kAnyDims);
     type_ = example.type();
     if (nb::isinstance<nb::list>(weight)) {
@@ -59,7 +59,7 @@ class Projection {
     }
     if (weight_ == nullptr)
       kernels().packed_linear({from, packed_.views.data(), (int64_t)packed_.views.size(), bias_, result.bytes(), count,
-                               out_, type_, is_exact_});
+                               out_, type_, activations_});
     else
       kernels().linear({from, weight_, bias_, result.bytes(), count, in_, out_, in_, type_});
     if (added != nullptr) kernels().add_rows({added, result.bytes(), count * out_, type_});
@@ -77,7 +77,8 @@ class Projection {
   PackedGroup packed_;
   const char *weight_ = nullptr, *bias_ = nullptr, *norm_ = nullptr;
   float eps_;
-  bool is_gated_, is_exact_;
+  bool is_gated_;
+  Activations activations_;
   int64_t in_, out_;
   Type type_;
 };
@@ -119,9 +120,9 @@ void gate_rows(nb::handle x, nb::handle out) {
 
 void bind_decoder(nb::module_& m) {
   nb::class_<Projection>(m, "Projection")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, float, bool, bool>(), nb::arg("weight"),
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, float, bool, int>(), nb::arg("weight"),
            nb::arg("like"), nb::arg("bias").none(), nb::arg("norm").none(), nb::arg("eps"), nb::arg("is_gated"),
-           nb::arg("is_exact"))
+           nb::arg("activations"))
       .def("run", &Projection::run, nb::arg("x"), nb::arg("residual").none(), nb::arg("out"));
   m.def("rotate_heads", rotate_heads, nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("q_norm").none(),
         nb::arg("k_norm").none(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"));

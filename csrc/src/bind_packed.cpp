@@ -85,9 +85,14 @@ PackedGroup::PackedGroup(nb::sequence matrices) {
   in = views[0]->in;
 }
 
+Activations activations_of(int kind) {
+  if (kind < 0 || kind > (int)Activations::kExact) throw nb::value_error("activations is no kind that the kernels have");
+  return (Activations)kind;
+}
+
 namespace {
 
-void packed_linear(nb::sequence matrices, nb::handle x, nb::handle bias, nb::handle out, bool is_exact) {
+void packed_linear(nb::sequence matrices, nb::handle x, nb::handle bias, nb::handle out, int activations) {
   const PackedGroup group(matrices);
   const Tensor rows(x, "x", 2), result(out, "out", 2);
   rows.require_shape({-1, group.in});
@@ -101,7 +106,7 @@ void packed_linear(nb::sequence matrices, nb::handle x, nb::handle bias, nb::han
     added = vector.data<char>(rows.element());
   }
   const PackedArgs args{rows.bytes(),   group.views.data(), (int64_t)group.views.size(), added, result.bytes(),
-                        rows.size(0), group.out,          rows.type(),                 is_exact};
+                        rows.size(0), group.out,          rows.type(),                 activations_of(activations)};
   nb::gil_scoped_release release;
   kernels().packed_linear(args);
 }
@@ -127,7 +132,7 @@ void bind_packed(nb::module_& m) {
            nb::arg("supers").none(), nb::arg("table").none(), nb::arg("out"), nb::arg("in"), nb::arg("group"))
       .def_prop_ro("unit", [](const Packed& packed) { return packed.view.unit; });
   m.def("packed_linear", packed_linear, nb::arg("matrices"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
-        nb::arg("is_exact"));
+        nb::arg("activations"));
   m.def("unpack_rows", unpack_rows, nb::arg("matrix"), nb::arg("ids"), nb::arg("out"));
 }
 

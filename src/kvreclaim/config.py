@@ -128,9 +128,9 @@ class EngineConfig:
         "auto", "auto (native on a CPU, triton on CUDA), native, triton or reference.", choices=KERNELS
     )
     quantized_activations: str = option(
-        "int8",
-        "What products with packed weights take: int8 (rounded to bytes, a scale per 32) or exact.",
-        choices=("int8", "exact"),
+        "int16",
+        "What products with packed weights take: int16 (x rounded to 15 bits, a scale per 32), int8 or exact.",
+        choices=("int16", "int8", "exact"),
     )
     hf_overrides: str | None = option(
         None,

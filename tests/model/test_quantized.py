@@ -218,7 +218,7 @@ def test_layers_are_native_and_the_line_says_what_is_packed(tmp_path: Path) -> N
     loaded = load_model(tmp_path)
     assert "decoder layers: native (2)" in loaded.modules
     assert "packed weights: 14 of 4 bits (" in loaded.modules
-    assert "int8 activations)" in loaded.modules
+    assert "int16 activations)" in loaded.modules
     assert "packed_data" in " ".join(name for name, _ in loaded.model.named_buffers())
 
 

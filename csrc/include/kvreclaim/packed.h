@@ -1,14 +1,17 @@
 // y = x W^T + bias for packed weights (packed_codes.h), read once as they lie.
 //
-// Integers: x is rounded to bytes, with a scale for each row and 32 columns, and multiplied as integers; a product of
-// a chunk becomes fp32 and takes its two scales. What that loses is 1/254 of a chunk's largest |x|. Exact: weights are
-// widened to fp32 and multiplied by x. Either way a result is summed in an order that depends on K alone: it is the
+// Integers: x is rounded to 8 or 15 bits, with a scale for each row and 32 columns, and multiplied as integers; a product
+// of a chunk becomes fp32 and takes its two scales. What that loses is 1/254 or 1/32512 of a chunk's largest |x|. A number
+// of 15 bits is 128 high + low, two signed bytes that read the same codes. Exact: weights are widened to fp32 and
+// multiplied by x. Either way a result is summed in an order that depends on K alone: it is the
 // same, bit for bit, whatever the other rows and their number, and the integers are the same on every CPU.
 #pragma once
 
 #include "kvreclaim/packed_codes.h"
 
 namespace kvreclaim {
+
+enum class Activations : int { kInt8, kInt16, kExact };
 
 // Matrices that share x, [M, K] contiguous; their outputs lie beside each other in y [M, sum of N], contiguous.
 // bias: [sum of N] or null. x, bias and y are of one type; sums are fp32, bias included, and rounded once.
@@ -20,7 +23,7 @@ struct PackedArgs {
   char* y;
   int64_t rows, out;  // M, sum of N
   Type type;
-  bool is_exact;
+  Activations activations;
 };
 
 // Rows of a packed matrix as numbers: ids [count] -> y [count, K], fp32 or bf16.
@@ -55,10 +58,13 @@ constexpr int blocks_at_once(int panel) {
   return vectors;
 }
 
-// x for a pass of `size` rows (of which the last may be zeros): [K / 4][size] words of bytes, [K / 32][size] scales,
-// [K / 16][size] sums of bytes; exact: [K][size] fp32.
+constexpr int kLowBits = 7;                       // of a number of x in two bytes
+
+// x for a pass of `size` rows (of which the last may be zeros): [K / 4][size] words of bytes, of the low bytes too where
+// x has two (else null), [K / 32][size] scales, [K / 16][size] sums of numbers; exact: [K][size] fp32.
 struct Panel {
   const int32_t* words;
+  const int32_t* lows;
   const float* scales;
   const int32_t* sums;
   const float* numbers;
@@ -70,37 +76,53 @@ KVR_INLINE float number_at(const char* row, int64_t i) {
   return T == Type::kBF16 ? from_bf16(load<uint16_t>(row + 2 * i)) : load<float>(row + 4 * i);
 }
 
-// A row of x as bytes. A chunk with a number that is not finite has a scale that is not.
+KVR_INLINE int32_t word_of(const int32_t* bytes) {
+  uint32_t word = 0;
+  for (int j = 0; j < 4; ++j) word |= (uint32_t)(bytes[j] & 0xff) << (8 * j);
+  return (int32_t)word;
+}
+
+// A row of x as integers, in column `at` of a panel. A chunk with a number that is not finite has a scale that is not.
 template <Type T>
-inline void pack_row(const char* row, int64_t in, int64_t at, int64_t size, int32_t* words, float* scales,
-                     int32_t* sums) {
+inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel) {
+  int32_t *words = const_cast<int32_t*>(panel.words), *lows = const_cast<int32_t*>(panel.lows);
+  int32_t* sums = const_cast<int32_t*>(panel.sums);
+  const int64_t size = panel.size;
+  const float most = lows == nullptr ? 127.0f : 127.0f * (1 << kLowBits);
   for (int64_t c = 0; c < in / kChunkCols; ++c) {
     float x[kChunkCols], largest = 0.0f, all = 0.0f;
     for (int i = 0; i < kChunkCols; ++i) x[i] = number_at<T>(row, c * kChunkCols + i);
     for (int i = 0; i < kChunkCols; ++i) largest = std::max(largest, __builtin_fabsf(x[i]));
     for (int i = 0; i < kChunkCols; ++i) all += x[i] - x[i];
     largest = std::max(largest, 1e-30f);
-    const float inverse = 127.0f / largest;
-    scales[c * size + at] = largest / 127.0f + all;
-    int32_t bytes[kChunkCols];
-    for (int i = 0; i < kChunkCols; ++i) bytes[i] = load<int32_t>(&(const float&)(x[i] = x[i] * inverse + 12582912.0f));
-    for (int i = 0; i < kChunkCols; ++i) bytes[i] -= 0x4b400000;  // the bits of 1.5 * 2^23, which rounded them
-    if (all != 0.0f) std::fill(bytes, bytes + kChunkCols, 0);
+    const float inverse = most / largest;
+    const_cast<float*>(panel.scales)[c * size + at] = largest / most + all;
+    int32_t rounded[kChunkCols], low[kChunkCols];
+    for (int i = 0; i < kChunkCols; i += kLanes) {
+      const vf sum = unfused(load<vf>(&x[i]) * inverse) + 12582912.0f;  // 1.5 * 2^23 rounds; its bits are taken off
+      store(&rounded[i], (vi)sum - 0x4b400000);
+    }
+    if (all != 0.0f) std::fill(rounded, rounded + kChunkCols, 0);
     for (int h = 0; h < 2; ++h) {
       int32_t sum = 0;
-      for (int i = 0; i < kSumCols; ++i) sum += bytes[h * kSumCols + i];
+      for (int i = 0; i < kSumCols; ++i) sum += rounded[h * kSumCols + i];
       sums[(2 * c + h) * size + at] = sum;
     }
+    if (lows != nullptr)
+      for (int i = 0; i < kChunkCols; ++i) {
+        const int32_t high = (rounded[i] + (1 << (kLowBits - 1))) >> kLowBits;
+        low[i] = rounded[i] - (high << kLowBits);
+        rounded[i] = high;
+      }
     for (int w = 0; w < kChunkCols / 4; ++w) {
-      uint32_t word = 0;
-      for (int j = 0; j < 4; ++j) word |= (uint32_t)(bytes[4 * w + j] & 0xff) << (8 * j);
-      words[(c * kChunkCols / 4 + w) * size + at] = (int32_t)word;
+      words[(c * kChunkCols / 4 + w) * size + at] = word_of(rounded + 4 * w);
+      if (lows != nullptr) lows[(c * kChunkCols / 4 + w) * size + at] = word_of(low + 4 * w);
     }
   }
 }
 
 // Sums of a strip's products with P rows over one chunk, begun with what the codes' centres take off.
-template <Codes C, Grid G, int P, int kFirst, int kEnd>
+template <Codes C, Grid G, int P, bool kTwo, int kFirst, int kEnd>
 KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x, int64_t chunk, vi* sums) {
   constexpr int kBias = C == Codes::kByte || C == Codes::kTable ? kSignedBias : centre_of(C, G);
 #pragma GCC unroll 8
@@ -110,13 +132,19 @@ KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x,
       for (int h = kFirst / 4; h < kEnd / 4; ++h) sum += x.sums[(2 * chunk + h) * P + r];
     sums[r] = splat_i(-kBias * sum);
   }
-  const int32_t* words = x.words + chunk * (kChunkCols / 4) * P;
+  const int64_t first = chunk * (kChunkCols / 4) * P;
+  [[maybe_unused]] vi lows[kTwo ? P : 1];
+  if constexpr (kTwo)
+    for (int r = 0; r < P; ++r) lows[r] = sums[r], sums[r] = vi{};
   const auto word = [&](auto index) {
     constexpr int kWord = decltype(index)::value;
     vu codes = word_codes<C, kWord>(p);
     if constexpr (C == Codes::kTable) codes = look_up(m.table, codes);
 #pragma GCC unroll 8
-    for (int r = 0; r < P; ++r) sums[r] = dot<C, kWord>(sums[r], codes, words + kWord * P + r);
+    for (int r = 0; r < P; ++r) {
+      sums[r] = dot<C, kWord>(sums[r], codes, x.words + first + kWord * P + r);
+      if constexpr (kTwo) lows[r] = dot<C, kWord>(lows[r], codes, x.lows + first + kWord * P + r);
+    }
   };
   if constexpr (kFirst == 0) {
     word(std::integral_constant<int, 0>{});
@@ -130,14 +158,16 @@ KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x,
     word(std::integral_constant<int, 6>{});
     word(std::integral_constant<int, 7>{});
   }
+  if constexpr (kTwo)
+    for (int r = 0; r < P; ++r) sums[r] = (sums[r] << kLowBits) + lows[r];
 }
 
 // y[r] += the products of a strip's columns kFirst / 8 to kEnd / 8 of a chunk with P rows.
-template <Codes C, Grid G, int P, int kFirst, int kEnd>
+template <Codes C, Grid G, int P, bool kTwo, int kFirst, int kEnd>
 KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, const char* p, const Panel& x,
                           int64_t chunk, vf* y) {
   vi sums[P];
-  chunk_sums<C, G, P, kFirst, kEnd>(m, p, x, chunk, sums);
+  chunk_sums<C, G, P, kTwo, kFirst, kEnd>(m, p, x, chunk, sums);
   const int64_t col = chunk * kChunkCols + kFirst * 4;
   const Line line = line_of<C, G>(m, block, col, lane);
   constexpr bool kHasOffset = G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble);
@@ -145,18 +175,18 @@ KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, co
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
     const float scale = C == Codes::kTable ? x.scales[chunk * P + r] * m.unit : x.scales[chunk * P + r];
-    vf product = __builtin_convertvector(sums[r], vf) * scale;
+    vf product = __builtin_convertvector(sums[r], vf);
     if constexpr (G == Grid::kZero || kHasOffset) {
-      const float total = scale * (float)(x.sums[2 * chunk * P + r] + x.sums[(2 * chunk + 1) * P + r]);
-      if constexpr (G == Grid::kZero) product -= zeros * total;
-      if constexpr (kHasOffset) y[r] += line.offset * total;
+      const float total = (float)(x.sums[2 * chunk * P + r] + x.sums[(2 * chunk + 1) * P + r]);
+      if constexpr (G == Grid::kZero) product -= zeros * total;  // of integers below 2^24: exact
+      if constexpr (kHasOffset) y[r] += line.offset * (scale * total);
     }
-    y[r] += line.scale * product;
+    y[r] += line.scale * (product * scale);
   }
 }
 
 // Blocks `first`, `first + apart`, ... of a matrix times a panel; sums are handed to write(block, lane, r, sum).
-template <Codes C, Grid G, int P, int B, class Write>
+template <Codes C, Grid G, int P, int B, bool kTwo, class Write>
 inline void integer_tile(const PackedMatrix& m, int64_t first, int64_t apart, const Panel& x, const Write& write) {
   constexpr int kVectors = B * kStrips;
   const int64_t chunks = m.in / kChunkCols, bytes = lines_of(C) * kLine;
@@ -171,10 +201,10 @@ inline void integer_tile(const PackedMatrix& m, int64_t first, int64_t apart, co
       if (lane == 0)
         for (int64_t b = 0; b < bytes; b += kLine) prefetch(at + 8 * bytes + b);
       if constexpr (C == Codes::kSix) {
-        add_chunk<C, G, P, 0, 4>(m, block, lane, at + lane * 4, x, c, y[v]);
-        add_chunk<C, G, P, 4, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
+        add_chunk<C, G, P, kTwo, 0, 4>(m, block, lane, at + lane * 4, x, c, y[v]);
+        add_chunk<C, G, P, kTwo, 4, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
       } else {
-        add_chunk<C, G, P, 0, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
+        add_chunk<C, G, P, kTwo, 0, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
       }
     }
   for (int v = 0; v < kVectors; ++v)
@@ -196,6 +226,14 @@ inline void exact_tile(const PackedMatrix& m, int64_t block, const Panel& x, con
   }
 }
 
+template <Codes C, Grid G, int P, bool kTwo, class Write>
+inline void integer_blocks(const PackedMatrix& m, int64_t first, int64_t end, const Panel& x, const Write& write) {
+  constexpr int kAtOnce = blocks_at_once(P);
+  const int64_t apart = (end - first) / kAtOnce;
+  for (int64_t i = 0; i < apart; ++i) integer_tile<C, G, P, kAtOnce, kTwo>(m, first + i, apart, x, write);
+  for (int64_t b = first + apart * kAtOnce; b < end; ++b) integer_tile<C, G, P, 1, kTwo>(m, b, 0, x, write);
+}
+
 // Blocks first to end - 1 of a matrix times one panel of P rows.
 template <Codes C, Grid G, int P, class Write>
 inline void blocks_times(const PackedMatrix& m, int64_t first, int64_t end, const Panel& x, const Write& write) {
@@ -203,10 +241,8 @@ inline void blocks_times(const PackedMatrix& m, int64_t first, int64_t end, cons
     for (int64_t b = first; b < end; ++b) exact_tile<C, G, P>(m, b, x, write);
     return;
   }
-  constexpr int kAtOnce = blocks_at_once(P);
-  const int64_t apart = (end - first) / kAtOnce;
-  for (int64_t i = 0; i < apart; ++i) integer_tile<C, G, P, kAtOnce>(m, first + i, apart, x, write);
-  for (int64_t b = first + apart * kAtOnce; b < end; ++b) integer_tile<C, G, P, 1>(m, b, 0, x, write);
+  x.lows == nullptr ? integer_blocks<C, G, P, false>(m, first, end, x, write)
+                    : integer_blocks<C, G, P, true>(m, first, end, x, write);
 }
 
 // What all threads of a call share.
@@ -266,28 +302,39 @@ KVR_INLINE int panel_size(int64_t rows) {
   return rows >= kPanel ? kPanel : rows > 4 ? 8 : rows > 2 ? 4 : (int)rows;
 }
 
+// Where a panel's parts begin in its memory, of panel_words(in) words a row.
+KVR_INLINE int64_t panel_words(Activations kind, int64_t in) {
+  if (kind == Activations::kExact) return in;
+  return (kind == Activations::kInt16 ? 2 : 1) * (in / 4) + in / kChunkCols + in / kSumCols;
+}
+
+inline Panel panel_at(Activations kind, int64_t in, int size, float* at) {
+  if (kind == Activations::kExact) return {nullptr, nullptr, nullptr, nullptr, at, size};
+  const int32_t* words = reinterpret_cast<const int32_t*>(at);
+  const int64_t part = in / 4 * size;
+  const bool has_lows = kind == Activations::kInt16;
+  const float* scales = at + (has_lows ? 2 : 1) * part;
+  const int32_t* sums = reinterpret_cast<const int32_t*>(scales + in / kChunkCols * size);
+  return {words, has_lows ? words + part : nullptr, scales, sums, nullptr, size};
+}
+
 // x in panels, in scratch of the call.
 template <Type T>
 inline void pack_x(const PackedArgs& a, int64_t in, std::vector<Panel>& panels) {
-  const int64_t row_words = a.is_exact ? in : in / 4 + in / kChunkCols + in / kSumCols;
+  const int64_t row_words = panel_words(a.activations, in);
   const int64_t full = (a.rows + kPanel - 1) / kPanel;
   float* memory = call_scratch(full * kPanel * row_words);
   for (int64_t i = 0; i < full; ++i) {
-    float* at = memory + i * kPanel * row_words;
     const int size = panel_size(std::min<int64_t>(kPanel, a.rows - i * kPanel));
-    int32_t* words = reinterpret_cast<int32_t*>(at);
-    float* scales = at + in / 4 * size;
-    panels.push_back({words, scales, reinterpret_cast<int32_t*>(scales + in / kChunkCols * size),
-                      a.is_exact ? at : nullptr, size});
+    panels.push_back(panel_at(a.activations, in, size, memory + i * kPanel * row_words));
   }
   parallel_for(full, [&](int64_t i) {
     const Panel& p = panels[i];
     for (int64_t r = 0; r < p.size; ++r) {
       // A row that is not there is a copy of the last, whose sums nobody takes.
       const char* row = a.x + std::min(i * kPanel + r, a.rows - 1) * in * size_of(T);
-      if (!a.is_exact) {
-        pack_row<T>(row, in, r, p.size, const_cast<int32_t*>(p.words), const_cast<float*>(p.scales),
-                    const_cast<int32_t*>(p.sums));
+      if (p.numbers == nullptr) {
+        pack_row<T>(row, in, r, p);
         continue;
       }
       float* numbers = const_cast<float*>(p.numbers);

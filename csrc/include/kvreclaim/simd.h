@@ -67,6 +67,16 @@ KVR_INLINE V splat(float x) {
 KVR_INLINE vf splat(float x) { return x - vf{}; }
 KVR_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 
+// x as it is in fp32: a product that is rounded before a sum takes it, on every CPU.
+KVR_INLINE vf unfused(vf x) {
+#if defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
 // 0, 1, ..., kLanes - 1.
 KVR_INLINE vi iota() {
   vi v{};

@@ -251,7 +251,9 @@ def _single(linear: Any, *, is_gated: bool = False) -> Projection:
 def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, **more: Any) -> Projection:
     (first, *_) = linears
     like = torch.empty(0, dtype=first.dtype)
-    return Projection([each.matrix for each in linears], bias, like=like, is_exact=first.is_exact, **more)
+    return Projection(
+        [each.matrix for each in linears], bias, like=like, activations=first.activations, **more
+    )
 
 
 def _joined(linears: list[Any], norm: Any) -> Projection:

@@ -68,7 +68,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     kernels: str = "auto",
-    quantized_activations: str = "int8",
+    quantized_activations: str = "int16",
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
     """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
@@ -79,7 +79,8 @@ def load_model(
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
-        quantized_activations: "int8" or "exact": what products with packed weights round their input to
+        quantized_activations: "int16", "int8" or "exact": what products with packed weights round their input
+            to; as of ops.native.packed.packed_linear
         hf_overrides: fields that replace those of the model's config
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
@@ -96,7 +97,7 @@ def load_model(
     if packed is None:
         model = _load_weights(name, torch_dtype, config)
     else:
-        model = _build_packed(config, name, packed, torch_dtype, target, quantized_activations == "exact")
+        model = _build_packed(config, name, packed, torch_dtype, target, quantized_activations)
     model.eval().requires_grad_(False).to(target)
     native = kernels in ("auto", "native") and target.type == "cpu"
     modules = _use_native(model) if native else "modules: torch"
@@ -133,7 +134,7 @@ def _build_packed(
     source: WeightSource,
     dtype: torch.dtype | str,
     device: torch.device,
-    is_exact: bool,
+    activations: str,
 ) -> PreTrainedModel:
     """Raises: UnsupportedModelError where no kernel multiplies packed weights."""
     problem = unavailable_reason() if device.type == "cpu" else f"they run on CPUs, not on {device.type}"
@@ -151,7 +152,7 @@ def _build_packed(
             f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "
             "auto, float32 and bfloat16."
         )
-    return build(config, name, source, chosen, is_exact=is_exact)
+    return build(config, name, source, chosen, activations)
 
 
 def _use_native(model: PreTrainedModel) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvreclaim.ops import native
 from kvreclaim.ops.native.decoder import Norm, Projection
 from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.packed import PackedMatrix, packed_linear
+from kvreclaim.ops.native.packed import ACTIVATIONS, PackedMatrix, packed_linear
 from kvreclaim.weights.packed import Grid, PackedRows
 
 KINDS = ("scale", "scale-wide", "zero", "min", "q4_k", "table", "q6_k", "q8_0")
@@ -64,11 +64,16 @@ def random_x(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: 
     return x.to(dtype)
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """x rounded as the kernel rounds it, in fp64: 127 steps to the largest of 32 columns."""
+STEPS = {"int8": 127, "int16": 127 * 128}
+
+
+def rounded(x: Tensor, activations: str) -> Tensor:
+    """x rounded as the kernel rounds it, in fp64: so many steps to the largest of 32 columns."""
+    steps = STEPS[activations]
     chunks = x.float().unflatten(1, (-1, 32))
     largest = chunks.abs().amax(-1, keepdim=True)
-    return ((chunks * (127 / largest)).round().double() * (largest.double() / 127)).flatten(1)
+    inverse = torch.tensor(1.0 * steps) / largest
+    return ((chunks * inverse).round().double() * (largest.double() / steps)).flatten(1)
 
 
 @pytest.mark.parametrize("out", [16, 40])
@@ -97,13 +102,14 @@ def test_exact_products(isa: str, kind: str) -> None:
     for count in ROWS:
         x = random_x(count, 512)
         want = x.double() @ weight.T
-        got = packed_linear(x, [matrix], is_exact=True)
+        got = packed_linear(x, [matrix], activations="exact")
         bound = 2e-6 * float((x.abs().double() @ weight.abs().T).max())
         torch.testing.assert_close(got.double(), want, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("activations", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_of_integers(isa: str, kind: str) -> None:
+def test_products_of_integers(isa: str, kind: str, activations: str) -> None:
     """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to bytes."""
     rows = random_rows(kind, 72, 512)
     matrix = PackedMatrix([rows], 72)
@@ -116,18 +122,30 @@ def test_products_of_integers(isa: str, kind: str) -> None:
     for count in ROWS:
         x = random_x(count, 512)
         bound = 2e-6 * float((x.abs().double() @ weight.abs().T).max())
-        got = packed_linear(x, [matrix]).double()
-        torch.testing.assert_close(got, as_bytes(x) @ weight.T, rtol=0, atol=bound)
+        got = packed_linear(x, [matrix], activations=activations).double()
+        torch.testing.assert_close(got, rounded(x, activations) @ weight.T, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("activations", STEPS)
+def test_every_cpu_rounds_alike(isa: str, activations: str) -> None:
+    """To the very integers: ties too, which a fused multiply and add would round in another way."""
+    codes = torch.eye(32, dtype=torch.uint8)
+    ones, none = torch.ones(32, 1), torch.zeros(32, 1, dtype=torch.uint8)
+    matrix = PackedMatrix([PackedRows(codes, 4, Grid.ZERO, 32, ones, none)], 32)
+    x = random_x(2000, 32)
+    step = x.abs().amax(1, keepdim=True) / STEPS[activations]
+    got = packed_linear(x, [matrix], activations=activations)
+    assert float(((got - rounded(x, activations)) / step).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_others(isa: str, kind: str, is_exact: bool) -> None:
+def test_a_row_does_not_depend_on_the_others(isa: str, kind: str, activations: str) -> None:
     matrix, x = PackedMatrix([random_rows(kind, 200, 256)], 200), random_x(21, 256, torch.bfloat16)
-    together = packed_linear(x, [matrix], is_exact=is_exact)
+    together = packed_linear(x, [matrix], activations=activations)
     for count in (1, 2, 3, 5, 9):
         for first in (0, 21 - count):
-            alone = packed_linear(x[first : first + count], [matrix], is_exact=is_exact)
+            alone = packed_linear(x[first : first + count], [matrix], activations=activations)
             assert torch.equal(alone, together[first : first + count])
 
 
@@ -139,8 +157,8 @@ def test_one_product_by_hand() -> None:
     x = torch.zeros(1, 32)
     x[0, :4] = torch.tensor([1.27, -0.5, 0.3, 0.0])
     matrix = PackedMatrix([PackedRows(codes, 4, Grid.ZERO, 32, scales, zeros)], 1)
-    for is_exact in (False, True):
-        assert packed_linear(x, [matrix], is_exact=is_exact).item() == pytest.approx(-1.225, abs=1e-6)
+    for activations in ACTIVATIONS:
+        assert packed_linear(x, [matrix], activations=activations).item() == pytest.approx(-1.225, abs=1e-6)
 
 
 @pytest.mark.parametrize("group", [32, 128, 512])
@@ -148,7 +166,7 @@ def test_groups_of_any_size(isa: str, group: int) -> None:
     rows = random_rows("zero", 33, 1024, group)
     matrix, x = PackedMatrix([rows], 33), random_x(3, 1024)
     assert torch.equal(matrix.dequantised(), rows.dequantised())
-    want = as_bytes(x) @ rows.dequantised().double().T
+    want = rounded(x, "int16") @ rows.dequantised().double().T
     torch.testing.assert_close(packed_linear(x, [matrix]).double(), want, rtol=0, atol=1e-4)
 
 

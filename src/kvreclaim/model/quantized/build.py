@@ -16,7 +16,7 @@ from kvreclaim.model.quantized.source import WeightSource
 
 
 def build(
-    config: Any, name: str, source: WeightSource, dtype: torch.dtype, *, is_exact: bool = False
+    config: Any, name: str, source: WeightSource, dtype: torch.dtype, activations: str
 ) -> PreTrainedModel:
     """The causal model of a config with the weights of a source.
 
@@ -36,10 +36,10 @@ def build(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
-    own_head = _pack(model, source, dtype, is_exact)
+    own_head = _pack(model, source, dtype, activations)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):
-        model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, is_exact=is_exact))
+        model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, activations))
     elif config.tie_word_embeddings and head is not None and not own_head:
         head.weight = embeddings.weight  # filled below, once
     _fill(model, name, source, dtype)
@@ -52,7 +52,7 @@ def build(
     return model
 
 
-def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, is_exact: bool) -> bool:
+def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, activations: str) -> bool:
     """Replace every module whose weight the source packs. Returns: whether the output layer was one."""
     head, was_head = model.get_output_embeddings(), False
     for path, module in list(model.named_modules()):
@@ -65,7 +65,7 @@ def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, is_e
         made: nn.Module = (
             PackedEmbedding(matrix, dtype)
             if isinstance(module, nn.Embedding)
-            else PackedLinear(matrix, module.bias, dtype, is_exact=is_exact)
+            else PackedLinear(matrix, module.bias, dtype, activations)
         )
         model.set_submodule(path, made)
     return was_head

@@ -30,18 +30,18 @@ class _Packed(nn.Module):
 class PackedLinear(_Packed):
     """nn.Linear over a packed weight: y = x W^T + bias, of x's dtype (fp32 or bf16).
 
-    is_exact: as of ops.native.packed.packed_linear
+    activations: as of ops.native.packed.packed_linear
     """
 
     def __init__(
-        self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype, *, is_exact: bool = False
+        self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype, activations: str
     ) -> None:
         super().__init__(matrix, dtype)
         self.in_features, self.out_features = matrix.in_features, matrix.out_features
-        self.bias, self.is_exact = bias, is_exact
+        self.bias, self.activations = bias, activations
 
     def forward(self, input: Tensor) -> Tensor:
-        return packed_linear(input, [self.matrix], self.bias, is_exact=self.is_exact)
+        return packed_linear(input, [self.matrix], self.bias, activations=self.activations)
 
 
 class PackedEmbedding(_Packed):
@@ -73,5 +73,5 @@ def describe_packed(model: nn.Module) -> str | None:
     matrices = {id(module.matrix): module.matrix for module in found}
     size = sum(matrix.num_bytes for matrix in matrices.values())
     kinds = ", ".join(f"{count} of {b} bits" for b, count in sorted(bits.items()))
-    how = "exact" if linears and linears[0].is_exact else "int8 activations"
+    how = f"{linears[0].activations} activations" if linears else "embeddings alone"
     return f"packed weights: {kinds} ({size / 1e6:.0f} MB, {how})"

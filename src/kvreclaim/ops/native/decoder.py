@@ -14,7 +14,7 @@ from torch.nn import functional
 from kvreclaim.ops.native.extension import native
 from kvreclaim.ops.native.linear import UNLIMITED, max_rows
 from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.packed import PackedMatrix
+from kvreclaim.ops.native.packed import ACTIVATIONS, PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class Projection:
         norm: Norm | None = None,
         is_gated: bool = False,
         like: Tensor | None = None,
-        is_exact: bool = False,
+        activations: str = "int16",
     ) -> None:
         """weight [N, K] contiguous and bias [N], fp32 or bf16 on the CPU; is_gated: x has 2 K numbers.
 
         Packed matrices have their outputs side by side; like: a tensor of x's dtype, with them alone.
-        is_exact: as of packed_linear
+        activations: as of packed_linear
         """
         self.weight, self.bias = weight, bias
         self.norm, self.is_gated = norm, is_gated
-        self.is_exact = is_exact
+        self.activations = activations
         if isinstance(weight, Tensor):
             self.dtype, self.limit, self.out_features = weight.dtype, max_rows(weight.dtype), weight.shape[0]
             what: Any = weight
@@ -61,11 +61,12 @@ class Projection:
             self.out_features = sum(each.out_features for each in weight)
             what = [each.native for each in weight]
         weights = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        self._run = native().Projection(what, like, bias, *weights, is_gated, is_exact).run
+        kind = ACTIVATIONS.index(activations)
+        self._run = native().Projection(what, like, bias, *weights, is_gated, kind).run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
         weight, bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
-        how = {"is_gated": self.is_gated, "is_exact": self.is_exact}
+        how = {"is_gated": self.is_gated, "activations": self.activations}
         like = torch.empty(0, dtype=self.dtype)
         return Projection(weight, bias, norm=copy.deepcopy(self.norm, memo), like=like, **how)
 

@@ -16,6 +16,8 @@ BLOCK_ROWS = 16
 CHUNK = 32
 BYTES_OF_CHUNK = {4: 256, 6: 384, 8: 512}
 """Of a block's rows in a chunk of columns, by the bits of a code."""
+ACTIVATIONS = ("int8", "int16", "exact")
+"""What a product rounds x to: 8 or 15 bits, with a scale per 32 columns, or not at all. The kernels' order."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -84,17 +86,20 @@ class PackedMatrix:
 
 
 def packed_linear(
-    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, is_exact: bool = False
+    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "int16"
 ) -> Tensor:
     """x [.., K] fp32 or bf16, bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side.
 
-    is_exact: multiply weights in fp32; else x is rounded to bytes, with a scale per 32 columns, and
-        multiplied as integers, which loses 1/254 of the largest of 32 columns
+    activations: "int8" and "int16" round x to 8 and 15 bits, with a scale per 32 columns, and multiply
+        integers, which loses 1/254 and 1/32512 of the largest of 32 columns; "exact" multiplies weights in
+        fp32
     A row's result does not depend on the other rows, their number or the number of threads.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
-    native().packed_linear([each.native for each in matrices], rows, bias, out, is_exact)
+    native().packed_linear(
+        [each.native for each in matrices], rows, bias, out, ACTIVATIONS.index(activations)
+    )
     return out.view(*x.shape[:-1], -1)
 
 
