@@ -14,10 +14,16 @@ bool has_kind(Codes codes, Grid grid) {
   return grid == (codes == Codes::kSix ? Grid::kSuper : Grid::kScale);
 }
 
+float largest_of(const float* values) {
+  float largest = 1e-30f;
+  for (int i = 0; i < 16; ++i) largest = std::fmax(largest, std::fabs(values[i]));
+  return largest;
+}
+
 // The unit, of those in which all values are at most 127, that loses least (in squares) by rounding to multiples.
 float best_unit(const float* values) {
-  float largest = 0, best = 0;
-  for (int i = 0; i < 16; ++i) largest = std::fmax(largest, std::fabs(values[i]));
+  const float largest = largest_of(values);
+  float best = 0;
   double least = -1;
   for (int steps = 127 * 8; steps >= 64 * 8; --steps) {
     const float unit = largest * 8.0f / (float)steps;
@@ -44,7 +50,7 @@ const char* bytes_of(nb::object object, const char* name, int64_t count, Element
 Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::object offsets, nb::object supers,
                nb::object table, int64_t out, int64_t in, int64_t group)
     : owners{data, scales, offsets, supers} {
-  view = {(Codes)codes, (Grid)grid, false, out, in, group, nullptr, nullptr, nullptr, nullptr, {}, {}, 1.0f};
+  view = {(Codes)codes, (Grid)grid, false, out, in, group, nullptr, nullptr, nullptr, nullptr, {}, {}, 1.0f, {}, 1.0f};
   const bool is_super = view.grid == Grid::kSuper, is_six = view.codes == Codes::kSix;
   if (codes < 0 || codes > 3 || grid < 0 || grid > 3 || !has_kind(view.codes, view.grid))
     throw nb::value_error("codes and grid are no kind that the kernels have");
@@ -69,7 +75,12 @@ Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::obje
   if (view.codes != Codes::kTable) return;
   std::memcpy(view.values, bytes_of(table, "table", 16, Element::kF32), sizeof(view.values));
   view.unit = best_unit(view.values);
-  for (int i = 0; i < 16; ++i) view.table[i] = (int8_t)std::lrint(view.values[i] / view.unit);
+  view.fine_unit = largest_of(view.values) / (float)(127 << kLowBits);
+  for (int i = 0; i < 16; ++i) {
+    view.table[i] = (int8_t)std::lrint(view.values[i] / view.unit);
+    const long steps = std::lrint(view.values[i] / view.fine_unit), high = (steps + 64) >> kLowBits;
+    view.fine[0][i] = (int8_t)high, view.fine[1][i] = (int8_t)(steps - (high << kLowBits));
+  }
 }
 
 PackedGroup::PackedGroup(nb::sequence matrices) {
@@ -130,7 +141,8 @@ void bind_packed(nb::module_& m) {
       .def(nb::init<int, int, nb::object, nb::object, nb::object, nb::object, nb::object, int64_t, int64_t, int64_t>(),
            nb::arg("codes"), nb::arg("grid"), nb::arg("data"), nb::arg("scales"), nb::arg("offsets").none(),
            nb::arg("supers").none(), nb::arg("table").none(), nb::arg("out"), nb::arg("in"), nb::arg("group"))
-      .def_prop_ro("unit", [](const Packed& packed) { return packed.view.unit; });
+      .def_prop_ro("unit", [](const Packed& packed) { return packed.view.unit; })
+      .def_prop_ro("fine_unit", [](const Packed& packed) { return packed.view.fine_unit; });
   m.def("packed_linear", packed_linear, nb::arg("matrices"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
         nb::arg("activations"));
   m.def("unpack_rows", unpack_rows, nb::arg("matrix"), nb::arg("ids"), nb::arg("out"));

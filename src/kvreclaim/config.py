@@ -129,7 +129,7 @@ class EngineConfig:
     )
     quantized_activations: str = option(
         "int16",
-        "What products with packed weights take: int16 (x rounded to 15 bits, a scale per 32), int8 or exact.",
+        "What products with packed weights take: int16 (x in 15 bits, a scale per 32), int8 or exact.",
         choices=("int16", "int8", "exact"),
     )
     hf_overrides: str | None = option(

@@ -58,8 +58,6 @@ constexpr int blocks_at_once(int panel) {
   return vectors;
 }
 
-constexpr int kLowBits = 7;                       // of a number of x in two bytes
-
 // x for a pass of `size` rows (of which the last may be zeros): [K / 4][size] words of bytes, of the low bytes too where
 // x has two (else null), [K / 32][size] scales, [K / 16][size] sums of numbers; exact: [K][size] fp32.
 struct Panel {
@@ -123,7 +121,7 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
 
 // Sums of a strip's products with P rows over one chunk, begun with what the codes' centres take off.
 template <Codes C, Grid G, int P, bool kTwo, int kFirst, int kEnd>
-KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x, int64_t chunk, vi* sums) {
+KVR_INLINE void chunk_sums(const int8_t* table, const char* p, const Panel& x, int64_t chunk, vi* sums) {
   constexpr int kBias = C == Codes::kByte || C == Codes::kTable ? kSignedBias : centre_of(C, G);
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
@@ -139,7 +137,7 @@ KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x,
   const auto word = [&](auto index) {
     constexpr int kWord = decltype(index)::value;
     vu codes = word_codes<C, kWord>(p);
-    if constexpr (C == Codes::kTable) codes = look_up(m.table, codes);
+    if constexpr (C == Codes::kTable) codes = look_up(table, codes);
 #pragma GCC unroll 8
     for (int r = 0; r < P; ++r) {
       sums[r] = dot<C, kWord>(sums[r], codes, x.words + first + kWord * P + r);
@@ -166,16 +164,21 @@ KVR_INLINE void chunk_sums(const PackedMatrix& m, const char* p, const Panel& x,
 template <Codes C, Grid G, int P, bool kTwo, int kFirst, int kEnd>
 KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, const char* p, const Panel& x,
                           int64_t chunk, vf* y) {
+  constexpr bool kFine = C == Codes::kTable && kTwo;
   vi sums[P];
-  chunk_sums<C, G, P, kTwo, kFirst, kEnd>(m, p, x, chunk, sums);
+  [[maybe_unused]] vi lows[P];
+  chunk_sums<C, G, P, kTwo, kFirst, kEnd>(kFine ? m.fine[0] : m.table, p, x, chunk, sums);
+  if constexpr (kFine) chunk_sums<C, G, P, kTwo, kFirst, kEnd>(m.fine[1], p, x, chunk, lows);
   const int64_t col = chunk * kChunkCols + kFirst * 4;
   const Line line = line_of<C, G>(m, block, col, lane);
   constexpr bool kHasOffset = G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble);
   const vf zeros = G == Grid::kZero ? zeros_of(m, block, col, lane) : vf{};
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
-    const float scale = C == Codes::kTable ? x.scales[chunk * P + r] * m.unit : x.scales[chunk * P + r];
+    const float unit = kFine ? m.fine_unit : m.unit;
+    const float scale = C == Codes::kTable ? x.scales[chunk * P + r] * unit : x.scales[chunk * P + r];
     vf product = __builtin_convertvector(sums[r], vf);
+    if constexpr (kFine) product = product * (float)(1 << kLowBits) + __builtin_convertvector(lows[r], vf);
     if constexpr (G == Grid::kZero || kHasOffset) {
       const float total = (float)(x.sums[2 * chunk * P + r] + x.sums[(2 * chunk + 1) * P + r]);
       if constexpr (G == Grid::kZero) product -= zeros * total;  // of integers below 2^24: exact

@@ -29,6 +29,7 @@ enum class Grid : int { kScale, kZero, kMin, kSuper };
 constexpr int64_t kBlockRows = 16;     // of a packed matrix
 constexpr int64_t kChunkCols = 32;
 constexpr int64_t kSuperCols = 256;
+constexpr int kLowBits = 7;            // of a number in two bytes, the upper of which counts 128
 
 constexpr int64_t lines_of(Codes codes) { return codes == Codes::kSix ? 6 : codes == Codes::kByte ? 8 : 4; }
 
@@ -43,9 +44,11 @@ struct PackedMatrix {
   const char* scales;   // [N / 16, K / G, 16] fp16 or fp32; kSuper: [.., 2, 16] bytes a, b; kSix: [.., 16] signed bytes
   const char* offsets;  // kZero: [N / 16, K / G, 16] bytes; kMin: like scales; else null
   const char* supers;   // kSuper: [N / 16, K / 256, 2, 16] fp16 d, e; kSix: [N / 16, K / 256, 16]; else null
-  int8_t table[16];     // kTable: the numbers as multiples of `unit`, for products of integers
   float values[16];     // kTable: the numbers
+  int8_t table[16];     // kTable: the numbers as multiples of `unit`, for products with x of 8 bits
   float unit;
+  int8_t fine[2][16];   // kTable: as multiples of `fine_unit`, 128 fine[0] + fine[1], for products with x of 15 bits
+  float fine_unit;
 };
 
 }  // namespace kvreclaim

@@ -110,13 +110,13 @@ def test_exact_products(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("activations", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_integers(isa: str, kind: str, activations: str) -> None:
-    """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to bytes."""
+    """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to as many steps."""
     rows = random_rows(kind, 72, 512)
     matrix = PackedMatrix([rows], 72)
     weight = rows.dequantised().double()
     if rows.table is not None:
-        unit = matrix.native.unit
-        assert 64 <= float(rows.table.abs().max()) / unit <= 127.001
+        unit = matrix.native.unit if activations == "int8" else matrix.native.fine_unit
+        assert STEPS[activations] / 2 <= float(rows.table.abs().max()) / unit <= STEPS[activations] * 1.00001
         table = (rows.table.double() / unit).round() * unit
         weight = table[rows.codes.long()] * rows.scales.double().repeat_interleave(64, 1)
     for count in ROWS:

@@ -66,7 +66,7 @@ class Projection:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
         weight, bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
-        how = {"is_gated": self.is_gated, "activations": self.activations}
+        how: dict[str, Any] = {"is_gated": self.is_gated, "activations": self.activations}
         like = torch.empty(0, dtype=self.dtype)
         return Projection(weight, bias, norm=copy.deepcopy(self.norm, memo), like=like, **how)
 

@@ -17,7 +17,7 @@ CHUNK = 32
 BYTES_OF_CHUNK = {4: 256, 6: 384, 8: 512}
 """Of a block's rows in a chunk of columns, by the bits of a code."""
 ACTIVATIONS = ("int8", "int16", "exact")
-"""What a product rounds x to: 8 or 15 bits, with a scale per 32 columns, or not at all. The kernels' order."""
+"""What a product rounds x to: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
