@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvreclaim.bench.packed.plan import PackedPlan
 from kvreclaim.bench.plans import (
     KERNELS,
     THREADS,
@@ -268,6 +269,27 @@ def chunks(
 
         rows = chunks.run(plan)
         publish(rows, [chunks.chunks_table(rows)], json_file)
+
+
+@bench_app.command("packed")
+@takes
+def packed(plan: Annotated[PackedPlan, Takes(config=PackedPlan)], json_file: Json = None) -> None:
+    """Weights of 4, 6 and 8 bits beside bf16: products, decode, and what rounding the activations costs."""
+    with ready(plan.threads):
+        from kvreclaim.bench.packed import decode, products, quality
+
+        parts: dict[str, list[dict[str, Any]]] = {}
+        tables = []
+        if plan.products:
+            parts["products"], machine = products.run(plan)
+            tables.append(products.products_table(parts["products"], machine))
+        if plan.packed:
+            parts["decode"] = decode.run(plan)
+            tables.append(decode.decode_table(parts["decode"]))
+            parts["quality"] = quality.run(plan)
+            tables.append(quality.quality_table(parts["quality"]))
+        rows = [{"part": part, **row} for part, found in parts.items() for row in found]
+        publish(rows, tables, json_file)
 
 
 @bench_app.command("tiers")

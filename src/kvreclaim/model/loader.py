@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -60,6 +61,13 @@ class LoadedModel:
     def name(self) -> str:
         """As messages call the model."""
         return self.facts.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters and buffers, each memory once."""
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        stores = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        return sum(stores.values())
 
 
 def load_model(

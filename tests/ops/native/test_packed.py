@@ -13,8 +13,8 @@ from kvreclaim.ops.native.decoder import Norm, Projection
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS, PackedMatrix, packed_linear
 from kvreclaim.weights.packed import Grid, PackedRows
+from kvreclaim.weights.random_rows import KINDS, random_rows
 
-KINDS = ("scale", "scale-wide", "zero", "min", "q4_k", "table", "q6_k", "q8_0")
 ROWS = (1, 2, 3, 5, 8, 9, 21)
 
 
@@ -24,39 +24,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.force_isa(request.param)
     yield request.param
     native.force_isa(native.supported_isas()[0])
-
-
-def random_rows(kind: str, out: int, columns: int, group: int = 64, seed: int = 1) -> PackedRows:
-    generator = torch.Generator().manual_seed(seed)
-
-    def codes(below: int) -> Tensor:
-        return torch.randint(below, (out, columns), generator=generator).to(torch.uint8)
-
-    def numbers(*shape: int) -> Tensor:
-        return (torch.rand(shape, generator=generator) * 0.1 + 0.01).half()
-
-    def whole(below: int, *shape: int) -> Tensor:
-        return torch.randint(below, shape, generator=generator).to(torch.uint8)
-
-    scales = numbers(out, columns // group)
-    if kind == "scale":
-        return PackedRows(codes(16), 4, Grid.SCALE, group, scales)
-    if kind == "scale-wide":
-        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float() * 1.000123)
-    if kind == "zero":
-        return PackedRows(codes(16), 4, Grid.ZERO, group, scales, whole(17, out, columns // group))
-    if kind == "min":
-        return PackedRows(codes(16), 4, Grid.MIN, group, scales, -numbers(out, columns // group) * 8)
-    if kind == "q4_k":
-        a = whole(64, out, columns // 32, 2)
-        return PackedRows(codes(16), 4, Grid.SUPER, 32, a, supers=numbers(out, columns // 256, 2))
-    if kind == "table":
-        table = torch.rand(16, generator=generator) * 2 - 1
-        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float(), table=table)
-    if kind == "q6_k":
-        a = whole(256, out, columns // 16).view(torch.int8)
-        return PackedRows(codes(64), 6, Grid.SUPER, 16, a, supers=numbers(out, columns // 256))
-    return PackedRows(codes(256).view(torch.int8), 8, Grid.SCALE, 32, numbers(out, columns // 32))
 
 
 def random_x(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
@@ -110,7 +77,7 @@ def test_exact_products(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("activations", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_integers(isa: str, kind: str, activations: str) -> None:
-    """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded to as many steps."""
+    """Equal to products of the rounded x: nothing else is lost but of tables, which are rounded alike."""
     rows = random_rows(kind, 72, 512)
     matrix = PackedMatrix([rows], 72)
     weight = rows.dequantised().double()

@@ -11,7 +11,6 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +118,7 @@ def _run(plan: CardPlan, setup: Setup, llm: LLM, base: Taken, found: CardRun) ->
     prompt = prompt_of(llm)
     found.bytes_per_block = llm.engine.cache.bytes_per_block
     found.num_blocks = llm.engine.config.num_blocks or 0
-    found.weight_bytes = weight_bytes(llm)
+    found.weight_bytes = llm.loaded.weight_bytes
     started = time.perf_counter()
 
     def sample(tokens: int, blocks: int) -> None:
@@ -171,18 +170,6 @@ def prompt_of(llm: LLM) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(QUESTION))
     return render_chat(llm.loaded, [{"role": "user", "content": QUESTION}])
-
-
-def weight_bytes(llm: LLM) -> int:
-    """Of all parameters and buffers, each memory once."""
-    model = llm.loaded.model
-    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
-    return sum(stores.values())
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 if __name__ == "__main__":

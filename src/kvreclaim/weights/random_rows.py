@@ -1,0 +1,45 @@
+"""Packed rows of random codes, for benchmarks and tests: every kind that the kernels know."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.weights.packed import Grid, PackedRows
+
+KINDS = ("scale", "scale-wide", "zero", "min", "q4_k", "table", "q6_k", "q8_0")
+
+
+def random_rows(kind: str, out: int, columns: int, group: int = 64, seed: int = 1) -> PackedRows:
+    """N = out rows of K = columns, of a kind of KINDS, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def codes(below: int) -> Tensor:
+        return whole(below, out, columns)
+
+    def numbers(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=generator) * 0.1 + 0.01).half()
+
+    def whole(below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=generator).to(torch.uint8)
+
+    scales = numbers(out, columns // group)
+    if kind == "scale":
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales)
+    if kind == "scale-wide":
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float() * 1.000123)
+    if kind == "zero":
+        return PackedRows(codes(16), 4, Grid.ZERO, group, scales, whole(17, out, columns // group))
+    if kind == "min":
+        return PackedRows(codes(16), 4, Grid.MIN, group, scales, -numbers(out, columns // group) * 8)
+    if kind == "q4_k":
+        a = whole(64, out, columns // 32, 2)
+        return PackedRows(codes(16), 4, Grid.SUPER, 32, a, supers=numbers(out, columns // 256, 2))
+    if kind == "table":
+        table = torch.rand(16, generator=generator) * 2 - 1
+        return PackedRows(codes(16), 4, Grid.SCALE, group, scales.float(), table=table)
+    if kind == "q6_k":
+        a = whole(256, out, columns // 16).view(torch.int8)
+        return PackedRows(codes(64), 6, Grid.SUPER, 16, a, supers=numbers(out, columns // 256))
+    assert kind == "q8_0", f"{kind} is none of {KINDS}"
+    return PackedRows(codes(256).view(torch.int8), 8, Grid.SCALE, 32, numbers(out, columns // 32))
