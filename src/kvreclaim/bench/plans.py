@@ -37,9 +37,9 @@ class ModelPlan:
     def __post_init__(self) -> None:
         check_options(self)
         require(
-            self.model.is_dir(),
-            f"--model is {str(self.model)!r}, which is no directory; run `make bench-model`, or name another "
-            "one.",
+            self.model.is_dir() or self.model.suffix == ".gguf" and self.model.is_file(),
+            f"--model is {str(self.model)!r}, which is no directory and no .gguf file; run `make "
+            "bench-model`, or name another one.",
         )
 
     @property
