@@ -53,17 +53,20 @@ constexpr int64_t kSerialWeights = 64 * 1024;     // a smaller product is not wo
 constexpr int64_t kSumCols = 16;                  // columns whose bytes of x are summed
 
 // Blocks that a tile of P rows of x reads at once, from distant places, so that the memory serves several streams.
-constexpr int blocks_at_once(int panel) {
-  const int vectors = kRegisters >= 32 ? (panel == 1 ? 4 : panel <= 4 ? 2 : 1) : panel == 1 ? 2 : 1;
-  return vectors;
+constexpr int blocks_at_once(Grid grid, int panel) {
+  if (kRegisters < 32) return panel == 1 ? 2 : 1;
+  if (panel == 1) return grid == Grid::kSuper ? 2 : 4;
+  return panel <= 4 ? 2 : 1;
 }
 
 // x for a pass of `size` rows (of which the last may be zeros): [K / 4][size] words of bytes, of the low bytes too where
-// x has two (else null), [K / 32][size] scales, [K / 16][size] sums of numbers; exact: [K][size] fp32.
+// x has two (else null), [K / 32][size] scales and sums of numbers in fp32, [K / 16][size] sums of numbers; exact:
+// [K][size] fp32.
 struct Panel {
   const int32_t* words;
   const int32_t* lows;
   const float* scales;
+  const float* totals;
   const int32_t* sums;
   const float* numbers;
   int size;
@@ -101,11 +104,14 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
       store(&rounded[i], (vi)sum - 0x4b400000);
     }
     if (all != 0.0f) std::fill(rounded, rounded + kChunkCols, 0);
+    int32_t total = 0;
     for (int h = 0; h < 2; ++h) {
       int32_t sum = 0;
       for (int i = 0; i < kSumCols; ++i) sum += rounded[h * kSumCols + i];
       sums[(2 * c + h) * size + at] = sum;
+      total += sum;
     }
+    const_cast<float*>(panel.totals)[c * size + at] = (float)total;
     if (lows != nullptr)
       for (int i = 0; i < kChunkCols; ++i) {
         const int32_t high = (rounded[i] + (1 << (kLowBits - 1))) >> kLowBits;
@@ -163,28 +169,25 @@ KVR_INLINE void chunk_sums(const int8_t* table, const char* p, const Panel& x, i
 // y[r] += the products of a strip's columns kFirst / 8 to kEnd / 8 of a chunk with P rows.
 template <Codes C, Grid G, int P, bool kTwo, int kFirst, int kEnd>
 KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, const char* p, const Panel& x,
-                          int64_t chunk, vf* y) {
+                          int64_t chunk, const Line& super, vf* y) {
   constexpr bool kFine = C == Codes::kTable && kTwo;
   vi sums[P];
   [[maybe_unused]] vi lows[P];
   chunk_sums<C, G, P, kTwo, kFirst, kEnd>(kFine ? m.fine[0] : m.table, p, x, chunk, sums);
   if constexpr (kFine) chunk_sums<C, G, P, kTwo, kFirst, kEnd>(m.fine[1], p, x, chunk, lows);
   const int64_t col = chunk * kChunkCols + kFirst * 4;
-  const Line line = line_of<C, G>(m, block, col, lane);
+  Line line = line_of<C, G>(m, block, col, lane, super);
+  if constexpr (C == Codes::kTable) line.scale *= kFine ? m.fine_unit : m.unit;
   constexpr bool kHasOffset = G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble);
   const vf zeros = G == Grid::kZero ? zeros_of(m, block, col, lane) : vf{};
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
-    const float unit = kFine ? m.fine_unit : m.unit;
-    const float scale = C == Codes::kTable ? x.scales[chunk * P + r] * unit : x.scales[chunk * P + r];
     vf product = __builtin_convertvector(sums[r], vf);
     if constexpr (kFine) product = product * (float)(1 << kLowBits) + __builtin_convertvector(lows[r], vf);
-    if constexpr (G == Grid::kZero || kHasOffset) {
-      const float total = (float)(x.sums[2 * chunk * P + r] + x.sums[(2 * chunk + 1) * P + r]);
-      if constexpr (G == Grid::kZero) product -= zeros * total;  // of integers below 2^24: exact
-      if constexpr (kHasOffset) y[r] += line.offset * (scale * total);
-    }
-    y[r] += line.scale * (product * scale);
+    if constexpr (G == Grid::kZero) product -= zeros * x.totals[chunk * P + r];  // of integers below 2^24: exact
+    product *= line.scale;
+    if constexpr (kHasOffset) product += line.offset * x.totals[chunk * P + r];
+    y[r] += product * x.scales[chunk * P + r];
   }
 }
 
@@ -194,6 +197,7 @@ inline void integer_tile(const PackedMatrix& m, int64_t first, int64_t apart, co
   constexpr int kVectors = B * kStrips;
   const int64_t chunks = m.in / kChunkCols, bytes = lines_of(C) * kLine;
   vf y[kVectors][P] = {};
+  Line supers[kVectors] = {};
   const char* p = m.data + first * chunks * bytes;
   for (int64_t c = 0; c < chunks; ++c, p += bytes)
 #pragma GCC unroll 8
@@ -201,13 +205,14 @@ inline void integer_tile(const PackedMatrix& m, int64_t first, int64_t apart, co
       const int64_t block = first + v / kStrips * apart;
       const int lane = v % kStrips * kLanes;
       const char* at = p + v / kStrips * apart * chunks * bytes;
+      if (c % (kSuperCols / kChunkCols) == 0) supers[v] = super_of<C, G>(m, block, c * kChunkCols, lane);
       if (lane == 0)
         for (int64_t b = 0; b < bytes; b += kLine) prefetch(at + 8 * bytes + b);
       if constexpr (C == Codes::kSix) {
-        add_chunk<C, G, P, kTwo, 0, 4>(m, block, lane, at + lane * 4, x, c, y[v]);
-        add_chunk<C, G, P, kTwo, 4, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
+        add_chunk<C, G, P, kTwo, 0, 4>(m, block, lane, at + lane * 4, x, c, supers[v], y[v]);
+        add_chunk<C, G, P, kTwo, 4, 8>(m, block, lane, at + lane * 4, x, c, supers[v], y[v]);
       } else {
-        add_chunk<C, G, P, kTwo, 0, 8>(m, block, lane, at + lane * 4, x, c, y[v]);
+        add_chunk<C, G, P, kTwo, 0, 8>(m, block, lane, at + lane * 4, x, c, supers[v], y[v]);
       }
     }
   for (int v = 0; v < kVectors; ++v)
@@ -231,7 +236,7 @@ inline void exact_tile(const PackedMatrix& m, int64_t block, const Panel& x, con
 
 template <Codes C, Grid G, int P, bool kTwo, class Write>
 inline void integer_blocks(const PackedMatrix& m, int64_t first, int64_t end, const Panel& x, const Write& write) {
-  constexpr int kAtOnce = blocks_at_once(P);
+  constexpr int kAtOnce = blocks_at_once(G, P);
   const int64_t apart = (end - first) / kAtOnce;
   for (int64_t i = 0; i < apart; ++i) integer_tile<C, G, P, kAtOnce, kTwo>(m, first + i, apart, x, write);
   for (int64_t b = first + apart * kAtOnce; b < end; ++b) integer_tile<C, G, P, 1, kTwo>(m, b, 0, x, write);
@@ -308,17 +313,17 @@ KVR_INLINE int panel_size(int64_t rows) {
 // Where a panel's parts begin in its memory, of panel_words(in) words a row.
 KVR_INLINE int64_t panel_words(Activations kind, int64_t in) {
   if (kind == Activations::kExact) return in;
-  return (kind == Activations::kInt16 ? 2 : 1) * (in / 4) + in / kChunkCols + in / kSumCols;
+  return (kind == Activations::kInt16 ? 2 : 1) * (in / 4) + 2 * (in / kChunkCols) + in / kSumCols;
 }
 
 inline Panel panel_at(Activations kind, int64_t in, int size, float* at) {
-  if (kind == Activations::kExact) return {nullptr, nullptr, nullptr, nullptr, at, size};
+  if (kind == Activations::kExact) return {nullptr, nullptr, nullptr, nullptr, nullptr, at, size};
   const int32_t* words = reinterpret_cast<const int32_t*>(at);
   const int64_t part = in / 4 * size;
   const bool has_lows = kind == Activations::kInt16;
-  const float* scales = at + (has_lows ? 2 : 1) * part;
-  const int32_t* sums = reinterpret_cast<const int32_t*>(scales + in / kChunkCols * size);
-  return {words, has_lows ? words + part : nullptr, scales, sums, nullptr, size};
+  const float *scales = at + (has_lows ? 2 : 1) * part, *totals = scales + in / kChunkCols * size;
+  const int32_t* sums = reinterpret_cast<const int32_t*>(totals + in / kChunkCols * size);
+  return {words, has_lows ? words + part : nullptr, scales, totals, sums, nullptr, size};
 }
 
 // x in panels, in scratch of the call.

@@ -89,19 +89,24 @@ struct Line {
   vf scale, offset;
 };
 
-// Strip s of a block, whose first number of the arrays with 16 rows a group is at `row`.
+// kSuper: d and -e of a strip's 256 columns.
 template <Codes C, Grid G>
-KVR_INLINE Line line_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane) {
+KVR_INLINE Line super_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane) {
+  if constexpr (G != Grid::kSuper) return {vf{}, vf{}};
+  const int64_t at = block * (m.in / kSuperCols) + col / kSuperCols;
+  if constexpr (C == Codes::kSix) return {widen_halfs(m.supers + (at * kBlockRows + lane) * 2), vf{}};
+  return {widen_halfs(m.supers + (at * 2 * kBlockRows + lane) * 2),
+          -widen_halfs(m.supers + ((at * 2 + 1) * kBlockRows + lane) * 2)};
+}
+
+// Of a strip and the group that column `col` is in; super: what super_of gives for it.
+template <Codes C, Grid G>
+KVR_INLINE Line line_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane, const Line& super) {
   if constexpr (G == Grid::kSuper) {
-    const int64_t at = block * (m.in / kSuperCols) + col / kSuperCols;
-    if constexpr (C == Codes::kSix) {
-      const vf d = widen_halfs(m.supers + (at * kBlockRows + lane) * 2);
-      return {d * widen_bytes<int8_t>(m.scales + (block * (m.in / 16) + col / 16) * kBlockRows + lane), vf{}};
-    }
+    if constexpr (C == Codes::kSix)
+      return {super.scale * widen_bytes<int8_t>(m.scales + (block * (m.in / 16) + col / 16) * kBlockRows + lane), vf{}};
     const char* bytes = m.scales + (block * (m.in / kChunkCols) + col / kChunkCols) * 2 * kBlockRows + lane;
-    const vf d = widen_halfs(m.supers + (at * 2 * kBlockRows + lane) * 2);
-    const vf e = widen_halfs(m.supers + ((at * 2 + 1) * kBlockRows + lane) * 2);
-    return {d * widen_bytes<uint8_t>(bytes), -(e * widen_bytes<uint8_t>(bytes + kBlockRows))};
+    return {super.scale * widen_bytes<uint8_t>(bytes), super.offset * widen_bytes<uint8_t>(bytes + kBlockRows)};
   }
   const int64_t at = (block * (m.in / m.group) + col / m.group) * kBlockRows + lane;
   const vf scale = numbers(m.scales, at, m.is_wide);
@@ -154,7 +159,8 @@ constexpr int centre_of(Codes codes, Grid grid) {
 template <Codes C, Grid G, int J = 0>
 KVR_INLINE void weights_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane, const char* p, vf* w,
                            Line line, vf centre) {
-  if constexpr (C == Codes::kSix && J == 16) line = line_of<C, G>(m, block, col + 16, lane);
+  if constexpr (C == Codes::kSix && J == 16)
+    line = line_of<C, G>(m, block, col + 16, lane, super_of<C, G>(m, block, col, lane));
   w[J] = (column<C, J>(m, p) - centre) * line.scale;
   if constexpr (G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble)) w[J] += line.offset;
   if constexpr (J + 1 < kChunkCols) weights_of<C, G, J + 1>(m, block, col, lane, p, w, line, centre);
@@ -165,7 +171,8 @@ inline void chunk_weights(const PackedMatrix& m, int64_t block, int64_t chunk, i
   const int64_t col = chunk * kChunkCols;
   const char* p = m.data + (block * (m.in / kChunkCols) + chunk) * lines_of(C) * kLine + lane * 4;
   const vf centre = G == Grid::kZero ? zeros_of(m, block, col, lane) : splat((float)centre_of(C, G));
-  weights_of<C, G>(m, block, col, lane, p, w, line_of<C, G>(m, block, col, lane), centre);
+  const Line super = super_of<C, G>(m, block, col, lane);
+  weights_of<C, G>(m, block, col, lane, p, w, line_of<C, G>(m, block, col, lane, super), centre);
 }
 
 // body.template operator()<Codes, Grid>() for the kinds that exist.
