@@ -75,11 +75,11 @@ Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::obje
   if (view.codes != Codes::kTable) return;
   std::memcpy(view.values, bytes_of(table, "table", 16, Element::kF32), sizeof(view.values));
   view.unit = best_unit(view.values);
-  view.fine_unit = largest_of(view.values) / (float)(127 << kLowBits);
+  view.fine_unit = largest_of(view.values) / (float)(127 * kHighUnit);
   for (int i = 0; i < 16; ++i) {
     view.table[i] = (int8_t)std::lrint(view.values[i] / view.unit);
     const long steps = std::lrint(view.values[i] / view.fine_unit), high = (steps + 64) >> kLowBits;
-    view.fine[0][i] = (int8_t)high, view.fine[1][i] = (int8_t)(steps - (high << kLowBits));
+    view.fine[0][i] = (int8_t)high, view.fine[1][i] = (int8_t)(steps - high * kHighUnit);
   }
 }
 

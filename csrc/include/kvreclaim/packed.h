@@ -89,7 +89,7 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
   int32_t *words = const_cast<int32_t*>(panel.words), *lows = const_cast<int32_t*>(panel.lows);
   int32_t* sums = const_cast<int32_t*>(panel.sums);
   const int64_t size = panel.size;
-  const float most = lows == nullptr ? 127.0f : 127.0f * (1 << kLowBits);
+  const float most = lows == nullptr ? 127.0f : 127.0f * kHighUnit;
   for (int64_t c = 0; c < in / kChunkCols; ++c) {
     float x[kChunkCols], largest = 0.0f, all = 0.0f;
     for (int i = 0; i < kChunkCols; ++i) x[i] = number_at<T>(row, c * kChunkCols + i);
@@ -115,7 +115,7 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
     if (lows != nullptr)
       for (int i = 0; i < kChunkCols; ++i) {
         const int32_t high = (rounded[i] + (1 << (kLowBits - 1))) >> kLowBits;
-        low[i] = rounded[i] - (high << kLowBits);
+        low[i] = rounded[i] - high * kHighUnit;
         rounded[i] = high;
       }
     for (int w = 0; w < kChunkCols / 4; ++w) {
@@ -183,7 +183,7 @@ KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, co
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
     vf product = __builtin_convertvector(sums[r], vf);
-    if constexpr (kFine) product = product * (float)(1 << kLowBits) + __builtin_convertvector(lows[r], vf);
+    if constexpr (kFine) product = product * (float)kHighUnit + __builtin_convertvector(lows[r], vf);
     if constexpr (G == Grid::kZero) product -= zeros * x.totals[chunk * P + r];  // of integers below 2^24: exact
     product *= line.scale;
     if constexpr (kHasOffset) product += line.offset * x.totals[chunk * P + r];

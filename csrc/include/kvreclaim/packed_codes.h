@@ -29,7 +29,8 @@ enum class Grid : int { kScale, kZero, kMin, kSuper };
 constexpr int64_t kBlockRows = 16;     // of a packed matrix
 constexpr int64_t kChunkCols = 32;
 constexpr int64_t kSuperCols = 256;
-constexpr int kLowBits = 7;            // of a number in two bytes, the upper of which counts 128
+constexpr int kLowBits = 7;            // of a number in two bytes,
+constexpr int kHighUnit = 1 << kLowBits;  // the upper of which counts so many
 
 constexpr int64_t lines_of(Codes codes) { return codes == Codes::kSix ? 6 : codes == Codes::kByte ? 8 : 4; }
 
