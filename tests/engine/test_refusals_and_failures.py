@@ -289,5 +289,5 @@ def test_compression_of_a_wrong_type_is_refused(compression, make_llm):
 
 
 def test_a_pool_beyond_the_memory_is_refused(make_llm):
-    with pytest.raises(InvalidArgumentError, match="GiB are free"):
+    with pytest.raises(InvalidArgumentError, match="MiB are free"):
         make_llm(num_blocks=10**12)

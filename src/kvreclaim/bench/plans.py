@@ -37,7 +37,7 @@ class ModelPlan:
     def __post_init__(self) -> None:
         check_options(self)
         require(
-            self.model.is_dir() or self.model.suffix == ".gguf" and self.model.is_file(),
+            self.model.is_dir() or (self.model.suffix == ".gguf" and self.model.is_file()),
             f"--model is {str(self.model)!r}, which is no directory and no .gguf file; run `make "
             "bench-model`, or name another one.",
         )

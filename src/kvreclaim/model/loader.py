@@ -120,7 +120,7 @@ def load_model(
     use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
         model=model,
-        tokenizer=load_tokenizer(name) if gguf is None else gguf_tokenizer(gguf, logger.warning),
+        tokenizer=load_tokenizer(name),
         facts=facts,
         eos_token_ids=_eos_token_ids(model),
         vocab_size=int(config.get_text_config().vocab_size),
@@ -278,7 +278,10 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTraine
 
 
 def load_tokenizer(name: str) -> Tokenizer | None:
-    """Of a local directory or a hub id; None where the directory holds none. Raises: InvalidArgumentError."""
+    """Of a directory, a hub id or a GGUF file; None where a directory holds none. Raises:
+    InvalidArgumentError."""
+    if is_gguf(name):
+        return gguf_tokenizer(GgufSource(Path(name)), logger.warning)
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
         return None
     try:

@@ -43,6 +43,7 @@ class CardPlan:
     num_tokens: of the chain, prompt and all
     card_bytes: of the card; utilization of it for weights, activations and blocks, as a server takes it
     runtime_bytes: of the card, for what a GPU's driver takes
+    pool_share: of what is free when the weights are there, for blocks; the rest is for activations
     budget:    tokens that compression keeps for each layer and head, at intervals of `interval`
     every:     tokens between two samples of memory
     """
@@ -52,6 +53,7 @@ class CardPlan:
     card_bytes: int = 24 * 1024 * MIB // SCALE
     utilization: float = 0.92
     runtime_bytes: int = 1_200_000_000 // SCALE
+    pool_share: float = 0.9
     budget: int = 2048
     interval: int = 128
     every: int = 128

@@ -25,14 +25,12 @@ from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.model.loader import read_config
+from kvreclaim.model.loader import load_tokenizer, read_config
 from kvreclaim.model.overrides import yarn
 
 CHUNK = 256
 """Tokens of a prompt in one step, so that activations stay small."""
 BLOCK_SIZE = 16
-POOL_SHARE = 0.9
-"""Of what is free when the weights are there, for blocks; the rest is for activations."""
 QUESTION = "Why do trees lose their leaves in autumn? Think step by step, and check every step."
 SAMPLING = SamplingParams(temperature=0.8, seed=0, ignore_eos=True)
 
@@ -48,8 +46,7 @@ def main() -> None:
 
 def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
     """The chain, or why it does not come to its end. The limit stays on this process."""
-    _use_all_libraries()
-    base = Taken.now()
+    base = _taken_by_libraries(plan.model)
     most = base.data_bytes + plan.limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     budget = None if setup.policy is None else plan.budget
@@ -87,12 +84,17 @@ class Taken:
         return cls(int(said["VmData"]) * 1024, int(said["RssAnon"]) * 1024)
 
 
-def _use_all_libraries() -> None:
-    """A small model runs, so that modules, threads and their buffers are there before anything is counted."""
+def _taken_by_libraries(model: Path) -> Taken:
+    """A small model has run and the tokenizer is there, so that neither modules, threads and buffers nor
+    what no card would hold is counted."""
     llm = LLM(demo_model(), num_blocks=64, max_num_seqs=1, max_num_batched_tokens=CHUNK)
     llm.generate([[1] * 300], SamplingParams(max_tokens=4, ignore_eos=True))
     del llm
     gc.collect()
+    tokenizer = load_tokenizer(str(model))
+    taken = Taken.now()
+    del tokenizer  # the model's own takes its place
+    return taken
 
 
 def _load(plan: CardPlan, setup: Setup) -> LLM:
@@ -108,7 +110,7 @@ def _load(plan: CardPlan, setup: Setup) -> LLM:
         max_num_seqs=1,
         max_num_batched_tokens=CHUNK,
         max_signal_bytes=0,
-        kv_memory_fraction=POOL_SHARE,
+        kv_memory_fraction=plan.pool_share,
         enable_prefix_caching=False,
     )
 

@@ -59,8 +59,8 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
             )
     elif (needed := num_blocks * block_bytes + kept_bytes) > free:
         raise InvalidArgumentError(
-            f"num_blocks is {num_blocks}, which takes {needed / 2**30:.1f} GiB of K/V in {form.name}"
-            f"{_beside(kept_bytes)}, but {free / 2**30:.1f} GiB are free; lower it, or leave it out."
+            f"num_blocks is {num_blocks}, which takes {needed / 2**20:,.0f} MiB of K/V in {form.name}"
+            f"{_beside(kept_bytes)}, but {free / 2**20:,.0f} MiB are free; lower it, or leave it out."
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
