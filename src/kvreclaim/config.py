@@ -128,9 +128,10 @@ class EngineConfig:
         "auto", "auto (native on a CPU, triton on CUDA), native, triton or reference.", choices=KERNELS
     )
     quantized_activations: str = option(
-        "int16",
-        "What products with packed weights take: int16 (x in 15 bits, a scale per 32), int8 or exact.",
-        choices=("int16", "int8", "exact"),
+        "auto",
+        "What products with packed weights take: auto (int16 on a CPU, the model's dtype on a GPU), int16 "
+        "(15 bits, a scale per 32 numbers), int8 or exact (fp32).",
+        choices=("auto", "int16", "int8", "exact"),
     )
     hf_overrides: str | None = option(
         None,

@@ -252,7 +252,7 @@ def _packed(linears: Sequence[PackedLinear], bias: Tensor | None, **more: Any) -
     (first, *_) = linears
     like = torch.empty(0, dtype=first.dtype)
     return Projection(
-        [each.matrix for each in linears], bias, like=like, activations=first.activations, **more
+        [each.matrix for each in linears], bias, like=like, activations=first.products.activations, **more
     )
 
 

@@ -29,11 +29,10 @@ from kvreclaim.model.quantized.build import build
 from kvreclaim.model.quantized.checkpoint import checkpoint_source
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
 from kvreclaim.model.quantized.layers import describe_packed
+from kvreclaim.model.quantized.products import choose_products, packed_dtype
 from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.model.temperature import use_token_positions
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.native.extension import unavailable_reason
-from kvreclaim.ops.native.packed import DTYPES as PACKED_DTYPES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
@@ -76,7 +75,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     kernels: str = "auto",
-    quantized_activations: str = "int16",
+    quantized_activations: str = "auto",
     hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
     """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
@@ -87,8 +86,9 @@ def load_model(
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run plain linear layers and norms on the native kernels of a CPU
-        quantized_activations: "int16", "int8" or "exact": what products with packed weights round their input
-            to; as of ops.native.packed.packed_linear
+        quantized_activations: what products with packed weights round their input to: "auto" (int16 on a
+            CPU, the model's dtype on a GPU), "int16", "int8" or "exact"; as of ops.native.packed and
+            ops.triton.packed
         hf_overrides: fields that replace those of the model's config
 
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
@@ -105,7 +105,9 @@ def load_model(
     if packed is None:
         model = _load_weights(name, torch_dtype, config)
     else:
-        model = _build_packed(config, name, packed, torch_dtype, target, quantized_activations)
+        products = choose_products(name, packed, target, kernels, quantized_activations)
+        chosen = packed_dtype(config, name, torch_dtype, products)
+        model = build(config, name, packed, chosen, products, target)
     model.eval().requires_grad_(False).to(target)
     native = kernels in ("auto", "native") and target.type == "cpu"
     modules = _use_native(model) if native else "modules: torch"
@@ -134,33 +136,6 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
     if settings is None or settings.get("quant_method") in TRANSFORMERS_METHODS:
         return None
     return checkpoint_source(name, settings)
-
-
-def _build_packed(
-    config: Any,
-    name: str,
-    source: WeightSource,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    activations: str,
-) -> PreTrainedModel:
-    """Raises: UnsupportedModelError where no kernel multiplies packed weights."""
-    problem = unavailable_reason() if device.type == "cpu" else f"they run on CPUs, not on {device.type}"
-    if problem is not None:
-        raise UnsupportedModelError(
-            f"{name} has packed weights ({source.label}), which need the native kernels ({problem}); pass a "
-            "checkpoint that is not quantised, or device='cpu' where the extension can be built."
-        )
-    said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    chosen = said if isinstance(dtype, str) else dtype
-    if chosen is torch.float16 and isinstance(dtype, str):
-        chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
-    if chosen not in PACKED_DTYPES:
-        raise InvalidArgumentError(
-            f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "
-            "auto, float32 and bfloat16."
-        )
-    return build(config, name, source, chosen, activations)
 
 
 def _use_native(model: PreTrainedModel) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvreclaim.ops import native
 from kvreclaim.ops.native.decoder import Norm, Projection
 from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.packed import ACTIVATIONS, PackedMatrix, packed_linear
+from kvreclaim.ops.native.packed import ACTIVATIONS, packed_linear, unpack_rows
+from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import Grid, PackedRows
 from kvreclaim.weights.random_rows import KINDS, random_rows
 
@@ -24,6 +25,10 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native.force_isa(request.param)
     yield request.param
     native.force_isa(native.supported_isas()[0])
+
+
+def numbers_of(matrix: PackedMatrix) -> Tensor:
+    return unpack_rows(matrix, torch.arange(matrix.out_features), torch.float32)
 
 
 def random_x(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
@@ -48,15 +53,15 @@ def rounded(x: Tensor, activations: str) -> Tensor:
 def test_numbers_come_back(isa: str, kind: str, out: int) -> None:
     rows = random_rows(kind, out, 512)
     matrix = PackedMatrix([rows], out)
-    assert torch.equal(matrix.dequantised(), rows.dequantised())
+    assert torch.equal(numbers_of(matrix), rows.dequantised())
     ids = torch.tensor([out - 1, 0, 7, 7])
-    assert torch.equal(matrix.rows(ids, torch.bfloat16), rows.dequantised()[ids].bfloat16())
+    assert torch.equal(unpack_rows(matrix, ids, torch.bfloat16), rows.dequantised()[ids].bfloat16())
 
 
 def test_pieces_make_the_whole() -> None:
     rows = random_rows("q4_k", 50, 256)
     pieces = [rows.select(torch.arange(first, min(first + 16, 50))) for first in range(0, 50, 16)]
-    assert torch.equal(PackedMatrix(iter(pieces), 50).dequantised(), rows.dequantised())
+    assert torch.equal(numbers_of(PackedMatrix(iter(pieces), 50)), rows.dequantised())
     for wrong in (pieces[:-1], [pieces[-1], *pieces[:-1]]):
         with pytest.raises(ValueError, match="packed matrix"):
             PackedMatrix(wrong, 50)
@@ -132,7 +137,7 @@ def test_one_product_by_hand() -> None:
 def test_groups_of_any_size(isa: str, group: int) -> None:
     rows = random_rows("zero", 33, 1024, group)
     matrix, x = PackedMatrix([rows], 33), random_x(3, 1024)
-    assert torch.equal(matrix.dequantised(), rows.dequantised())
+    assert torch.equal(numbers_of(matrix), rows.dequantised())
     want = rounded(x, "int16") @ rows.dequantised().double().T
     torch.testing.assert_close(packed_linear(x, [matrix]).double(), want, rtol=0, atol=1e-4)
 

@@ -11,6 +11,7 @@ results are whatever was in memory.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import PagedTokens
+from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.ops.triton import attention, scoring
+from kvreclaim.ops.triton import attention, packed, scoring
+from kvreclaim.weights.random_rows import KINDS, random_rows
 
 SHAPES = [
     Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
@@ -81,7 +84,7 @@ def compile_instead_of_launching(capability: int) -> None:
         return kernel
 
     JITFunction.run = run
-    attention.dot_precision = scoring.dot_precision = lambda device: "tf32x3"
+    attention.dot_precision = scoring.dot_precision = packed.dot_precision = lambda device: "tf32x3"
 
 
 def launch_attention(w: World, **how: Any) -> None:
@@ -137,6 +140,15 @@ def launch_plain(shapes: list[Shape]) -> None:
     launch_attention(world(SHAPES[0], masked), **HOW)
 
 
+def launch_packed(kinds: Iterable[str]) -> None:
+    """Products with packed weights, in the model's dtype and in fp32."""
+    for kind in kinds:
+        matrix = PackedMatrix([random_rows(kind, 128, 512)], 128)
+        packed.unpack_rows(matrix, torch.arange(3), torch.bfloat16)
+        packed.packed_linear(torch.zeros(3, 512, dtype=torch.bfloat16), [matrix])
+        packed.packed_linear(torch.zeros(3, 512), [matrix], activations="exact")
+
+
 def launch_what_formats_add() -> None:
     """Kernels share the functions that decode, so one kernel of each format is enough."""
     for name in CODES:
@@ -154,6 +166,7 @@ def main() -> None:
     compile_instead_of_launching(int(sys.argv[1]))
     if "all" in sys.argv:
         launch_plain(SHAPES)
+        launch_packed(KINDS)
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
@@ -163,6 +176,7 @@ def main() -> None:
         launch_what_formats_add()
     else:
         launch_plain(SHAPES[:1])
+        launch_packed(["zero", "q6_k"])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ def run(plan: PackedPlan) -> list[Row]:
                     **plan.facts(),
                     "model": name,
                     "isa": native().isa(),
-                    "activations": system.llm.engine.config.quantized_activations,
                     "context": point.context,
                     "batch": point.batch,
                     "weight_mb": nbytes / 1e6,

@@ -15,7 +15,8 @@ from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.packed.plan import ACTIVATIONS, FORMATS, PackedPlan
 from kvreclaim.ops.native.extension import native
 from kvreclaim.ops.native.linear import linear, max_rows
-from kvreclaim.ops.native.packed import PackedMatrix, packed_linear
+from kvreclaim.ops.native.packed import packed_linear
+from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.random_rows import random_rows
 
 COLD_BYTES = 160 << 20

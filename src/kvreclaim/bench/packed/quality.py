@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def _logprobs(loaded: LoadedModel, ids: Tensor, activations: str) -> Tensor:
     """[T, vocabulary] fp64, every packed product with such activations."""
     for module in loaded.model.modules():
         if isinstance(module, PackedLinear):
-            module.activations = activations
+            module.products = replace(module.products, activations=activations)
     places = torch.arange(ids.shape[1])[None]
     logits: Tensor = loaded.model(
         input_ids=ids, position_ids=places, use_cache=False, kv_batch=_Causal()

@@ -12,17 +12,24 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME
 from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
+from kvreclaim.model.quantized.products import Products
 from kvreclaim.model.quantized.source import WeightSource
 
 
 def build(
-    config: Any, name: str, source: WeightSource, dtype: torch.dtype, activations: str
+    config: Any,
+    name: str,
+    source: WeightSource,
+    dtype: torch.dtype,
+    products: Products,
+    device: torch.device,
 ) -> PreTrainedModel:
     """The causal model of a config with the weights of a source.
 
     config:   of the model, whose own words about quantisation are ignored
     name:     as messages call the model
     dtype:    of what is not packed, and of the activations
+    device:   of packed weights, which go there one by one; the rest stays in the CPU's memory
 
     Raises: InvalidArgumentError for weights that are missing or of another shape; UnsupportedModelError for
         packed weights of something that is neither a linear layer nor an embedding, such as experts.
@@ -36,10 +43,10 @@ def build(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
-    own_head = _pack(model, source, dtype, activations)
+    own_head = _pack(model, source, dtype, products, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):
-        model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, activations))
+        model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, products))
     elif config.tie_word_embeddings and head is not None and not own_head:
         head.weight = embeddings.weight  # filled below, once
     _fill(model, name, source, dtype)
@@ -52,7 +59,13 @@ def build(
     return model
 
 
-def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, activations: str) -> bool:
+def _pack(
+    model: PreTrainedModel,
+    source: WeightSource,
+    dtype: torch.dtype,
+    products: Products,
+    device: torch.device,
+) -> bool:
     """Replace every module whose weight the source packs. Returns: whether the output layer was one."""
     head, was_head = model.get_output_embeddings(), False
     for path, module in list(model.named_modules()):
@@ -61,11 +74,12 @@ def _pack(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, acti
         matrix = source.packed(f"{path}.weight", (module.weight.shape[0], module.weight.shape[1]))
         if matrix is None:
             continue
+        matrix = matrix.to(device)
         was_head |= module is head
         made: nn.Module = (
-            PackedEmbedding(matrix, dtype)
+            PackedEmbedding(matrix, dtype, products)
             if isinstance(module, nn.Embedding)
-            else PackedLinear(matrix, module.bias, dtype, activations)
+            else PackedLinear(matrix, module.bias, dtype, products)
         )
         model.set_submodule(path, made)
     return was_head

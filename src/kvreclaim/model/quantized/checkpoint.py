@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.quantized.source import in_pieces
-from kvreclaim.ops.native.packed import PackedMatrix
+from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.checkpoints import awq_rows, compressed_rows, gptq_rows, nf4_rows
 from kvreclaim.weights.packed import PackedRows
 

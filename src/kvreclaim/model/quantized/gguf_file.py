@@ -18,7 +18,7 @@ from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelE
 from kvreclaim.model.gguf import Header, check_packages, cut_as_trained, header_of, refuse_rotation
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.source import in_pieces
-from kvreclaim.ops.native.packed import PackedMatrix
+from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.places import LAYOUT, gguf_home, moved
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 

@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.ops.native.packed import PackedMatrix, packed_linear
+from kvreclaim.model.quantized.products import Products
+from kvreclaim.ops.packed import PackedMatrix
 
 ROWS_AT_ONCE = 4096
 """Of an embedding that is searched."""
@@ -16,9 +17,9 @@ ROWS_AT_ONCE = 4096
 class _Packed(nn.Module):
     """What holds a packed matrix; its bytes are buffers, for whoever reads a model's tensors."""
 
-    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
         super().__init__()
-        self.matrix, self.dtype = matrix, dtype
+        self.matrix, self.dtype, self.products = matrix, dtype, products
         for name, part in matrix.parts.items():
             self.register_buffer(f"packed_{name}", part)
 
@@ -28,31 +29,30 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """nn.Linear over a packed weight: y = x W^T + bias, of x's dtype (fp32 or bf16).
-
-    activations: as of ops.native.packed.packed_linear
-    """
+    """nn.Linear over a packed weight: y = x W^T + bias, of x's dtype."""
 
     def __init__(
-        self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype, activations: str
+        self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype, products: Products
     ) -> None:
-        super().__init__(matrix, dtype)
+        super().__init__(matrix, dtype, products)
         self.in_features, self.out_features = matrix.in_features, matrix.out_features
-        self.bias, self.activations = bias, activations
+        self.bias = bias
 
     def forward(self, input: Tensor) -> Tensor:
-        return packed_linear(input, [self.matrix], self.bias, activations=self.activations)
+        how = self.products
+        return how.ops.packed_linear(input, [self.matrix], self.bias, activations=how.activations)
 
 
 class PackedEmbedding(_Packed):
     """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for."""
 
-    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
-        super().__init__(matrix, dtype)
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
+        super().__init__(matrix, dtype, products)
         self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.matrix.rows(input.reshape(-1), self.dtype).view(*input.shape, -1)
+        rows: Tensor = self.products.ops.unpack_rows(self.matrix, input.reshape(-1), self.dtype)
+        return rows.view(*input.shape, -1)
 
 
 def embeddings_of(module: nn.Module) -> Tensor:
@@ -60,7 +60,7 @@ def embeddings_of(module: nn.Module) -> Tensor:
     if not isinstance(module, PackedEmbedding):
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight
-    return module(torch.arange(min(ROWS_AT_ONCE, module.num_embeddings)))
+    return module(torch.arange(min(ROWS_AT_ONCE, module.num_embeddings), device=module.matrix.device))
 
 
 def describe_packed(model: nn.Module) -> str | None:
@@ -73,5 +73,7 @@ def describe_packed(model: nn.Module) -> str | None:
     matrices = {id(module.matrix): module.matrix for module in found}
     size = sum(matrix.num_bytes for matrix in matrices.values())
     kinds = ", ".join(f"{count} of {b} bits" for b, count in sorted(bits.items()))
-    how = f"{linears[0].activations} activations" if linears else "embeddings alone"
+    products = found[0].products
+    how = f"{products.activations} activations" if linears else "embeddings alone"
+    how += ", triton" if products.kernels == "triton" else ""
     return f"packed weights: {kinds} ({size / 1e6:.0f} MB, {how})"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvreclaim.ops.native.packed import BLOCK_ROWS, PackedMatrix
+from kvreclaim.ops.packed import BLOCK_ROWS, PackedMatrix
 from kvreclaim.weights.packed import PackedRows
 
 CODES_AT_ONCE = 4 * 2**20

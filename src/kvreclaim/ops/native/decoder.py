@@ -14,7 +14,8 @@ from torch.nn import functional
 from kvreclaim.ops.native.extension import native
 from kvreclaim.ops.native.linear import UNLIMITED, max_rows
 from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.packed import ACTIVATIONS, PackedMatrix
+from kvreclaim.ops.native.packed import ACTIVATIONS
+from kvreclaim.ops.packed import PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,88 +1,17 @@
-"""Packed weights on the native kernels; the layout is csrc/include/kvreclaim/packed_codes.h."""
+"""Products with packed weights on the native kernels."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvreclaim.ops.native.extension import native
-from kvreclaim.weights.packed import SUPER_COLUMNS, Grid, PackedRows
+from kvreclaim.ops.packed import PackedMatrix
 
-BLOCK_ROWS = 16
-CHUNK = 32
-BYTES_OF_CHUNK = {4: 256, 6: 384, 8: 512}
-"""Of a block's rows in a chunk of columns, by the bits of a code."""
 ACTIVATIONS = ("int8", "int16", "exact")
 """What a product rounds x to: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-class PackedMatrix:
-    """A weight [N, K] of 4, 6 or 8 bits a number, in the kernels' order of bytes."""
-
-    def __init__(self, rows: Iterable[PackedRows], out_features: int) -> None:
-        """rows: pieces of the matrix from its first row on; all but the last have a multiple of 16 rows."""
-        self.out_features, self._count = out_features, 0
-        self.parts: dict[str, Tensor] = {}  # by name: data, scales, offsets, supers
-        for piece in rows:
-            if not self.parts:
-                self._begin(piece)
-            self._add(piece)
-        if self._count != out_features:
-            raise ValueError(f"a packed matrix of {out_features} rows was given {self._count}")
-        self._bind()
-
-    def _begin(self, first: PackedRows) -> None:
-        self.in_features, self.bits, self.grid = first.codes.shape[1], first.bits, first.grid
-        self.group, self.table = first.group, first.table
-        if self.in_features % (SUPER_COLUMNS if self.grid is Grid.SUPER else max(CHUNK, self.group)):
-            raise ValueError(f"a packed matrix of {self.in_features} columns has groups of {self.group}")
-        blocks = -(-self.out_features // BLOCK_ROWS)
-        size = BYTES_OF_CHUNK[self.bits] * self.in_features // CHUNK
-        self.parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
-        for name in ("scales", "offsets", "supers"):
-            part = getattr(first, name)
-            if part is not None:
-                shape = (blocks, *part.shape[1:], BLOCK_ROWS)
-                self.parts[name] = torch.empty(shape, dtype=_stored(part).dtype)
-
-    def _add(self, piece: PackedRows) -> None:
-        if self._count % BLOCK_ROWS:
-            raise ValueError("only the last piece of a packed matrix may end within a block of 16 rows")
-        first = self._count // BLOCK_ROWS
-        self._count += piece.codes.shape[0]
-        blocks = slice(first, -(-self._count // BLOCK_ROWS))
-        self.parts["data"][blocks] = _in_lines(_filled(piece.codes), piece.bits)
-        for name in self.parts.keys() - {"data"}:
-            part = _filled(_stored(getattr(piece, name))).unflatten(0, (-1, BLOCK_ROWS))
-            self.parts[name][blocks] = part.movedim(1, -1)
-
-    def _bind(self) -> None:
-        parts = [self.parts.get(name) for name in ("data", "scales", "offsets", "supers")]
-        codes = 1 if self.table is not None else {4: 0, 6: 2, 8: 3}[self.bits]
-        sizes = (self.out_features, self.in_features, self.group)
-        self.native: Any = native().Packed(codes, self.grid.value, *parts, self.table, *sizes)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedMatrix:
-        return self  # never written to
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [n] int64 as numbers: [n, K] of fp32 or bf16."""
-        out = torch.empty((ids.shape[0], self.in_features), dtype=dtype)
-        native().unpack_rows(self.native, ids.contiguous(), out)
-        return out
-
-    def dequantised(self) -> Tensor:
-        """[N, K] fp32."""
-        return self.rows(torch.arange(self.out_features), torch.float32)
 
 
 def packed_linear(
@@ -103,28 +32,8 @@ def packed_linear(
     return out.view(*x.shape[:-1], -1)
 
 
-def _stored(part: Tensor) -> Tensor:
-    return part.view(torch.uint8) if part.dtype == torch.int8 else part
-
-
-def _filled(rows: Tensor) -> Tensor:
-    """With zero rows to whole blocks."""
-    missing = -rows.shape[0] % BLOCK_ROWS
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
-
-
-def _in_lines(codes: Tensor, bits: int) -> Tensor:
-    """[16 n, K] -> [n, bytes]: chunks of lines of 16 rows."""
-    blocks = codes.view(torch.uint8).unflatten(0, (-1, BLOCK_ROWS))
-    words = blocks.unflatten(2, (-1, CHUNK // 4, 4)).permute(0, 2, 3, 1, 4)  # [n, K / 32, 8, 16 rows, 4]
-    if bits == 8:
-        lines = words
-    else:
-        lines = (words[:, :, ::2] & 15) | (words[:, :, 1::2] & 15) << 4
-        if bits == 6:
-            halves, upper = lines.unflatten(2, (2, 2)), (words >> 4).unflatten(2, (2, 4))
-            top = upper[:, :, :, 0]
-            for i in range(1, 4):
-                top = top | upper[:, :, :, i] << 2 * i
-            lines = torch.cat([halves, top[:, :, :, None]], 3)
-    return lines.reshape(blocks.shape[0], math.prod(lines.shape[1:]))
+def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n] int64 of a matrix as numbers: [n, K] of fp32 or bf16."""
+    out = torch.empty((ids.shape[0], matrix.in_features), dtype=dtype)
+    native().unpack_rows(matrix.native, ids.contiguous(), out)
+    return out

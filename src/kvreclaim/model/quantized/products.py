@@ -1,0 +1,75 @@
+"""Which kernels multiply packed weights, and how."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
+from kvreclaim.model.quantized.source import WeightSource
+from kvreclaim.ops.native.extension import unavailable_reason as native_reason
+from kvreclaim.ops.packed import DTYPES
+from kvreclaim.ops.triton.support import DTYPES as TRITON_DTYPES
+from kvreclaim.ops.triton.support import unavailable_reason as triton_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How packed weights are multiplied.
+
+    kernels:     "native" or "triton", a back-end of ops/
+    activations: as of packed_linear there
+    """
+
+    kernels: str
+    activations: str
+
+    @property
+    def ops(self) -> Any:
+        """The module with packed_linear and unpack_rows."""
+        return importlib.import_module(f"kvreclaim.ops.{self.kernels}.packed")
+
+
+def choose_products(
+    name: str, source: WeightSource, device: torch.device, kernels: str, asked: str
+) -> Products:
+    """Of a model on a device, asked: the engine's quantized_activations.
+
+    Raises: UnsupportedModelError where no kernel multiplies packed weights; InvalidArgumentError for a way
+    that the kernels do not know.
+    """
+    on_gpu = device.type == "cuda" or kernels == "triton"
+    problem = triton_reason() if on_gpu else native_reason()
+    if device.type not in ("cpu", "cuda"):
+        problem = f"they run on CPUs and CUDA, not on {device.type}"
+    if problem is not None:
+        raise UnsupportedModelError(
+            f"{name} has packed weights ({source.label}), which need the {'Triton' if on_gpu else 'native'} "
+            f"kernels ({problem}); pass a checkpoint that is not quantised, or another device."
+        )
+    if asked == "auto":
+        return Products("triton", "dtype") if on_gpu else Products("native", "int16")
+    if on_gpu and asked != "exact":
+        raise InvalidArgumentError(
+            f"quantized_activations is {asked!r}, which CPUs do; pass 'auto' or 'exact' on a GPU."
+        )
+    return Products("triton" if on_gpu else "native", asked)
+
+
+def packed_dtype(config: Any, name: str, dtype: torch.dtype | str, products: Products) -> torch.dtype:
+    """Of activations and of what is not packed. Raises: InvalidArgumentError."""
+    said = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    chosen: torch.dtype = said if isinstance(dtype, str) else dtype
+    if products.kernels == "triton" and chosen in TRITON_DTYPES:
+        return chosen
+    if chosen is torch.float16 and isinstance(dtype, str):
+        chosen = torch.bfloat16  # what CPUs have instructions for; weights stay as they are packed
+    if chosen not in DTYPES:
+        raise InvalidArgumentError(
+            f"dtype is {str(chosen).removeprefix('torch.')!r}, and {name} has packed weights; allowed are "
+            "auto, float32 and bfloat16."
+        )
+    return chosen

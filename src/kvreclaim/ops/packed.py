@@ -1,0 +1,122 @@
+"""Packed weights in the order of bytes that the kernels of all back-ends read; the layout is
+csrc/include/kvreclaim/packed_codes.h."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.native.extension import native
+from kvreclaim.weights.packed import SUPER_COLUMNS, Grid, PackedRows
+
+BLOCK_ROWS = 16
+CHUNK = 32
+BYTES_OF_CHUNK = {4: 256, 6: 384, 8: 512}
+"""Of a block's rows in a chunk of columns, by the bits of a code."""
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedMatrix:
+    """A weight [N, K] of 4, 6 or 8 bits a number, in the kernels' order of bytes."""
+
+    def __init__(self, rows: Iterable[PackedRows], out_features: int) -> None:
+        """rows: pieces of the matrix from its first row on; all but the last have a multiple of 16 rows."""
+        self.out_features, self._count = out_features, 0
+        self.parts: dict[str, Tensor] = {}  # by name: data, scales, offsets, supers
+        for piece in rows:
+            if not self.parts:
+                self._begin(piece)
+            self._add(piece)
+        if self._count != out_features:
+            raise ValueError(f"a packed matrix of {out_features} rows was given {self._count}")
+
+    def _begin(self, first: PackedRows) -> None:
+        self.in_features, self.bits, self.grid = first.codes.shape[1], first.bits, first.grid
+        self.group, self.table = first.group, first.table
+        if self.in_features % (SUPER_COLUMNS if self.grid is Grid.SUPER else max(CHUNK, self.group)):
+            raise ValueError(f"a packed matrix of {self.in_features} columns has groups of {self.group}")
+        blocks = -(-self.out_features // BLOCK_ROWS)
+        size = BYTES_OF_CHUNK[self.bits] * self.in_features // CHUNK
+        self.parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
+        for name in ("scales", "offsets", "supers"):
+            part = getattr(first, name)
+            if part is not None:
+                shape = (blocks, *part.shape[1:], BLOCK_ROWS)
+                self.parts[name] = torch.empty(shape, dtype=_stored(part).dtype)
+
+    def _add(self, piece: PackedRows) -> None:
+        if self._count % BLOCK_ROWS:
+            raise ValueError("only the last piece of a packed matrix may end within a block of 16 rows")
+        first = self._count // BLOCK_ROWS
+        self._count += piece.codes.shape[0]
+        blocks = slice(first, -(-self._count // BLOCK_ROWS))
+        self.parts["data"][blocks] = _in_lines(_filled(piece.codes), piece.bits)
+        for name in self.parts.keys() - {"data"}:
+            part = _filled(_stored(getattr(piece, name))).unflatten(0, (-1, BLOCK_ROWS))
+            self.parts[name][blocks] = part.movedim(1, -1)
+
+    @cached_property
+    def native(self) -> Any:
+        """For the native kernels, of a matrix in the CPU's memory."""
+        parts = [self.parts.get(name) for name in ("data", "scales", "offsets", "supers")]
+        sizes = (self.out_features, self.in_features, self.group)
+        return native().Packed(self.codes, self.grid.value, *parts, self.table, *sizes)
+
+    @property
+    def codes(self) -> int:
+        """How codes lie, as the kernels number it: nibbles, nibbles of a table, 6 bits, bytes."""
+        return 1 if self.table is not None else {4: 0, 6: 2, 8: 3}[self.bits]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts["data"].device
+
+    def to(self, device: torch.device) -> PackedMatrix:
+        """The same on a device; itself where it is there."""
+        if self.device == device:
+            return self
+        moved = copy.copy(self)
+        moved.__dict__.pop("native", None)
+        moved.parts = {name: part.to(device) for name, part in self.parts.items()}
+        moved.table = None if self.table is None else self.table.to(device)
+        return moved
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedMatrix:
+        return self  # never written to
+
+
+def _stored(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.dtype == torch.int8 else part
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """With zero rows to whole blocks."""
+    missing = -rows.shape[0] % BLOCK_ROWS
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+
+def _in_lines(codes: Tensor, bits: int) -> Tensor:
+    """[16 n, K] -> [n, bytes]: chunks of lines of 16 rows."""
+    blocks = codes.view(torch.uint8).unflatten(0, (-1, BLOCK_ROWS))
+    words = blocks.unflatten(2, (-1, CHUNK // 4, 4)).permute(0, 2, 3, 1, 4)  # [n, K / 32, 8, 16 rows, 4]
+    if bits == 8:
+        lines = words
+    else:
+        lines = (words[:, :, ::2] & 15) | (words[:, :, 1::2] & 15) << 4
+        if bits == 6:
+            halves, upper = lines.unflatten(2, (2, 2)), (words >> 4).unflatten(2, (2, 4))
+            top = upper[:, :, :, 0]
+            for i in range(1, 4):
+                top = top | upper[:, :, :, i] << 2 * i
+            lines = torch.cat([halves, top[:, :, :, None]], 3)
+    return lines.reshape(blocks.shape[0], math.prod(lines.shape[1:]))

@@ -1,0 +1,104 @@
+"""Products with packed weights on a GPU: w4a16, as the literature calls those of 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.triton.packed_kernels import packed_product_kernel, unpack_kernel
+from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, num_processors
+
+ACTIVATIONS = ("dtype", "exact")
+"""What a product rounds weights to: x's dtype, or nothing, in products of fp32."""
+FEW_ROWS = 64
+"""From so many rows on weights become numbers once, and torch multiplies."""
+BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
+LEAST_STEP = 256
+"""Columns of K that one program sums at least, where K is split to keep all processors busy."""
+UNPACK_BLOCK = 1024
+
+
+def packed_linear(
+    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "dtype"
+) -> Tensor:
+    """x [.., K], bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side, of x's dtype.
+
+    activations: "dtype" rounds weights to x's dtype and multiplies there; "exact" multiplies in fp32. Sums
+        are fp32 either way
+    Fewer than FEW_ROWS rows read the codes; more multiply the matrix as numbers, in scratch memory.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    parts = [_product(rows, matrix, activations == "exact") for matrix in matrices]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    out = out if bias is None else out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n] int64 of a matrix as numbers: [n, K] of fp32, bf16 or fp16."""
+    out = new_output(ids.new_empty(0, dtype=dtype), ids.shape[0], matrix.in_features)
+    if ids.shape[0]:
+        grid = (ids.shape[0], triton.cdiv(matrix.in_features, UNPACK_BLOCK))
+        unpack_kernel[grid](
+            *_parts(matrix),
+            ids.contiguous(),
+            out,
+            matrix.in_features,
+            matrix.group,
+            matrix.codes,
+            matrix.grid.value,
+            BLOCK_K=UNPACK_BLOCK,
+        )
+    return out.to(dtype)
+
+
+def _product(rows: Tensor, matrix: PackedMatrix, is_exact: bool) -> Tensor:
+    """[M, N], in fp32 or x's dtype."""
+    if rows.shape[0] >= FEW_ROWS:
+        dtype = torch.float32 if is_exact else rows.dtype
+        ids = torch.arange(matrix.out_features, device=rows.device)
+        return functional.linear(rows.to(dtype), unpack_rows(matrix, ids, dtype))
+    (count, columns), out = rows.shape, matrix.out_features
+    if not count:
+        return rows.new_empty(0, out, dtype=torch.float32)
+    tiles = triton.cdiv(count, BLOCK_M) * triton.cdiv(out, BLOCK_N)
+    wanted = max(1, 2 * num_processors(rows.device) // tiles)
+    step = max(LEAST_STEP, triton.cdiv(triton.cdiv(columns, wanted), BLOCK_K) * BLOCK_K)
+    parts = triton.cdiv(columns, step)
+    sums = torch.empty((parts, count, out), dtype=torch.float32, device=rows.device)
+    keeps = keeps_16_bits(rows.dtype) and not is_exact
+    packed_product_kernel[(triton.cdiv(count, BLOCK_M), triton.cdiv(out, BLOCK_N), parts)](
+        rows if keeps else rows.float(),
+        *_parts(matrix),
+        sums,
+        count,
+        out,
+        columns,
+        matrix.group,
+        step,
+        matrix.codes,
+        matrix.grid.value,
+        DTYPE=_KINDS[rows.dtype] if keeps else tl.float32,
+        PRECISION=dot_precision(rows.device),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+    )
+    return sums[0] if parts == 1 else sums.sum(0)
+
+
+_KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _parts(matrix: PackedMatrix) -> list[Tensor]:
+    """What a matrix does not have is its codes, which the kernel then does not read."""
+    data = matrix.parts["data"]
+    parts = [matrix.parts.get(name, data) for name in ("data", "scales", "offsets", "supers")]
+    return [*parts, data if matrix.table is None else matrix.table]

@@ -1,0 +1,133 @@
+"""Weights of 4, 6 and 8 bits as numbers, and products with them; the layout is
+csrc/include/kvreclaim/packed_codes.h."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NIBBLE = tl.constexpr(0)
+TABLE = tl.constexpr(1)
+SIX = tl.constexpr(2)
+BYTE = tl.constexpr(3)
+SCALE = tl.constexpr(0)
+ZERO = tl.constexpr(1)
+MIN = tl.constexpr(2)
+SUPER = tl.constexpr(3)
+
+
+@triton.jit
+def _codes(data, n, k, mask, K, CODES: tl.constexpr):
+    """The codes at rows n and columns k, int32; of BYTE signed. n and k broadcast against each other."""
+    chunk, row, byte = (n // 16) * (K // 32) + k // 32, n % 16 * 4, k % 4
+    if CODES == BYTE:
+        at = chunk * 512 + k % 32 // 4 * 64 + row + byte
+        return tl.load(data + at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.int32)
+    if CODES == SIX:
+        word = k % 16 // 4
+        half = chunk * 384 + k % 32 // 16 * 192 + row + byte
+        low = tl.load(data + half + word // 2 * 64, mask=mask, other=0).to(tl.int32)
+        high = tl.load(data + half + 128, mask=mask, other=0).to(tl.int32)
+        return ((low >> (word % 2 * 4)) & 15) | (((high >> (word * 2)) & 3) << 4)
+    at = chunk * 256 + k % 32 // 8 * 64 + row + byte
+    return (tl.load(data + at, mask=mask, other=0).to(tl.int32) >> (k // 4 % 2 * 4)) & 15
+
+
+@triton.jit
+def _numbers(
+    data, scales, offsets, supers, table, n, k, mask, K, GROUP, CODES: tl.constexpr, GRID: tl.constexpr
+):
+    """The weights at rows n and columns k, fp32; 0 where masked."""
+    codes = _codes(data, n, k, mask, K, CODES)
+    block, row = n // 16, n % 16
+    if GRID == SUPER:
+        big = block * (K // 256) + k // 256
+        if CODES == SIX:
+            at = (block * (K // 16) + k // 16) * 16 + row
+            a = tl.load(scales + at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+            d = tl.load(supers + big * 16 + row, mask=mask, other=0.0).to(tl.float32)
+            return (codes - 32).to(tl.float32) * (d * a)
+        at = (block * (K // 32) + k // 32) * 32 + row
+        a = tl.load(scales + at, mask=mask, other=0).to(tl.float32)
+        b = tl.load(scales + at + 16, mask=mask, other=0).to(tl.float32)
+        d = tl.load(supers + big * 32 + row, mask=mask, other=0.0).to(tl.float32)
+        e = tl.load(supers + big * 32 + 16 + row, mask=mask, other=0.0).to(tl.float32)
+        return codes.to(tl.float32) * (d * a) - e * b
+    at = (block * (K // GROUP) + k // GROUP) * 16 + row
+    scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+    if CODES == TABLE:
+        return tl.load(table + codes, mask=mask, other=0.0) * scale
+    if GRID == ZERO:
+        zeros = tl.load(offsets + at, mask=mask, other=0).to(tl.int32)
+        return (codes - zeros).to(tl.float32) * scale
+    if GRID == MIN:
+        return codes.to(tl.float32) * scale + tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
+    if CODES == NIBBLE:
+        codes = codes - 8
+    return codes.to(tl.float32) * scale
+
+
+@triton.jit
+def packed_product_kernel(
+    x,
+    data,
+    scales,
+    offsets,
+    supers,
+    table,
+    y,
+    M,
+    N,
+    K,
+    GROUP,
+    STEP,
+    CODES: tl.constexpr,
+    GRID: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y [parts, M, N] fp32: of each part the products over its STEP columns; weights are rounded to DTYPE."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(2)
+    first, end = part * STEP, tl.minimum(part * STEP + STEP, K)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(first, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = (n < N)[None, :] & (k < end)[:, None]
+        w = _numbers(
+            data, scales, offsets, supers, table, n[None, :], k[:, None], mask, K, GROUP, CODES, GRID
+        )
+        here = (m < M)[:, None] & (k < end)[None, :]
+        rows = tl.load(x + m[:, None] * K + k[None, :], mask=here, other=0.0)
+        total += tl.dot(rows.to(DTYPE), w.to(DTYPE), input_precision=PRECISION)
+    places = (part * M + m)[:, None] * N + n[None, :]
+    tl.store(y + places, total, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def unpack_kernel(
+    data,
+    scales,
+    offsets,
+    supers,
+    table,
+    ids,
+    y,
+    K,
+    GROUP,
+    CODES: tl.constexpr,
+    GRID: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y [n, K]: rows ids [n] as numbers."""
+    place = tl.program_id(0).to(tl.int64)
+    n = tl.load(ids + place)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = k < K
+    w = _numbers(data, scales, offsets, supers, table, n, k, mask, K, GROUP, CODES, GRID)
+    tl.store(y + place * K + k, w, mask=mask)
