@@ -17,12 +17,17 @@ from kvreclaim.ops.rope import RopeLayout, RopeStyle, rotate, to_bands
 
 POSITIONS = (0, 1, 2, 3, 5, 11, 47, 120)
 STYLES: tuple[RopeStyle, ...] = ("half", "interleaved")
+ROWS_AT_ONCE = 4096
+"""Of embeddings that become fp32 at a time."""
 
 
 def loudest(embeddings: Tensor) -> int:
     """The token to feed, given the embeddings [N, M] of those that may be: never the zero row of a padding
     token, in which no rotation shows."""
-    return int(embeddings.float().norm(dim=-1).argmax())
+    norms = torch.empty(embeddings.shape[0], device=embeddings.device)  # first, or each would keep its rows
+    for rows, own in zip(embeddings.split(ROWS_AT_ONCE), norms.split(ROWS_AT_ONCE), strict=True):
+        own.copy_(rows.float().norm(dim=-1))
+    return int(norms.argmax())
 
 
 def find_rope(queries: Tensor | None, keys: Tensor, frequencies: Sequence[Tensor]) -> RopeLayout | None:

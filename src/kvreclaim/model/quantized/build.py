@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -82,7 +84,15 @@ def _pack(
             else PackedLinear(matrix, module.bias, dtype, products)
         )
         model.set_submodule(path, made)
+        _give_back()
     return was_head
+
+
+def _give_back() -> None:
+    """glibc keeps what was freed between tensors that stay; all that a load has unpacked would add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _fill(model: PreTrainedModel, name: str, source: WeightSource, dtype: torch.dtype) -> None:

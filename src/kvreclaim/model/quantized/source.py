@@ -10,7 +10,7 @@ from torch import Tensor
 from kvreclaim.ops.packed import BLOCK_ROWS, PackedMatrix
 from kvreclaim.weights.packed import PackedRows
 
-CODES_AT_ONCE = 4 * 2**20
+CODES_AT_ONCE = 2**20
 """Codes that lie unpacked at a time, a byte each."""
 
 
