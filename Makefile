@@ -20,7 +20,7 @@ demo: setup
 	-$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo --json demo_out/demo.json
 
-# A 4-bit model on a 24 GB card, lived through at a 64th of the size; some minutes: docs/24gb.md.
+# A 4-bit model on a 24 GB card, lived through at a 64th of the size; a quarter of an hour: docs/24gb.md.
 demo-24gb: setup
 	$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo-24gb --json demo_out/24gb.json
@@ -114,6 +114,7 @@ bench-vllm: setup vllm-env bench_models/qwen3-26m
 		--json $(RESULTS)/vllm-cost-26m.json
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
+	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b
 
 bench_models/qwen3-%: | setup
 	$(BIN)/python scripts/make_bench_model.py $*

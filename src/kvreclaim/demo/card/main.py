@@ -117,5 +117,5 @@ def draw(report: CardReport, path: Path) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel("tokens of the chain so far")
     axis.set_ylabel("MiB of weights and blocks in use")
-    axis.legend(fontsize=8, loc="center right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=110)
