@@ -59,6 +59,13 @@ def test_the_full_cache_ends_and_a_budget_goes_through(tmp_path: Path) -> None:
     assert f"full cache: ended as 'length' at {full.tokens:,} tokens" in printed
 
 
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo-24gb", "--model", str(tmp_path / "none.gguf")])
+    assert result.exit_code != 0
+    assert "pass the path of a .gguf file" in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
 def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path))
     assert real_gguf() is None

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.bench.common import machine
-from kvreclaim.demo.card.plan import MIB, CardPlan, CardReport, CardRun, Setup
+from kvreclaim.demo.card.plan import MIB, REFUSED, CardPlan, CardReport, CardRun, Setup
+from kvreclaim.errors import InvalidArgumentError
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 """For the child's malloc: large pieces are unmapped as soon as they are free, and no longer counted."""
@@ -41,10 +42,13 @@ def run_card(plan: CardPlan, console: Console, *, command: str) -> CardReport:
 
 
 def run_alone(plan: CardPlan, setup: Setup) -> CardRun:
-    """One setup in a process with the card's limit. Raises: RuntimeError where it says nothing."""
+    """One setup in a process with the card's limit. Raises: InvalidArgumentError for a model that cannot be
+    loaded; RuntimeError where the process ends with an error of ours."""
     said = {"plan": asdict(plan) | {"model": str(plan.model), "setups": []}, "setup": asdict(setup)}
     command = [sys.executable, "-m", "kvreclaim.demo.card.process", json.dumps(said)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ALLOCATOR)
+    if done.returncode == REFUSED:
+        raise InvalidArgumentError(done.stderr.strip().splitlines()[-1])
     if done.returncode != 0:
         raise RuntimeError(f"{setup.name}: the process ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return CardRun.model_validate_json(done.stdout.splitlines()[-1])

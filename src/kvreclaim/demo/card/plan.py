@@ -12,6 +12,9 @@ SCALE = 64
 """A card of 24 GiB over this is the small one. SmolLM2-135M with weights of 4 bits takes 96 MB and 23,040
 bytes of cache a token, a 32 B model 19.3 GB and 262,144: so small, both hold the same number of tokens."""
 
+REFUSED = 2
+"""Exit status of a process whose input is to blame; its stderr says in a sentence how."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:

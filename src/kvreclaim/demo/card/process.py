@@ -19,7 +19,7 @@ import torch
 from kvreclaim import demo_model
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.demo.card.plan import CardPlan, CardRun, Sample, Setup
+from kvreclaim.demo.card.plan import REFUSED, CardPlan, CardRun, Sample, Setup
 from kvreclaim.engine.core.outputs import RequestOutput, StepStats
 from kvreclaim.engine.face.chat import render_chat
 from kvreclaim.engine.face.llm import LLM
@@ -31,6 +31,8 @@ from kvreclaim.model.overrides import yarn
 CHUNK = 256
 """Tokens of a prompt in one step, so that activations stay small."""
 BLOCK_SIZE = 16
+NO_MEMORY = ("allocate", "are free", "holds no block")
+"""Of the allocator's and the engine's sentences where memory is not enough."""
 QUESTION = "Why do trees lose their leaves in autumn? Think step by step, and check every step."
 SAMPLING = SamplingParams(temperature=0.8, seed=0, ignore_eos=True)
 
@@ -41,7 +43,11 @@ def main() -> None:
     plan = CardPlan(**said["plan"] | {"model": Path(said["plan"]["model"]), "setups": ()})
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    print(run_limited(plan, Setup(**said["setup"])).model_dump_json(), flush=True)
+    try:
+        print(run_limited(plan, Setup(**said["setup"])).model_dump_json(), flush=True)
+    except InvalidArgumentError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
@@ -61,7 +67,7 @@ def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
         llm = _load(plan, setup)
         _run(plan, setup, llm, base, found)
     except (InvalidArgumentError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in NO_MEMORY):
             raise
         found.outcome, found.said = "out of memory", str(error).split("\n", 1)[0]
     found.peak_bytes = max(found.peak_bytes, Taken.now().data_bytes - base.data_bytes)
