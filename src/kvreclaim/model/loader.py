@@ -252,9 +252,10 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTraine
     return model
 
 
-def load_tokenizer(name: str) -> Tokenizer | None:
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     """Of a directory, a hub id or a GGUF file; None where a directory holds none. Raises:
     InvalidArgumentError."""
+    name = os.fspath(path)
     if is_gguf(name):
         return gguf_tokenizer(GgufSource(Path(name)), logger.warning)
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):

@@ -97,7 +97,7 @@ def _taken_by_libraries(model: Path) -> Taken:
     llm.generate([[1] * 300], SamplingParams(max_tokens=4, ignore_eos=True))
     del llm
     gc.collect()
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = load_tokenizer(model)
     taken = Taken.now()
     del tokenizer  # the model's own takes its place
     return taken
