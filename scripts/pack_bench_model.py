@@ -25,21 +25,8 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 GROUP = 128
 SEED = 0
 EMBEDDING_STD = 0.1
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 64)
+"""Of tensors: from transformers' to llama.cpp's, of as many layers and more."""
 
 
 def empty_network(directory: Path) -> Qwen3ForCausalLM:
@@ -152,11 +139,9 @@ def _write_tokenizer(writer: gguf.GGUFWriter, directory: Path) -> None:
 
 
 def _stored_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.weight"
+    found = NAMES.get_name(name, (".weight",))
+    assert found is not None, name
+    return found
 
 
 def main() -> None:

@@ -16,20 +16,8 @@ from gguf import GGMLQuantizationType as Form
 from transformers import PreTrainedModel
 
 EOS = 262
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 8)
+"""Of tensors: from transformers' to llama.cpp's, of as many layers and more."""
 
 
 def write(
@@ -101,11 +89,9 @@ def _write_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
 
 
 def _stored_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.weight"
+    found = NAMES.get_name(name, (".weight",))
+    assert found is not None, name
+    return found
 
 
 def _num_heads(name: str, config) -> int | None:

@@ -63,12 +63,12 @@ constexpr int blocks_at_once(Grid grid, int panel) {
 // x has two (else null), [K / 32][size] scales and sums of numbers in fp32, [K / 16][size] sums of numbers; exact:
 // [K][size] fp32.
 struct Panel {
-  const int32_t* words;
-  const int32_t* lows;
-  const float* scales;
-  const float* totals;
-  const int32_t* sums;
-  const float* numbers;
+  int32_t* words;
+  int32_t* lows;
+  float* scales;
+  float* totals;
+  int32_t* sums;
+  float* numbers;
   int size;
 };
 
@@ -86,9 +86,7 @@ KVR_INLINE int32_t word_of(const int32_t* bytes) {
 // A row of x as integers, in column `at` of a panel. A chunk with a number that is not finite has a scale that is not.
 template <Type T>
 inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel) {
-  int32_t *words = const_cast<int32_t*>(panel.words), *lows = const_cast<int32_t*>(panel.lows);
-  int32_t* sums = const_cast<int32_t*>(panel.sums);
-  const int64_t size = panel.size;
+  const auto& [words, lows, scales, totals, sums, numbers, size] = panel;
   const float most = lows == nullptr ? 127.0f : 127.0f * kHighUnit;
   for (int64_t c = 0; c < in / kChunkCols; ++c) {
     float x[kChunkCols], largest = 0.0f, all = 0.0f;
@@ -97,7 +95,7 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
     for (int i = 0; i < kChunkCols; ++i) all += x[i] - x[i];
     largest = std::max(largest, 1e-30f);
     const float inverse = most / largest;
-    const_cast<float*>(panel.scales)[c * size + at] = largest / most + all;
+    scales[c * size + at] = largest / most + all;
     int32_t rounded[kChunkCols], low[kChunkCols];
     for (int i = 0; i < kChunkCols; i += kLanes) {
       const vf sum = unfused(load<vf>(&x[i]) * inverse) + 12582912.0f;  // 1.5 * 2^23 rounds; its bits are taken off
@@ -111,7 +109,7 @@ inline void pack_row(const char* row, int64_t in, int64_t at, const Panel& panel
       sums[(2 * c + h) * size + at] = sum;
       total += sum;
     }
-    const_cast<float*>(panel.totals)[c * size + at] = (float)total;
+    totals[c * size + at] = (float)total;
     if (lows != nullptr)
       for (int i = 0; i < kChunkCols; ++i) {
         const int32_t high = (rounded[i] + (1 << (kLowBits - 1))) >> kLowBits;
@@ -310,7 +308,7 @@ KVR_INLINE int panel_size(int64_t rows) {
   return rows >= kPanel ? kPanel : rows > 4 ? 8 : rows > 2 ? 4 : (int)rows;
 }
 
-// Where a panel's parts begin in its memory, of panel_words(in) words a row.
+// Words of a panel's memory for each row.
 KVR_INLINE int64_t panel_words(Activations kind, int64_t in) {
   if (kind == Activations::kExact) return in;
   return (kind == Activations::kInt16 ? 2 : 1) * (in / 4) + 2 * (in / kChunkCols) + in / kSumCols;
@@ -318,11 +316,11 @@ KVR_INLINE int64_t panel_words(Activations kind, int64_t in) {
 
 inline Panel panel_at(Activations kind, int64_t in, int size, float* at) {
   if (kind == Activations::kExact) return {nullptr, nullptr, nullptr, nullptr, nullptr, at, size};
-  const int32_t* words = reinterpret_cast<const int32_t*>(at);
+  int32_t* words = reinterpret_cast<int32_t*>(at);
   const int64_t part = in / 4 * size;
   const bool has_lows = kind == Activations::kInt16;
-  const float *scales = at + (has_lows ? 2 : 1) * part, *totals = scales + in / kChunkCols * size;
-  const int32_t* sums = reinterpret_cast<const int32_t*>(totals + in / kChunkCols * size);
+  float *scales = at + (has_lows ? 2 : 1) * part, *totals = scales + in / kChunkCols * size;
+  int32_t* sums = reinterpret_cast<int32_t*>(totals + in / kChunkCols * size);
   return {words, has_lows ? words + part : nullptr, scales, totals, sums, nullptr, size};
 }
 
@@ -345,8 +343,7 @@ inline void pack_x(const PackedArgs& a, int64_t in, std::vector<Panel>& panels) 
         pack_row<T>(row, in, r, p);
         continue;
       }
-      float* numbers = const_cast<float*>(p.numbers);
-      for (int64_t k = 0; k < in; ++k) numbers[k * p.size + r] = number_at<T>(row, k);
+      for (int64_t k = 0; k < in; ++k) p.numbers[k * p.size + r] = number_at<T>(row, k);
     }
   });
 }

@@ -10,7 +10,11 @@ from kvreclaim.checks import require
 from kvreclaim.options import option
 
 ACTIVATIONS = ("int16", "int8")
-FORMATS = {"AWQ": ("zero", 128), "Q4_1": ("min", 32), "Q4_K": ("q4_k", 32), "nf4": ("table", 64)} | {
+FORMATS = {
+    "AWQ": ("zero", 128),
+    "Q4_1": ("min", 32),
+    "Q4_K": ("q4_k", 32),
+    "nf4": ("table", 64),
     "Q6_K": ("q6_k", 16),
     "Q8_0": ("q8_0", 32),
 }

@@ -70,13 +70,11 @@ class CardPlan:
 
 
 class Sample(BaseModel):
-    """tokens: of the chain so far; block_bytes: of blocks in use; resident_bytes: of the process, without its
-    libraries'"""
+    """tokens: of the chain so far; block_bytes: of blocks in use"""
 
     tokens: int
     elapsed_s: float
     block_bytes: int
-    resident_bytes: int
 
 
 class CardRun(BaseModel):
@@ -103,7 +101,6 @@ class CardRun(BaseModel):
     elapsed_s: float = 0.0
     tokens_evicted: int = 0
     blocks_freed: int = 0
-    text_end: str = ""
     samples: list[Sample] = []
 
     @property

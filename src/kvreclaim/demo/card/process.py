@@ -53,7 +53,7 @@ def main() -> None:
 def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
     """The chain, or why it does not come to its end. The limit stays on this process."""
     base = _taken_by_libraries(plan.model)
-    most = base.data_bytes + plan.limit_bytes
+    most = base + plan.limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     budget = None if setup.policy is None else plan.budget
     found = CardRun(
@@ -70,27 +70,17 @@ def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in NO_MEMORY):
             raise
         found.outcome, found.said = "out of memory", str(error).split("\n", 1)[0]
-    found.peak_bytes = max(found.peak_bytes, Taken.now().data_bytes - base.data_bytes)
+    found.peak_bytes = max(found.peak_bytes, taken_bytes() - base)
     return found
 
 
-class Taken:
-    """Of this process now. data_bytes: what the limit counts; resident_bytes: of memory that is no file's"""
-
-    def __init__(self, data_bytes: int, resident_bytes: int) -> None:
-        self.data_bytes = data_bytes
-        self.resident_bytes = resident_bytes
-
-    @classmethod
-    def now(cls) -> Taken:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        said = {
-            name: rest.split()[0] for name, rest in (line.split(":", 1) for line in lines) if rest.split()
-        }
-        return cls(int(said["VmData"]) * 1024, int(said["RssAnon"]) * 1024)
+def taken_bytes() -> int:
+    """Of this process now, as the limit counts."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def _taken_by_libraries(model: Path) -> Taken:
+def _taken_by_libraries(model: Path) -> int:
     """A small model has run and the tokenizer is there, so that neither modules, threads and buffers nor
     what no card would hold is counted."""
     llm = LLM(demo_model(), num_blocks=64, max_num_seqs=1, max_num_batched_tokens=CHUNK)
@@ -98,7 +88,7 @@ def _taken_by_libraries(model: Path) -> Taken:
     del llm
     gc.collect()
     tokenizer = load_tokenizer(model)
-    taken = Taken.now()
+    taken = taken_bytes()
     del tokenizer  # the model's own takes its place
     return taken
 
@@ -121,7 +111,7 @@ def _load(plan: CardPlan, setup: Setup) -> LLM:
     )
 
 
-def _run(plan: CardPlan, setup: Setup, llm: LLM, base: Taken, found: CardRun) -> None:
+def _run(plan: CardPlan, setup: Setup, llm: LLM, base: int, found: CardRun) -> None:
     """Fill in what the chain does, sample by sample."""
     prompt = prompt_of(llm)
     found.bytes_per_block = llm.engine.cache.bytes_per_block
@@ -130,14 +120,12 @@ def _run(plan: CardPlan, setup: Setup, llm: LLM, base: Taken, found: CardRun) ->
     started = time.perf_counter()
 
     def sample(tokens: int, blocks: int) -> None:
-        now = Taken.now()
-        found.peak_bytes = max(found.peak_bytes, now.data_bytes - base.data_bytes)
+        found.peak_bytes = max(found.peak_bytes, taken_bytes() - base)
         found.samples.append(
             Sample(
                 tokens=tokens,
                 elapsed_s=time.perf_counter() - started,
                 block_bytes=blocks * found.bytes_per_block,
-                resident_bytes=now.resident_bytes - base.resident_bytes,
             )
         )
 
@@ -160,7 +148,7 @@ def _run(plan: CardPlan, setup: Setup, llm: LLM, base: Taken, found: CardRun) ->
 def _tell(plan: CardPlan, output: RequestOutput, found: CardRun, elapsed_s: float) -> None:
     metrics, done = output.metrics, output.outputs[0]
     found.tokens, found.elapsed_s = metrics.num_prompt_tokens + len(done.token_ids), elapsed_s
-    found.peak_blocks, found.text_end = metrics.peak_blocks, done.text[-200:]
+    found.peak_blocks = metrics.peak_blocks
     found.tokens_evicted, found.blocks_freed = metrics.tokens_evicted, metrics.blocks_freed
     if output.error is not None:
         found.outcome, found.said = "failed", output.error

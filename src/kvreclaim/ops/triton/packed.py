@@ -15,8 +15,6 @@ from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.triton.packed_kernels import packed_product_kernel, unpack_kernel
 from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, num_processors
 
-ACTIVATIONS = ("dtype", "exact")
-"""What a product rounds weights to: x's dtype, or nothing, in products of fp32."""
 FEW_ROWS = 64
 """From so many rows on weights become numbers once, and torch multiplies."""
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
