@@ -10,18 +10,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     StoppingCriteria,
+    __version__,
 )
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
 from kvreclaim.memory.blocks import blocks_for
 
 REQUEST_TIMEOUT_S = 600.0
+# How `generate` calls the cache that it is given: transformers 5.24 renamed it.
+CACHE = "cache" if Version(__version__) >= Version("5.24") else "past_key_values"
 
 
 class _Transformers(System):
@@ -113,7 +117,7 @@ class GenerateSession(Session):
         self.system.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             generation_config=self.system.greedy(steps + 1),
             stopping_criteria=[clock],
         )
