@@ -22,27 +22,47 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
   all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, next.k, stride});
 }
 
+// All rows of a head over the tile at slot `at`, `next` being fetched meanwhile.
 template <bool BF16>
-inline void run_tiles(const AttentionArgs& a, const Item& item, RowGroup* groups, int count) {
-  alignas(64) float scores[kMaxR * kTile];
-  const int64_t start = first_tile(a, item);
-  Tile tile, next;
+inline void tile_step(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& next,
+                      HeadRows& to, float* scores) {
   TileMask mask;
-  open_tile(a, item, start, tile);
-  for (int64_t at = start; at < item.high; at += kTile, tile = next) {
-    open_mask(a, item, at, mask);
-    open_tile(a, item, smaller(at + kTile, item.high - 1), next);
-    for (int g = 0; g < count; ++g) {
-      const Tile& ahead = g + 1 < count ? tile : next;  // the last rows fetch the next tile
-      switch (groups[g].count) {
-        case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
-        case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
-        case 3: tile_rows<3, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
-        case 4: tile_rows<4, BF16>(a, item, at, tile, ahead, mask, groups[g], scores); break;
-        default: tile_rows<kMaxR, BF16>(a, item, at, tile, ahead, mask, groups[g], scores);
-      }
+  open_mask(a, item, at, mask);
+  for (int g = 0; g < to.count; ++g) {
+    const Tile& ahead = g + 1 < to.count ? tile : next;  // the last rows fetch the next tile
+    RowGroup& group = to.groups[g];
+    switch (group.count) {
+      case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
+      case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
+      case 3: tile_rows<3, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
+      case 4: tile_rows<4, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
+      default: tile_rows<kMaxR, BF16>(a, item, at, tile, ahead, mask, group, scores);
     }
   }
+}
+
+// Heads item.head .. item.head + run of an item, tile by tile; leaves their sums in `heads`.
+template <bool BF16>
+inline void run_tiles(const AttentionArgs& a, const Item& item, int64_t run, HeadRows* heads) {
+  alignas(64) float scores[kMaxR * kTile];
+  const int64_t floats = group_floats(a.cache, item.rows);
+  float* memory = thread_scratch(run * floats);
+  for (int64_t h = 0; h < run; ++h) open_groups(a, of_head(item, h), memory + h * floats, heads[h]);
+  Tile tile, next;
+  open_tile(a, item, first_tile(a, item), tile);
+  for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
+    for (int64_t h = 0; h < run; ++h, tile = next) {
+      const bool last = h + 1 == run;
+      open_tile(a, of_head(item, last ? 0 : h + 1), last ? smaller(at + kTile, item.high - 1) : at, next);
+      tile_step<BF16>(a, of_head(item, h), at, tile, next, heads[h], scores);
+    }
+}
+
+inline void run_panels(const AttentionArgs& a, const Item& item, HeadRows& to) {
+  const int64_t floats = group_floats(a.cache, item.rows);
+  float* memory = thread_scratch(floats + panel_floats(a.cache));
+  open_groups(a, item, memory, to);
+  run_panels(a, item, to.groups, to.count, memory + floats);
 }
 
 // partials: where the item's rows go if other items hold other parts of their keys, else null.
@@ -65,20 +85,14 @@ inline void close_groups(const AttentionArgs& a, const Item& item, const RowGrou
     }
 }
 
-inline void run_head(const AttentionArgs& a, const Item& item, HeadRows& to) {
-  float* scratch;
-  to.count = open_groups(a, item, to.groups, reads_direct(a.cache) ? 0 : panel_floats(a.cache), &scratch);
-  if (!reads_direct(a.cache))
-    run_panels(a, item, to.groups, to.count, scratch);
-  else if (a.cache.format == Format::kBF16)
-    run_tiles<true>(a, item, to.groups, to.count);
-  else
-    run_tiles<false>(a, item, to.groups, to.count);
+// Few rows over a cache that is read as it lies: what counts is how a thread walks through memory.
+KVR_INLINE bool takes_tiles(const AttentionArgs& a, const SequenceView& seq) {
+  return reads_direct(a.cache) && seq.query_len * group_size(a) <= kRowBlock;
 }
 
 // Heads of an item: those that the loops below take together.
 KVR_INLINE int64_t item_heads(const AttentionArgs& a, const SequenceView& seq) {
-  return takes_matrices(a) || takes_integers(a, seq) ? head_run(a.cache) : 1;
+  return takes_matrices(a) || takes_integers(a, seq) || takes_tiles(a, seq) ? head_run(a.cache) : 1;
 }
 
 // An item of `run` heads, the first of which is item.head; is_whole: it has all rows of a sequence.
@@ -88,8 +102,12 @@ inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool
     run_matrices(a, item, run, is_whole, heads);
   else if (takes_integers(a, item.seq))
     run_integers(a, item, run, heads);
+  else if (!reads_direct(a.cache))
+    run_panels(a, item, heads[0]);
+  else if (a.cache.format == Format::kBF16)
+    run_tiles<true>(a, item, run, heads);
   else
-    run_head(a, item, heads[0]);
+    run_tiles<false>(a, item, run, heads);
   const int64_t step = item.rows * (a.cache.v_dim + 2);
   for (int64_t h = 0; h < run; ++h)
     close_groups(a, of_head(item, h), heads[h].groups, heads[h].count,

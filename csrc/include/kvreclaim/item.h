@@ -167,26 +167,27 @@ inline void open_bounds(const AttentionArgs& a, const Item& item, int64_t first,
   }
 }
 
-// Cuts an item's rows into groups, packs their queries and zeroes their sums; returns how many groups.
-// more: receives that many further floats of scratch.
-inline int open_groups(const AttentionArgs& a, const Item& item, RowGroup* groups, int64_t more_floats,
-                       float** more) {
-  const int64_t dims = head_dim(a.cache), v_dims = a.cache.v_dim, pad = 16;
-  float* acc = thread_scratch((dims + v_dims) * item.rows + dims + pad + more_floats);
-  float* q = acc + v_dims * item.rows;
+// Floats of an item's sums, its packed queries and one row to spare.
+KVR_INLINE int64_t group_floats(const CacheView& c, int64_t rows) {
+  constexpr int64_t pad = 16;
+  return div_up((head_dim(c) + c.v_dim) * rows + head_dim(c), pad) * pad;
+}
+
+// Cuts an item's rows into groups in `memory` (group_floats), packs their queries and zeroes their sums.
+inline void open_groups(const AttentionArgs& a, const Item& item, float* memory, HeadRows& to) {
+  const int64_t dims = head_dim(a.cache), v_dims = a.cache.v_dim;
+  float* q = memory + v_dims * item.rows;
   float* spare = q + dims * item.rows;
-  *more = acc + div_up((v_dims + dims) * item.rows + dims, pad) * pad;
-  int count = 0;
-  for (int64_t r = 0; r < item.rows; r += groups[count++].count) {
-    RowGroup& group = groups[count];
+  to.count = 0;
+  for (int64_t r = 0; r < item.rows; r += to.groups[to.count++].count) {
+    RowGroup& group = to.groups[to.count];
     group.count = group_rows(item.rows - r);
     group.q = q + r * dims;
-    group.acc = acc + r * v_dims;
+    group.acc = memory + r * v_dims;
     load_rows(a, row_map(item.seq, item.head, group_size(a)), item.row + r, group, spare);
     reset(group, v_dims);
     open_bounds(a, item, item.row + r, group);
   }
-  return count;
 }
 
 }  // namespace kvreclaim::KVR_NS
