@@ -10,16 +10,16 @@ namespace kvreclaim::KVR_NS {
 
 // One group of R rows over the tile at slot `at`.
 template <int R, bool BF16>
-inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& next,
+inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& ahead,
                       const TileMask& mask, RowGroup& group, float* scores) {
-  const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at), stride = k_word_stride(a.cache);
+  const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at);
   if (tokens <= 0) return;
-  row_scores<R, BF16>(a, item.seq, group.q, tile, scores);
+  row_scores<R, BF16>(a, item.seq, group.q, tile, ahead, scores);
   finish_scores<R>(a, item, group, at, mask, scores);
   float alpha[kMaxR];
   softmax_rows<R>(scores, group, alpha);
   const int64_t v_dim = a.cache.v_dim, row_bytes = v_dim * size_of(a.cache.format);
-  all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, next.k, stride});
+  all_values<R, BF16>({tile, tokens, row_bytes / 4, row_bytes, group.acc, v_dim, scores, alpha, ahead});
 }
 
 // All rows of a head over the tile at slot `at`, `next` being fetched meanwhile.

@@ -43,8 +43,7 @@ inline void direct_scores(const AttentionArgs& a, const Item& item, const RowGro
   open_tile(a, item, to.first, tile);
   for (int64_t at = to.first; at < item.high; at += kTile, tile = next, s += R * kTile) {
     open_tile(a, item, smaller(at + kTile, item.high - 1), next);
-    for (int c = 0; c < kChunks; ++c) tile.v[c] = next.k[c];  // row_scores fetches these meanwhile
-    row_scores<R, BF16>(a, item.seq, group.q, tile, s);
+    row_scores<R, BF16>(a, item.seq, group.q, tile, next, s);
     finish_tile<R>(a, item, group, at, s, top);
   }
 }

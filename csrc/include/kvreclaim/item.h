@@ -144,18 +144,19 @@ inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, Ro
 
 // Scores of R rows over a tile that is read as it lies, before finish_scores.
 template <int R, bool BF16>
-inline void row_scores(const AttentionArgs& a, const SequenceView& seq, const float* q, const Tile& tile, float* scores) {
+inline void row_scores(const AttentionArgs& a, const SequenceView& seq, const float* q, const Tile& tile,
+                       const Tile& ahead, float* scores) {
   const int64_t words = k_words(a.cache), stride = k_word_stride(a.cache);
   (void)seq;
 #if defined(__AVX512BF16__)
   if (BF16 && takes_pairs(a, seq)) {
-    pair_scores<R>(reinterpret_cast<const uint32_t*>(q), tile, words, stride, scores);
+    pair_scores<R>(reinterpret_cast<const uint32_t*>(q), tile, ahead, words, stride, scores);
     const float scale = query_scale(a);
     for (int i = 0; i < R * kTile; i += kLanes) store(scores + i, load<vf>(scores + i) * scale);
     return;
   }
 #endif
-  tile_scores<R, BF16>(q, tile, words, stride, scores);
+  tile_scores<R, BF16>(q, tile, ahead, words, stride, scores);
 }
 
 // Sets the bounds of a group's rows, which start at row `first` of their head, and zeroes their sums.

@@ -30,45 +30,42 @@ struct Tile {
   const char* v[kChunks];
 };
 
-// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R].
-// Meanwhile the tile's values are fetched: as many lines as K has, chunk by chunk.
+// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R]. Meanwhile the keys of
+// the tile `ahead` are fetched.
 template <int R, bool BF16>
-KVR_KERNEL void tile_scores(const float* q, const Tile& tile, int64_t words, int64_t stride, float* s) {
+KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
+                            float* s) {
   constexpr int T = kTokenVecs<R>;
   constexpr int kPerChunk = kChunk / kLanes;
   constexpr int kPasses = kTile / kLanes / T;
-  constexpr int kLines = kPasses < kChunks ? kChunks / kPasses : 1;  // fetched per word row and pass
   for (int pass = 0; pass < kPasses; ++pass) {
-    const char* base[T];
+    const char *base[T], *far[T];
     for (int t = 0; t < T; ++t) {
       const int vec = pass * T + t;
       base[t] = tile.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
+      far[t] = ahead.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
     }
     vf acc[R][T] = {};
     const float* row = q;
-    int64_t at = 0;
-    for (int part = 0; part < kLines; ++part) {
-      const char* ahead = tile.v[pass * kChunks / kPasses + part];
-      for (int64_t w = 0; w < words / kLines; ++w, at += stride, ahead += 64 * kLines) {
+    for (int64_t w = 0, at = 0; w < words; ++w, at += stride) {
 #pragma GCC unroll 2
-        for (int half = 0; half < (BF16 ? 2 : 1); ++half) {
-          vf k[T];
+      for (int half = 0; half < (BF16 ? 2 : 1); ++half) {
+        vf k[T];
 #pragma GCC unroll 4
-          for (int t = 0; t < T; ++t) {
-            const vu x = load<vu>(base[t] + at);
-            k[t] = !BF16 ? (vf)x : half == 0 ? even(x) : odd(x);
-          }
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const vf b = splat(row[r]);
-#pragma GCC unroll 4
-            for (int t = 0; t < T; ++t) acc[r][t] += k[t] * b;
-          }
-          row += R;
+        for (int t = 0; t < T; ++t) {
+          const vu x = load<vu>(base[t] + at);
+          k[t] = !BF16 ? (vf)x : half == 0 ? even(x) : odd(x);
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const vf b = splat(row[r]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kLines; ++i) prefetch(ahead + 64 * i);
+          for (int t = 0; t < T; ++t) acc[r][t] += k[t] * b;
+        }
+        row += R;
       }
+#pragma GCC unroll 4
+      for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -86,7 +83,8 @@ KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
 
 // tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
 template <int R>
-KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, int64_t words, int64_t stride, float* s) {
+KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
+                            float* s) {
   constexpr int T = kTokenVecs<R>, kPasses = kChunks / T;
   for (int pass = 0; pass < kPasses; ++pass) {
     __m512 acc[R][T];
@@ -100,7 +98,7 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, int64_t words, 
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
-        prefetch(tile.v[pass * T + t] + 64 * w);
+        prefetch(ahead.k[pass * T + t] + at);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -123,10 +121,9 @@ struct ValueRows {
   int64_t tokens, words, row_bytes;  // words: 4-byte words of a row
   float* acc;                        // [R][stride]
   int64_t stride;
-  const float* p;           // [R][kTile]
-  const float* alpha;       // [R]
-  const char* const* next;  // the next tile's keys, per chunk; fetched meanwhile, as many lines as V has
-  int64_t next_stride;      // from line to line
+  const float* p;      // [R][kTile]
+  const float* alpha;  // [R]
+  const Tile& ahead;   // whose values are fetched meanwhile
 };
 
 // acc[r] = acc[r] * alpha[r] + sum_t p[r * kTile + t] V[t], for C * N words of each row of V from `word` on.
@@ -147,13 +144,12 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
       for (int h = 0; h < P; ++h)
         sum[r][c][h] = load<F>(acc + r * in.stride + (c * P + h) * N) * in.alpha[r];
   const float* p = in.p;
-  const int64_t next_step = in.row_bytes / 64 * in.next_stride;
   for (int64_t chunk = 0; chunk * kChunk < in.tokens; ++chunk) {
     const int64_t left = in.tokens - chunk * kChunk;
     const int64_t count = left < kChunk ? left : kChunk;
     const char* row = in.tile.v[chunk] + word * 4;
-    const char* ahead = in.next[chunk] + word / 16 * in.next_stride;
-    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes, ahead += next_step) {
+    const char* far = in.ahead.v[chunk] + word * 4;
+    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes, far += in.row_bytes) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         const U x = load<U>(row + c * (int)sizeof(U));
@@ -165,7 +161,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
         }
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < kLines; ++i) prefetch(ahead + i * in.next_stride);
+      for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
     }
   }
 #pragma GCC unroll 8
