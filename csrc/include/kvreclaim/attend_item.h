@@ -1,6 +1,7 @@
 // One work item: its queries, the loops over its tiles, and its sums.
 #pragma once
 
+#include "kvreclaim/fp8_item.h"
 #include "kvreclaim/integer.h"
 #include "kvreclaim/item.h"
 #include "kvreclaim/matrix_item.h"
@@ -90,9 +91,14 @@ KVR_INLINE bool takes_tiles(const AttentionArgs& a, const SequenceView& seq) {
   return reads_direct(a.cache) && seq.query_len * group_size(a) <= kRowBlock;
 }
 
+// What a part costs before its first token, and how its pieces lie in memory, counts.
+KVR_INLINE bool takes_long_parts(const AttentionArgs& a, const SequenceView& seq) {
+  return takes_matrices(a) || takes_integers(a, seq) || takes_tiles(a, seq) || takes_fp8(a, seq);
+}
+
 // Heads of an item: those that the loops below take together.
 KVR_INLINE int64_t item_heads(const AttentionArgs& a, const SequenceView& seq) {
-  return takes_matrices(a) || takes_integers(a, seq) || takes_tiles(a, seq) ? head_run(a.cache) : 1;
+  return takes_long_parts(a, seq) ? head_run(a.cache) : 1;
 }
 
 // An item of `run` heads, the first of which is item.head; is_whole: it has all rows of a sequence.
@@ -102,6 +108,8 @@ inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool
     run_matrices(a, item, run, is_whole, heads);
   else if (takes_integers(a, item.seq))
     run_integers(a, item, run, heads);
+  else if (takes_fp8(a, item.seq))
+    run_fp8(a, item, run, heads);
   else if (!reads_direct(a.cache))
     run_panels(a, item, heads[0]);
   else if (a.cache.format == Format::kBF16)

@@ -39,7 +39,7 @@ inline Plan plan_sequence(const AttentionArgs& a, const SequenceView& seq) {
   plan.row_block = seq.query_len == 1 && !reads_direct(a.cache) ? kMaxRows : kRowBlock;
   plan.row_blocks = div_up(rows, plan.row_block);
   plan.splits = plan.row_blocks;
-  plan.split = takes_integers(a, seq) || takes_matrices(a) || takes_tiles(a, seq) ? long_split(seq.seq_len) : kSplit;
+  plan.split = takes_long_parts(a, seq) ? long_split(seq.seq_len) : kSplit;
   if (plan.row_blocks == 1) {
     plan.first_slot = first_slot(a, seq, 0) / plan.split * plan.split;
     plan.splits = div_up(seq.seq_len - plan.first_slot, plan.split);

@@ -137,7 +137,7 @@ inline void sum_head(const AttentionArgs& a, const SequenceView& seq, int64_t he
     group.count = group_rows(rows - row);
     group.q = q;
     float* spare = q + kMaxR * dims;
-    load_rows(a, row_map(seq, head, members), row, group, spare);
+    load_rows(a, row_map(seq, head, members), row, takes_pairs(a, seq), group, spare);
     const Item item{seq, head, row, group.count, 0, end_slot(seq, (row + group.count - 1) / members)};
     open_bounds(a, item, row, group);
     sum_rows(a, item, group, {group.low[0] / kTile * kTile, scores, sums, spare + dims});

@@ -132,9 +132,22 @@ KVR_INLINE bool takes_pairs(const AttentionArgs& a, const SequenceView& seq) {
 #endif
 }
 
-// Queries of a group's rows for row_scores; `spare` holds a row.
-inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, RowGroup& group, float* spare) {
-  if (!takes_pairs(a, *map.seq)) return load_queries(a.q, a.cache, map, row, query_scale(a), group, spare);
+// Numbers of fp8 are bf16, too (fp8_item.h).
+KVR_INLINE bool takes_fp8(const AttentionArgs& a, const SequenceView& seq) {
+#if defined(__AVX512BF16__)
+  const CacheView& c = a.cache;
+  return c.format == Format::kFP8 && !c.latent && a.q.type == Type::kBF16 && c.v_dim % kLanes == 0 &&
+         seq.query_len * group_size(a) <= kRowBlock;
+#else
+  (void)a, (void)seq;
+  return false;
+#endif
+}
+
+// Queries of a group's rows, as pairs of bf16 or scaled in fp32; `spare` holds a row.
+inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, bool as_pairs, RowGroup& group,
+                      float* spare) {
+  if (!as_pairs) return load_queries(a.q, a.cache, map, row, query_scale(a), group, spare);
   uint16_t* pairs = reinterpret_cast<uint16_t*>(group.q);
   for (int64_t r = 0; r < group.count; ++r) {
     unpack_row(a.q, row_address(a.q, map, row + r), a.cache.k_dim, 1.0f, spare, 1);
@@ -179,13 +192,14 @@ inline void open_groups(const AttentionArgs& a, const Item& item, float* memory,
   const int64_t dims = head_dim(a.cache), v_dims = a.cache.v_dim;
   float* q = memory + v_dims * item.rows;
   float* spare = q + dims * item.rows;
+  const bool as_pairs = takes_pairs(a, item.seq) || takes_fp8(a, item.seq);
   to.count = 0;
   for (int64_t r = 0; r < item.rows; r += to.groups[to.count++].count) {
     RowGroup& group = to.groups[to.count];
     group.count = group_rows(item.rows - r);
     group.q = q + r * dims;
     group.acc = memory + r * v_dims;
-    load_rows(a, row_map(item.seq, item.head, group_size(a)), item.row + r, group, spare);
+    load_rows(a, row_map(item.seq, item.head, group_size(a)), item.row + r, as_pairs, group, spare);
     reset(group, v_dims);
     open_bounds(a, item, item.row + r, group);
   }
