@@ -1,5 +1,5 @@
-"""Decode over coded formats by integer products, and over fp8 by those of bf16, where a CPU has them: what queries
-and weights of 16 bits could get wrong, against fp64 over what gather_tokens returns."""
+"""Decode over coded formats by integer products, and over fp8 by those of bf16, where a CPU has them: what
+queries and weights of 16 bits could get wrong, against fp64 over what gather_tokens returns."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_only(isa: str, name: str
 @names
 @pytest.mark.parametrize("size", [200.0, 1e4, 4e4])
 def test_logits_so_large_that_rounding_differs(isa: str, name: str, size: float) -> None:
-    """Equal keys weigh the same, however their products are rounded: no weight may overflow. Those of an open block of
-    kivi4 are not rounded as sealed ones are."""
+    """Equal keys weigh the same, however their products are rounded: no weight may overflow. Those of an open
+    block of kivi4 are not rounded as sealed ones are."""
     count = 80 if name == "kivi4" else 83
     v = noise(2, count, 1, 64)
     check(*cached(name, torch.full((count, 1, 64), 97.0), v), torch.full((1, 4, 64), size).bfloat16())
@@ -118,12 +118,13 @@ def test_numbers_of_every_size(isa: str, name: str) -> None:
     """From a token's largest number down to 2^-18 of it: fp8's small ones have no leading bit."""
     k, v = noise(1, 83, 2, 64), noise(2, 83, 2, 64)
     sizes = 2.0 ** -torch.arange(64).remainder(19)
-    check(*cached(name, k * sizes, v * sizes.flip(0)), (noise(3, 1, 8, 64) / 8 / sizes.clamp_min(1e-2)).bfloat16())
+    q = noise(3, 1, 8, 64) / 8 / sizes.clamp_min(1e-2)
+    check(*cached(name, k * sizes, v * sizes.flip(0)), q.bfloat16())
 
 
 @pytest.mark.parametrize("last", [100, 96])
 def test_kivi_blocks_by_channel_by_token_and_open(isa: str, last: int) -> None:
-    """After a pass keys lie by token in some blocks; then some are written by channel; the last one may be open."""
+    """After a pass keys lie by token in some blocks; what is written then lies by channel, or is open."""
     k, v = noise(1, 200, 2, 64), noise(2, 200, 2, 64)
     cache, batch = cached("kivi4", k, v)
     table = torch.from_numpy(batch.sequences[0].block_ids.astype(np.int64))
@@ -131,6 +132,7 @@ def test_kivi_blocks_by_channel_by_token_and_open(isa: str, last: int) -> None:
     targets = table[:3]
     native.compact(cache, kept, table, targets)
     slots = torch.arange(48, last)
-    native.write_kv(cache.layers[0], k[:52][: last - 48], v[:52][: last - 48], table[slots // 16] * 16 + slots % 16)
+    new = slice(0, last - 48)
+    native.write_kv(cache.layers[0], k[new], v[new], table[slots // 16] * 16 + slots % 16)
     seq = SequenceSlots(batch.sequences[0].block_ids[: -(-last // 16)], 1, last)
     check(cache, AttentionBatch.build((seq,), 16, torch.device("cpu")), (noise(3, 1, 8, 64) / 8).bfloat16())
