@@ -62,10 +62,6 @@ KVR_INLINE void each_word(const RowsView& x, const char* row, int64_t dims, Form
   }
 }
 
-KVR_INLINE const char* row_of(const RowsView& x, int64_t token, int64_t head) {
-  return x.data + (token * x.stride_t + head * x.stride_h) * size_of(x.type);
-}
-
 inline void write_token(const WriteArgs& a, int64_t token, int64_t head) {
   const CacheView& c = a.cache;
   const int64_t block = a.slots[token] / c.block_size, offset = a.slots[token] % c.block_size;
