@@ -104,10 +104,10 @@ inline void encode_vectors(const Lanes& a) {
   vf size{};
   for (int64_t d = 0; d < a.dims; ++d) size = vmax(size, (vf)((vu)a.at(d) & 0x7fffffffu));
   const vu code = fine_codes(size / most, fine_bias(F));
-  const vf scale = fine(code, fine_bias(F));
+  const Divisor scale(fine(code, fine_bias(F)));
   put_fine(a, code);
   put_words<8>(a, 0, a.dims, [&](int64_t d) {
-    const vf y = clamp(a.at(d) / scale, -most, most);
+    const vf y = clamp(scale.under(a.at(d)), -most, most);
     return F == Format::kInt8 ? to_codes(round_even(y) + 128.0f) : fp8_codes(y);
   });
 }
@@ -142,11 +142,11 @@ inline void encode_levels(const Lanes& a) {
   const vf size = root_mean_squares(a);
   const vu found = fine_codes(size, fine_bias(Format::kTurbo4));
   const vu code = select((vi)(size == 0), vu{}, select((vi)found == 0, vu{} + 1u, found));
-  const vf scale = fine(code, fine_bias(Format::kTurbo4));
+  const Divisor scale(fine(code, fine_bias(Format::kTurbo4)));
   const float factor = hadamard_factor(a.dims);
   put_fine(a, code);
   hadamard_panel(a.dims, a.x, kChunkTokens);
-  put_words<4>(a, 0, a.dims, [&](int64_t d) { return nearest_levels_of(a.at(d) * factor / scale); });
+  put_words<4>(a, 0, a.dims, [&](int64_t d) { return nearest_levels_of(scale.under(a.at(d) * factor)); });
 }
 
 // Grids of ops/formats/affine.py.
@@ -169,32 +169,28 @@ struct ValueGrid {
 // A group per lane.
 struct GroupLanes {
   vu scale_code, centre_code;
-  vf scale, first;
+  Divisor scale;
+  vf first;
   vi nothing;  // where all numbers are zero, if the grid has a code for that
 
   KVR_INLINE vu codes(vf x) const {
-    return to_codes(round_even(clamp(x / scale - first, 0.0f, 15.0f))) & (vu)~nothing;
+    return to_codes(round_even(clamp(scale.under(x) - first, 0.0f, 15.0f))) & (vu)~nothing;
   }
 };
 
 // As encode_group.
 template <class Grid>
 KVR_INLINE GroupLanes group_of(vf low, vf high) {
-  GroupLanes group;
   const vf centre = (low + high) / 2.0f, size = (vf)((vu)centre & 0x7fffffffu) / Grid::reach;
   const vi nothing = Grid::has_zero ? (vi)(low == 0) & (vi)(high == 0) : vi{};
-  const vu code = Grid::codes(vmax((high - low) / 15.0f, size));
-  group.scale_code = code & (vu)~nothing;
-  group.scale = Grid::scale(group.scale_code);
+  const vu code = Grid::codes(vmax((high - low) / 15.0f, size)) & (vu)~nothing;
+  const Divisor scale(Grid::scale(code));
   const vf half = select((vi)(low < 0), splat(-0.5f), splat(0.5f));
   const vf beside = select((vi)(low != high), vf{}, half);
-  const vf wanted = Grid::steps * (centre / group.scale - beside);
+  const vf wanted = Grid::steps * (scale.under(centre) - beside);
   const vf found = round_even(clamp(wanted, Grid::has_zero ? Grid::low + 1 : Grid::low, Grid::high));
   const vf z = select(nothing, splat(Grid::low), found);
-  group.centre_code = to_codes(z - Grid::low);
-  group.first = z / Grid::steps - 7.5f;
-  group.nothing = nothing;
-  return group;
+  return {code, to_codes(z - Grid::low), scale, z / Grid::steps - 7.5f, nothing};
 }
 
 // The numbers' order of size does not change where they are cut, so the ends alone are.
@@ -231,7 +227,7 @@ KVR_INLINE Vec<4>::U exchange_bytes(Vec<4>::U x) {
 KVR_INLINE Eight::U exchange_halves(Eight::U x) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   typedef uint16_t Pairs __attribute__((vector_size(16)));
-  const Eight::U low{0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu};
+  const Eight::U low = Eight::U{} + 0x0f0f0f0fu;
   const Eight::I odd{0, -1, 0, -1, 0, -1, 0, -1};
   const Eight::U beside = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
   const Eight::U y = select(odd, (beside >> 4 & low) | (x & ~low), (x & low) | (beside & low) << 4);

@@ -43,23 +43,26 @@ struct BlockRows {
   }
 };
 
-// A number as a row holds it, bounded.
-template <class V>
-KVR_INLINE V as_bf16(V x) {
-  return bounded((V)round_bf16(x));
+// Numbers as an open row holds them, bounded.
+inline void round_rows(Type type, float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const vf y = load<vf>(x + i);
+    store(x + i, bounded(type == Type::kBF16 ? y : (vf)round_bf16(y)));
+  }
 }
 
 // to[slot * stride + d], zeros from D to the stride.
 inline void load_rows(const BlockRows& rows, int64_t head, int64_t size, int64_t dims, float* to, int64_t stride) {
-  for (int64_t slot = 0; slot < size; ++slot, to += stride) {
+  for (int64_t slot = 0; slot < size; ++slot) {
+    float* own = to + slot * stride;
     const char* row = rows.at(slot, head);
     if (rows.x.stride_d == 1)
-      row_values((Format)rows.x.type, row, dims, {1, 0, dims, to, dims});
+      row_values((Format)rows.x.type, row, dims, {1, 0, dims, own, dims});
     else
-      for (int64_t d = 0; d < dims; ++d) to[d] = element(rows.x.type, row, d * rows.x.stride_d);
-    for (int64_t d = 0; d < dims; d += 8) store(to + d, as_bf16(load<Eight::F>(to + d)));
-    for (int64_t d = dims; d < stride; ++d) to[d] = 0;
+      for (int64_t d = 0; d < dims; ++d) own[d] = element(rows.x.type, row, d * rows.x.stride_d);
+    for (int64_t d = dims; d < stride; ++d) own[d] = 0;
   }
+  round_rows(rows.x.type, to, size * stride);
 }
 
 // The stride of keys' rows, whole vectors of channels.
@@ -121,7 +124,7 @@ inline void seal_values(const CacheView& c, char* own, int64_t slot, const Block
   TokenRows sixteen{{}, rows.x.type, rows.x.stride_d};
   for (int i = 0; i < kChunkTokens; ++i) sixteen.at[i] = rows.at(slot + i, head);
   load_panel(sixteen, c.v_dim, x);
-  for (int64_t i = 0; i < c.v_dim * kChunkTokens; i += kLanes) store(x + i, as_bf16(load<vf>(x + i)));
+  round_rows(rows.x.type, x, c.v_dim * kChunkTokens);
   for (int64_t begin = 0; begin < c.v_dim; begin += kGroup) {
     const int64_t end = begin + kGroup < c.v_dim ? begin + kGroup : c.v_dim;
     const int64_t index = begin / kGroup * c.block_size + slot;
