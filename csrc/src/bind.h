@@ -30,6 +30,7 @@ class Tensor {
   int64_t stride(int dim) const { return strides_[dim]; }
   Element element() const { return element_; }
   bool is_contiguous() const;
+  int64_t numel() const;
 
   // First byte / first element; throws TypeError if the elements are others, ValueError if contiguity is
   // required and not there.
@@ -89,7 +90,7 @@ struct PackedGroup {
   int64_t in = 0, out = 0;
 };
 
-void bind_cache(nb::module_& m);      // Cache, write_kv, gather_tokens, advise_huge_pages
+void bind_cache(nb::module_& m);      // Cache, write_kv, seal_tokens, gather_tokens, advise_huge_pages
 void bind_attention(nb::module_& m);  // Batch, paged_attention, column_sums
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);

@@ -1,4 +1,4 @@
-// Tensor views, Cache, write_kv, gather_tokens.
+// Tensor views, Cache, write_kv, seal_tokens, gather_tokens.
 #include <nanobind/stl/array.h>
 
 #include <array>
@@ -70,6 +70,12 @@ bool Tensor::is_contiguous() const {
     next *= tensor_.shape[i];
   }
   return true;
+}
+
+int64_t Tensor::numel() const {
+  int64_t count = 1;
+  for (int i = 0; i < tensor_.ndim; ++i) count *= tensor_.shape[i];
+  return count;
 }
 
 Type Tensor::type() const {
@@ -207,6 +213,37 @@ void write(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::ha
   kernels().write_kv(args);
 }
 
+// Ids in [0, end).
+const int64_t* ids_below(const Tensor& ids, int64_t end) {
+  const int64_t* data = ids.data<int64_t>(Element::kI64);
+  for (int64_t i = 0; i < ids.numel(); ++i) ids.require(data[i] >= 0 && data[i] < end, "names what is not there");
+  return data;
+}
+
+// kivi4's writes; `plan` is what ops/formats/open_blocks.py calls Writes.
+void seal(const Cache& cache, int64_t layer, nb::handle k, nb::handle v, nb::handle plan) {
+  const CacheView& view = cache.view;
+  if (view.open_row == nullptr) throw nb::value_error("only a cache with open blocks has blocks to seal");
+  const auto field = [&](const char* name, int ndim) { return Tensor(nb::getattr(plan, name), name, ndim); };
+  const Tensor keys(k, "k", 3), values(v, "v", 3), tokens = field("tokens", 1), rows = field("rows", 1),
+               offsets = field("offsets", 1), whole = field("whole", 2), ended = field("ended", 1),
+               sealed = field("sealed", 1), opened = field("opened", 1);
+  check_layer(cache, layer);
+  keys.require_shape({keys.size(0), view.heads, head_dim(view)});
+  values.require_shape({keys.size(0), view.heads, view.v_dim});
+  rows.require_shape({tokens.size(0)});
+  offsets.require_shape({tokens.size(0)});
+  whole.require_shape({-1, view.block_size});
+  sealed.require_shape({whole.size(0) + ended.size(0)});
+  SealArgs args{view, layer, rows_view(keys), rows_view(values),
+                ids_below(tokens, keys.size(0)), ids_below(rows, view.open_rows), ids_below(offsets, view.block_size),
+                tokens.size(0), ids_below(whole, keys.size(0)), whole.size(0), ids_below(ended, view.open_rows),
+                ended.size(0), ids_below(sealed, view.blocks), ids_below(opened, view.blocks), opened.size(0)};
+  if (view.latent) args.k.data += view.v_dim * args.k.stride_d * size_of(args.k.type);
+  nb::gil_scoped_release release;
+  kernels().seal_tokens(args);
+}
+
 void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle k, nb::handle v) {
   const CacheView& view = cache.view;
   const Tensor ids(block_ids, "block_ids", 1), keys(k, "k", 3), values(v, "v", 3);
@@ -243,6 +280,7 @@ void bind_cache(nb::module_& m) {
            nb::arg("signs").none())
       .def("set_open_rows", set_open_rows, nb::arg("origin"), nb::arg("row_of"), nb::arg("k"), nb::arg("v"));
   m.def("write_kv", write);
+  m.def("seal_tokens", seal);
   m.def("gather_tokens", gather);
   m.def("advise_huge_pages", advise_huge_pages);
 }

@@ -29,7 +29,8 @@ void check_write(Format format, int64_t heads, int64_t size, int64_t k_dim, int6
   TestCache cache(format, layers, blocks, heads, size, k_dim, v_dim, latent);
   const CacheView& c = cache.view;
   Random random(k_dim * size);
-  const std::vector<int64_t> slots{blocks * size - 1, 0, size, 2 * size + 5, 7, 2 * size + 4, 1};
+  std::vector<int64_t> slots{blocks * size - 1, 0, 2 * size + 5, 7, 2 * size + 4, 1};
+  for (int64_t i = 0; i < 16; ++i) slots.push_back(size + i);
   const int64_t tokens = (int64_t)slots.size();
   Numbers k(Type::kF32, tokens * heads * k_dim), v(Type::kBF16, tokens * heads * v_dim);
   k.randomise(random), v.randomise(random);
@@ -82,6 +83,73 @@ KVR_TEST(coded_writes) {
 
 KVR_TEST(latent_writes) {
   for (const Format format : kWritten) check_write(format, 1, 16, 8, 72, true);
+}
+
+// What a sealed unit holds of numbers(slot, dim): keys by channel, values by token in groups, within half a step.
+template <class Number>
+void check_sealed_unit(const TestCache& cache, bool key, int64_t block, int64_t head, const Number& number) {
+  const int64_t size = cache.view.block_size, dims = key ? cache.view.k_dim : cache.view.v_dim;
+  const int64_t tall = key ? size : 1, wide = key ? 1 : kGroup;  // slots and dims that share a scale
+  const double reach = key ? 40.5 : 7.5, least = key ? 0x1p-10 : 0x1p-8;
+  for (int64_t slot = 0; slot < size; slot += tall)
+    for (int64_t dim = 0; dim < dims; dim += wide) {
+      double low = INFINITY, high = -INFINITY;
+      const auto each = [&](const auto& visit) {
+        for (int64_t s = slot; s < slot + tall; ++s)
+          for (int64_t d = dim; d < std::min(dim + wide, dims); ++d) visit(s, d, number(s, d));
+      };
+      each([&](int64_t, int64_t, double x) { low = std::min(low, x), high = std::max(high, x); });
+      const double step = std::max({(high - low) / 15, std::fabs(low + high) / 2 / reach, least});
+      each([&](int64_t s, int64_t d, double x) {
+        const double got = key ? cache.key(0, block, head, s, d) : cache.value(0, block, head, s, d);
+        const double most = step / 2 * (1 + 1e-4) + std::fabs(x) / 256;
+        KVR_CHECK(std::fabs(got - x) <= most, "block %d slot %d dim %d: %g, not %g", (int)block, (int)s, (int)d, got,
+                  x);
+      });
+    }
+}
+
+// Block 0 is filled by one write from its last token on, block 2 ends in row 0, block 1 begins in row 1.
+void check_seal(int64_t size, int64_t k_dim, int64_t v_dim, Type type) {
+  const int64_t blocks = 3, heads = 2, begun = 5, tokens = size + begun;
+  TestCache cache(Format::kKivi4, 1, blocks, heads, size, k_dim, v_dim);
+  const CacheView& c = cache.view;
+  Random random(k_dim + size);
+  Numbers k(type, tokens * heads * k_dim), v(type, tokens * heads * v_dim);
+  k.randomise(random), v.randomise(random);
+  const std::vector<char> before = cache.units;
+  std::vector<int64_t> whole, first(begun), rows(begun, 1);
+  for (int64_t i = 0; i < size; ++i) whole.push_back(tokens - 1 - i);
+  for (int64_t i = 0; i < begun; ++i) first[i] = i;
+  const std::vector<int64_t> ended{0}, sealed{0, 2}, opened{1};
+  kernels().seal_tokens({c, 0, rows_of(k, heads, k_dim), rows_of(v, heads, v_dim), first.data(), rows.data(),
+                         first.data(), begun, whole.data(), 1, ended.data(), 1, sealed.data(), opened.data(), 1});
+  for (const bool key : {true, false}) {
+    const int64_t dims = key ? k_dim : v_dim;
+    const Numbers &given = key ? k : v, &open = key ? cache.open_k : cache.open_v;
+    for (int64_t h = 0; h < heads; ++h) {
+      const auto of_write = [&](int64_t s, int64_t d) { return given.get((whole[s] * heads + h) * dims + d); };
+      const auto of_row = [&](int64_t s, int64_t d) { return open.get((h * size + s) * dims + d); };
+      check_sealed_unit(cache, key, 0, h, of_write);
+      check_sealed_unit(cache, key, 2, h, of_row);
+      for (int64_t i = 0; i < begun * dims; ++i) {
+        const double want = given.get((i / dims * heads + h) * dims + i % dims);
+        const double got = open.get(((heads + h) * size + i / dims) * dims + i % dims);
+        KVR_CHECK(std::fabs(got - want) <= std::fabs(want) / 256, "row %d: %g, not %g", (int)(i / dims), got, want);
+      }
+    }
+  }
+  const int64_t from = 1 + heads * unit_bytes(c), state = k_code_bytes(c) + v_code_bytes(c) + kivi_params(c).state;
+  for (int64_t i = 0; i < heads * unit_bytes(c); ++i) {
+    const char want = i % unit_bytes(c) == state ? (char)kKiviOpen : before[from + i];
+    KVR_CHECK(cache.units[from + i] == want, "byte %d of a block that was begun changed", (int)i);
+  }
+}
+
+KVR_TEST(sealed_blocks) {
+  for (auto [k_dim, v_dim] : {std::pair<int64_t, int64_t>{8, 8}, {24, 40}, {64, 64}, {96, 8}})
+    for (const int64_t size : {16, 48})
+      for (const Type type : {Type::kF32, Type::kBF16, Type::kF16}) check_seal(size, k_dim, v_dim, type);
 }
 
 KVR_TEST(writes_of_what_has_no_scale) {

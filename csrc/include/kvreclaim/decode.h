@@ -127,23 +127,28 @@ KVR_INLINE int64_t open_row(const CacheView& c, const ChunkAt& at, const char* o
   return c.open_row == nullptr ? -1 : open_row(c, at.layer, at.block, at.head);
 }
 
+// Rows and columns of 4 x 4 numbers.
+KVR_INLINE void exchange(Vec<4>::F (&x)[4]) {
+  using F = Vec<4>::F;
+  const F low01 = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
+  const F low23 = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+  const F high01 = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+  const F high23 = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+  x[0] = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
+  x[1] = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
+  x[2] = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
+  x[3] = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
+}
+
 // to[c * to_stride + r] = from[r * from_stride + c]; rows and columns are multiples of 4.
 inline void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
                       int64_t to_stride) {
-  using F = Vec<4>::F;
   for (int64_t c = 0; c < columns; c += 4)
     for (int64_t r = 0; r < rows; r += 4) {
-      F in[4];
-      for (int i = 0; i < 4; ++i) in[i] = load<F>(from + (r + i) * from_stride + c);
-      const F low01 = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
-      const F low23 = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
-      const F high01 = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7);
-      const F high23 = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
-      float* out = to + c * to_stride + r;
-      store(out, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
-      store(out + to_stride, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
-      store(out + 2 * to_stride, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
-      store(out + 3 * to_stride, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
+      Vec<4>::F four[4];
+      for (int i = 0; i < 4; ++i) four[i] = load<Vec<4>::F>(from + (r + i) * from_stride + c);
+      exchange(four);
+      for (int i = 0; i < 4; ++i) store(to + (c + i) * to_stride + r, four[i]);
     }
 }
 

@@ -14,11 +14,16 @@ namespace kvreclaim::KVR_NS {
 constexpr float kLargest = 1e30f;
 using Eight = Vec<8>;  // dims come in eights
 
-KVR_INLINE Eight::F load_finite(const float* x) {
-  const Eight::F y = load<Eight::F>(x);
-  const Eight::F known = select(y == y, y, Eight::F{});
-  return vmax(splat<Eight::F>(-kLargest), vmin(splat<Eight::F>(kLargest), known));
+template <class V>
+KVR_INLINE V clamp(V x, float low, float high) {
+  return vmax(splat<V>(low), vmin(splat<V>(high), x));
 }
+
+template <class V>
+KVR_INLINE V bounded(V x) {
+  return clamp(select(x == x, x, V{}), -kLargest, kLargest);
+}
+KVR_INLINE Eight::F load_finite(const float* x) { return bounded(load<Eight::F>(x)); }
 
 // To nearest even, |x| < 2^22.
 template <class V>
@@ -27,10 +32,11 @@ KVR_INLINE V round_even(V x) {
   return (x + magic) - magic;
 }
 
-KVR_INLINE Eight::F clamp(Eight::F x, float low, float high) {
-  return vmax(splat<Eight::F>(low), vmin(splat<Eight::F>(high), x));
+template <class V>
+KVR_INLINE auto to_codes(V x) {
+  using I = typename Vec<sizeof(V) / 4>::I;
+  return (typename Vec<sizeof(V) / 4>::U) __builtin_convertvector(x, I);
 }
-KVR_INLINE Eight::U to_codes(Eight::F x) { return (Eight::U) __builtin_convertvector(x, Eight::I); }
 
 struct Range {
   float low, high;
@@ -57,10 +63,12 @@ inline float root_mean_square(const float* x, int64_t count) {
 }
 
 // OCP E4M3, to nearest even, |x| <= 448.
-KVR_INLINE Eight::U fp8_codes(Eight::F x) {
-  const Eight::U bits = (Eight::U)x, size = bits & 0x7fffffffu;
-  const Eight::U normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - 960u;
-  const Eight::U small = (Eight::U)((Eight::F)size * 512.0f + 8388608.0f) - 0x4b000000u;
+template <class V>
+KVR_INLINE auto fp8_codes(V x) {
+  using U = typename Vec<sizeof(V) / 4>::U;
+  const U bits = (U)x, size = bits & 0x7fffffffu;
+  const U normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - 960u;
+  const U small = (U)((V)size * 512.0f + 8388608.0f) - 0x4b000000u;
   return select(size < 0x3c800000u, small, normal) | (bits >> 24 & 128u);
 }
 

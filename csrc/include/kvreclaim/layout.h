@@ -61,7 +61,7 @@ struct CacheView {
   // kivi4's blocks that are not full: block b of layer l and head h of the cache that this one is a view of has
   // row r = open_row[b], unless that is negative, of open_k [R, layers, heads, S, D] and open_v [.., Dv], bf16.
   const int32_t* open_row;
-  const char *open_k, *open_v;
+  char *open_k, *open_v;
   int64_t open_rows, origin_layers, origin_blocks, origin_heads;
 };
 
@@ -148,11 +148,15 @@ KVR_INLINE int64_t open_row(const CacheView& c, int64_t layer, int64_t block, in
 }
 
 // That unit's keys or values in a row: [S, dim] bf16.
-KVR_INLINE const char* open_unit(const CacheView& c, const char* rows, int64_t dim, int64_t row, int64_t layer,
-                                 int64_t block, int64_t head) {
+KVR_INLINE char* open_unit(const CacheView& c, char* rows, int64_t dim, int64_t row, int64_t layer, int64_t block,
+                           int64_t head) {
   const int64_t index = (layer * c.blocks + block) * c.heads + head;
   const int64_t l = index / (c.origin_heads * c.origin_blocks), h = index % c.origin_heads;
   return rows + ((row * c.origin_layers + l) * c.origin_heads + h) * c.block_size * dim * 2;
+}
+
+KVR_INLINE const char* row_of(const RowsView& x, int64_t token, int64_t head) {
+  return x.data + (token * x.stride_t + head * x.stride_h) * size_of(x.type);
 }
 
 }  // namespace kvreclaim::KVR_NS

@@ -55,11 +55,29 @@ KVR_INLINE vf lookup16(const float* table, vu index) {
 #endif
 }
 
+// table[index] per lane.
+KVR_INLINE vu gather(const void* table, vu index) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_i32gather_epi32((__m512i)index, table, 4);
+#elif defined(__AVX2__)
+  return (vu)_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), (__m256i)index, 4);
+#else
+  vu out;
+  for (int i = 0; i < kLanes; ++i) out[i] = reinterpret_cast<const uint32_t*>(table)[index[i]];
+  return out;
+#endif
+}
+
 KVR_INLINE vf fine(vu code, int bias) {
   return lookup16(kSixteenths, code >> 4) * lookup16(k256ths, code) * powers_of_two((vi)(code >> 8) - bias);
 }
 KVR_INLINE vf coarse(vu code) {
   return lookup16(kSixteenths, code) * powers_of_two((vi)(code >> 4) - kCoarseBias);
+}
+
+KVR_INLINE vf value_scale(vu code) {
+  const vu octave = code / (uint32_t)kValueSteps;
+  return (vf)gather(k22nds, code - octave * (uint32_t)kValueSteps) * powers_of_two((vi)octave - kValueBias);
 }
 
 KVR_INLINE float fine(uint32_t code, int bias) {
@@ -72,14 +90,54 @@ KVR_INLINE float value_scale(uint32_t code) {
   return k22nds[code % kValueSteps] * power_of_two((int)(code / kValueSteps) - kValueBias);
 }
 
-// floor(steps (log2(scale) + bias)), within [0, last]. The 2^-10 makes the code of a decoded scale the same code.
-inline uint32_t scale_code(float scale, double steps, int bias, uint32_t last) {
-  const double code = steps * (std::log2((double)scale) + bias) + 0x1p-10;
-  if (!(code > 0)) return 0;
-  return code < last ? (uint32_t)code : last;
+// 2^x for x in [0, 1], to about 1e-16.
+constexpr double power_of(double x) {
+  double sum = 1, term = 1;
+  for (int i = 1; i < 30; ++i) term *= x * 0.6931471805599453094 / i, sum += term;
+  return sum;
 }
-inline uint32_t fine_code(float scale, int bias) { return scale_code(scale, 256, bias, 4095); }
-inline uint32_t coarse_code(float scale, uint32_t last = 255) { return scale_code(scale, 16, kCoarseBias, last); }
-inline uint32_t value_code(float scale) { return scale_code(scale, kValueSteps, kValueBias, 255); }
+
+// An octave's steps by the 23 bits of a mantissa m in place of a logarithm: floor(Steps log2(m) + 2^-10). The 2^-10
+// makes the code of a decoded scale the same code.
+template <int Steps>
+struct Octave {
+  uint32_t least[Steps + 3] = {};  // the smallest mantissa of each step; 2^23, which none has, past the last one
+  uint32_t first[256] = {};        // the step of the mantissa that is i / 256; up to two more begin before the next
+
+  constexpr Octave() {
+    for (int i = 0; i < Steps + 3; ++i) {
+      const double mantissa = i > Steps ? 1 : i == 0 ? 0 : power_of((i - 0x1p-10) / Steps) - 1;
+      least[i] = (uint32_t)(mantissa * 0x1p23);
+      if (least[i] < mantissa * 0x1p23) ++least[i];
+    }
+    for (uint32_t i = 0, step = 0; i < 256; first[i++] = step)
+      while (least[step + 1] <= i << 15) ++step;
+  }
+};
+template <int Steps>
+constexpr Octave<Steps> kOctave{};
+
+// floor(Steps (log2(scale) + bias)), within [0, last], of scales that are no NaN.
+template <int Steps>
+KVR_INLINE vu scale_codes(vf scale, int bias, int last) {
+  const vu bits = (vu)scale & 0x7fffffffu, mantissa = bits & 0x7fffffu;
+  const vu first = gather(kOctave<Steps>.first, mantissa >> 15);
+  const vi second = (vi)mantissa >= (vi)gather(kOctave<Steps>.least, first + 1u);
+  const vi third = (vi)mantissa >= (vi)gather(kOctave<Steps>.least, first + 2u);
+  const vi code = ((vi)(bits >> 23) - 127 + bias) * Steps + (vi)first - second - third;
+  const vi above = select(code > 0, code, vi{});
+  return (vu)select(above < last, above, splat_i(last));
+}
+template <int Steps>
+inline uint32_t scale_code(float scale, int bias, int last) {
+  const uint32_t bits = load<uint32_t>(&scale) & 0x7fffffffu, mantissa = bits & 0x7fffffu;
+  uint32_t step = kOctave<Steps>.first[mantissa >> 15];
+  while (mantissa >= kOctave<Steps>.least[step + 1]) ++step;
+  const int code = ((int)(bits >> 23) - 127 + bias) * Steps + (int)step;
+  return code < 0 ? 0 : code < last ? code : last;
+}
+inline uint32_t fine_code(float scale, int bias) { return scale_code<256>(scale, bias, 4095); }
+inline uint32_t coarse_code(float scale) { return scale_code<16>(scale, kCoarseBias, 255); }
+KVR_INLINE vu fine_codes(vf scale, int bias) { return scale_codes<256>(scale, bias, 4095); }
 
 }  // namespace kvreclaim::KVR_NS

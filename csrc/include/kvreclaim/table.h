@@ -15,6 +15,7 @@
 #include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/scoring.h"
+#include "kvreclaim/seal.h"
 #include "kvreclaim/surrogate.h"
 #include "kvreclaim/token_norms.h"
 #include "kvreclaim/topk.h"
@@ -31,6 +32,7 @@
   X(packed_linear, PackedArgs)      \
   X(unpack_rows, UnpackArgs)        \
   X(write_kv, WriteArgs)            \
+  X(seal_tokens, SealArgs)          \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \
   X(token_norms, NormArgs)          \

@@ -26,9 +26,10 @@ struct GatherArgs {
 
 #ifdef KVR_NS
 #include <cstring>
+#include <vector>
 
 #include "kvreclaim/decode.h"
-#include "kvreclaim/encode.h"
+#include "kvreclaim/encode_chunk.h"
 #include "kvreclaim/memory.h"
 #include "kvreclaim/threads.h"
 
@@ -36,11 +37,7 @@ namespace kvreclaim::KVR_NS {
 
 constexpr int64_t kWriteChunk = 16;  // tokens of one item: neighbours share the lines of a key block
 
-KVR_INLINE float element(const RowsView& x, const char* row, int64_t d) {
-  if (x.type == Type::kF32) return reinterpret_cast<const float*>(row)[d * x.stride_d];
-  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[d * x.stride_d];
-  return x.type == Type::kBF16 ? from_bf16(bits) : from_f16(bits);
-}
+KVR_INLINE float element(const RowsView& x, const char* row, int64_t d) { return element(x.type, row, d * x.stride_d); }
 
 KVR_INLINE uint16_t to_half(Format format, float x) { return format == Format::kBF16 ? to_bf16(x) : to_f16(x); }
 
@@ -63,10 +60,6 @@ KVR_INLINE void each_word(const RowsView& x, const char* row, int64_t dims, Form
     for (int64_t w = 0; w < dims / 2; ++w)
       put(w, to_half(format, element(x, row, 2 * w)) | (uint32_t)to_half(format, element(x, row, 2 * w + 1)) << 16);
   }
-}
-
-KVR_INLINE const char* row_of(const RowsView& x, int64_t token, int64_t head) {
-  return x.data + (token * x.stride_t + head * x.stride_h) * size_of(x.type);
 }
 
 inline void write_token(const WriteArgs& a, int64_t token, int64_t head) {
@@ -92,7 +85,6 @@ inline float* as_floats(const RowsView& x, int64_t token, int64_t head, int64_t 
   return to;
 }
 
-// A token of a coded format. Tokens of a unit share bytes, so one thread writes all of them.
 inline void encode_token(const WriteArgs& a, int64_t token, int64_t head, float* row) {
   const CacheView& c = a.cache;
   const int64_t slot = a.slots[token] % c.block_size;
@@ -101,18 +93,54 @@ inline void encode_token(const WriteArgs& a, int64_t token, int64_t head, float*
   encode_value(c, own, slot, as_floats(a.v, token, head, c.v_dim, row));
 }
 
+KVR_INLINE TokenRows token_rows(const RowsView& x, int64_t token, int64_t head) {
+  TokenRows rows{{}, x.type, x.stride_d};
+  for (int i = 0; i < kChunkTokens; ++i) rows.at[i] = row_of(x, token + i, head);
+  return rows;
+}
+
+inline void encode_tokens(const WriteArgs& a, int64_t first, int64_t head) {
+  const CacheView& c = a.cache;
+  const int64_t slot = a.slots[first] % c.block_size;
+  char* own = unit(c, a.layer, a.slots[first] / c.block_size, head);
+  float* x = thread_scratch(encode_chunk_floats(c.k_dim > c.v_dim ? c.k_dim : c.v_dim));
+  encode_chunk(c, own, slot, true, token_rows(a.k, first, head), x);
+  encode_chunk(c, own, slot, false, token_rows(a.v, first, head), x);
+}
+
+// Whether this token and the 15 after it fill 16 slots that share their words with no others.
+inline bool fills_chunk(const WriteArgs& a, int64_t token) {
+  const int64_t* slots = a.slots + token;
+  if (token + kChunkTokens > a.num_tokens || slots[0] % kChunkTokens != 0) return false;
+  for (int i = 1; i < kChunkTokens; ++i)
+    if (slots[i] != slots[0] + i) return false;
+  return true;
+}
+
+// Tokens by 16 where they fill as many slots. Of the others those of a unit share bytes: one thread writes them.
+inline void write_coded(const WriteArgs& a) {
+  const CacheView& c = a.cache;
+  std::vector<int64_t> chunks, others;
+  for (int64_t token = 0; token < a.num_tokens;) {
+    const bool fills = fills_chunk(a, token);
+    (fills ? chunks : others).push_back(token);
+    token += fills ? kChunkTokens : 1;
+  }
+  const int64_t heads = c.heads, count = heads * (int64_t)chunks.size();
+  const int64_t parts = others.size() < kWriteChunk ? !others.empty() : (2 * max_threads() + heads - 1) / heads;
+  parallel_for(count + heads * parts, [&](int64_t item) {
+    if (item < count) return encode_tokens(a, chunks[item / heads], item % heads);
+    float* row = thread_scratch(c.k_dim > c.v_dim ? c.k_dim : c.v_dim);
+    for (const int64_t token : others)
+      if (a.slots[token] / c.block_size % parts == (item - count) / heads)
+        encode_token(a, token, (item - count) % heads, row);
+  });
+}
+
 // Numbers are rounded to nearest even where the cache's are narrower.
 inline void write_kv(const WriteArgs& a) {
   const CacheView& c = a.cache;
-  if (!is_plain(c.format)) {
-    const int64_t widest = c.k_dim > c.v_dim ? c.k_dim : c.v_dim;
-    const int64_t parts = a.num_tokens < kWriteChunk ? 1 : (2 * max_threads() + c.heads - 1) / c.heads;
-    return parallel_for(c.heads * parts, [&](int64_t item) {
-      float* row = thread_scratch(widest);
-      for (int64_t token = 0; token < a.num_tokens; ++token)
-        if (a.slots[token] / c.block_size % parts == item / c.heads) encode_token(a, token, item % c.heads, row);
-    });
-  }
+  if (!is_plain(c.format)) return write_coded(a);
   const int64_t heads = c.heads, chunks = (a.num_tokens + kWriteChunk - 1) / kWriteChunk;
   parallel_for(chunks * heads, [&](int64_t item) {
     const int64_t first = item / heads * kWriteChunk, head = item % heads;

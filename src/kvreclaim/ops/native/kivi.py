@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.formats.codecs import pack, unpack
-from kvreclaim.ops.formats.kivi import geometry_of
+from kvreclaim.ops.formats.kivi import geometry_of, rows_of
 from kvreclaim.ops.formats.kivi_codec import OPEN, Units
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.native.extension import cache_view, native
 
 PER_WORD = 8
 
@@ -42,3 +43,10 @@ class WordLayout:
 
 
 WORDS = WordLayout()
+
+
+def write_open(layer: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """formats.kivi.write; k and v with any strides, fp32, bf16 or fp16."""
+    cache = layer.cache
+    assert cache.origin is None, "tokens are written by block and layer, not by cell"
+    native().seal_tokens(cache_view(cache), layer.index, k, v, rows_of(cache).writes(slots))

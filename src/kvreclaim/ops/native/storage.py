@@ -16,7 +16,7 @@ from kvreclaim.ops.formats import KVFormat, kivi, plain_format
 from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.native.extension import LAYOUTS, cache_view, native, unavailable_reason
-from kvreclaim.ops.native.kivi import WORDS
+from kvreclaim.ops.native.kivi import WORDS, write_open
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16
@@ -108,7 +108,7 @@ def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """reference.write_kv; k and v with any strides, fp32, bf16 or fp16 (rounded to nearest even)."""
     if layer.cache.open is not None:
-        return kivi.write(layer, k, v, slot_mapping, WORDS)
+        return write_open(layer, k, v, slot_mapping)
     native().write_kv(cache_view(layer.cache), layer.index, k, v, slot_mapping)
 
 
