@@ -22,7 +22,7 @@ class SampleRow:
 
     prompt, generated: token ids so far, for penalties
     forbidden:         token ids that may not come yet (end tokens before min_tokens)
-    generator:         the output's own source of randomness, so that batching changes nothing
+    generator:         the output's own source of randomness, on the logits' device: batching changes nothing
     """
 
     params: SamplingParams
@@ -40,10 +40,11 @@ class SampleRow:
         return p.temperature == 0 and p.logprobs is None and not changed
 
     def noise(self, vocab_size: int) -> Tensor | None:
-        """[V] fp32 on the CPU, from the row's own generator; None for a greedy row, which needs none."""
+        """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
         if self.params.temperature == 0:
             return None
-        return torch.empty(vocab_size).exponential_(generator=self.generator)
+        device = None if self.generator is None else self.generator.device
+        return torch.empty(vocab_size, device=device).exponential_(generator=self.generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) 
     noisy = [i for i, noise in enumerate(noises) if noise is not None]
     best = logits.argmax(-1) if len(noisy) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if noisy:
-        noise = torch.stack([n for n in noises if n is not None]).to(logits.device)
+        noise = torch.stack([n for n in noises if n is not None])
         chosen = logits if len(noisy) == len(rows) else logits[noisy]
         best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
     tokens = best.tolist()

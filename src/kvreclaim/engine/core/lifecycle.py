@@ -288,7 +288,8 @@ class Lifecycle:
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0 and request.beams is None:
-            generator = torch.Generator().manual_seed((request.seed * 65_537 + index) % 2**63)
+            generator = torch.Generator(self.loaded.facts.device)
+            generator.manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = None
         if tokenizer is not None and request.beams is None:
             detokenizer = Detokenizer(tokenizer, params.stop_strings)
