@@ -57,9 +57,7 @@ def test_python_threads_share_the_pool(factors: tuple[Tensor, Tensor], no_cores:
     assert not wrong
 
 
-def test_a_forked_child_computes_on_threads_of_its_own(
-    factors: tuple[Tensor, Tensor], no_cores: None
-) -> None:
+def test_a_forked_child_has_threads_of_its_own(factors: tuple[Tensor, Tensor], no_cores: None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     expected = product(*factors).numpy()
