@@ -76,15 +76,25 @@ class Bell {
   std::atomic<bool> asleep_{false};
 };
 
-// How many threads the loop has, and how many of its items nobody has begun. In one number, so that a thread that
-// takes an item knows it to be of a loop that stays until the item is done, and reads the rest afterwards.
+// Who shares a loop: OpenMP's threads, whose end it waits for, or helpers, who may still look for work when the next
+// loop begins and must not take the team's, whose caller would not know.
+enum class Whose : uint64_t { kHelpers, kTeam };
+
+// Whose the loop is, how many threads it has, and how many of its items nobody has begun. In one number, so that a
+// thread that takes an item knows it to be of a loop that stays until the item is done, and reads the rest afterwards.
 struct Open {
-  static constexpr int kShift = 48;
+  static constexpr int kWhoseShift = 63, kThreadsShift = 48;
+  static constexpr int64_t kMostThreads = (1 << (kWhoseShift - kThreadsShift)) - 1;
   uint64_t word;
 
-  static uint64_t of(int threads, int64_t items) { return (uint64_t)threads << kShift | (uint64_t)items; }
-  int64_t left() const { return (int64_t)(word & ((1ull << kShift) - 1)); }
-  bool is_for(int index) const { return left() > 0 && (uint64_t)index < word >> kShift; }
+  static uint64_t of(Whose whose, int threads, int64_t items) {
+    return (uint64_t)whose << kWhoseShift | (uint64_t)threads << kThreadsShift | (uint64_t)items;
+  }
+  int64_t left() const { return (int64_t)(word & ((1ull << kThreadsShift) - 1)); }
+  bool is_for(Whose whose, int index) const {
+    const int threads = (int)(word >> kThreadsShift & kMostThreads);
+    return left() > 0 && (Whose)(word >> kWhoseShift) == whose && index < threads;
+  }
 };
 
 // Whether each thread of a team has a core. Found out by what waiting for them costs: after a loop that waited too
@@ -163,12 +173,12 @@ class Pool {
   // On OpenMP's threads, whom torch's loops use, too: they need not be woken then, and take no core from each other.
   void run_team(int threads, Clock::time_point begun) {
     Clock::time_point first, last;
-    open_ = Open::of(threads, items_);
+    open_ = Open::of(Whose::kTeam, threads, items_);
 #pragma omp parallel num_threads(threads)
     {
       const int index = omp_get_thread_num();
       if (index == 0) first = Clock::now();
-      work(index);
+      work(Whose::kTeam, index);
       if (index == 0) last = Clock::now();
     }
     const Clock::time_point ended = Clock::now();
@@ -177,10 +187,10 @@ class Pool {
 
   void run_helpers(int threads) {
     grow((size_t)threads - 1);
-    open_ = Open::of(threads, items_);
+    open_ = Open::of(Whose::kHelpers, threads, items_);
     const size_t helpers = std::min(helpers_.size(), (size_t)threads - 1);
     for (size_t i = 0; i < helpers; ++i) helpers_[i]->bell.ring();
-    work(0);
+    work(Whose::kHelpers, 0);
     finished_.await([this] { return unfinished_ == 0; });
   }
 
@@ -209,16 +219,16 @@ class Pool {
 
   void help(Helper& own) {
     for (;;) {
-      own.bell.await([&] { return stopped_ || Open{open_}.is_for(own.index); });
+      own.bell.await([&] { return stopped_ || Open{open_}.is_for(Whose::kHelpers, own.index); });
       if (stopped_) return;
-      work(own.index);
+      work(Whose::kHelpers, own.index);
     }
   }
 
-  void work(int index) {
+  void work(Whose whose, int index) {
     own_index = index;
     int64_t done = 0;
-    for (Open open{open_}; open.is_for(index);) {
+    for (Open open{open_}; open.is_for(whose, index);) {
       if (!open_.compare_exchange_weak(open.word, open.word - 1)) continue;
       body_(context_, items_ - open.left());
       ++done;
@@ -264,7 +274,7 @@ bool lacks_cores() { return pool.load()->lacks_cores(); }
 void lack_cores(bool lacking) { pool.load()->lack_cores(lacking); }
 
 void run_items(int64_t items, ItemBody body, const void* context) {
-  const int threads = (int)std::min<int64_t>(max_threads(), items);
+  const int threads = (int)std::min<int64_t>({max_threads(), items, Open::kMostThreads});
   if (threads > 1 && pool.load()->run(threads, items, body, context)) return;
   for (int64_t i = 0; i < items; ++i) body(context, i);
 }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "harness.h"
@@ -16,21 +17,25 @@ namespace {
 struct Counts {
   std::vector<std::atomic<int>> of_item, on_thread;  // on_thread: working there right now
 
-  explicit Counts(int64_t items) : of_item(items), on_thread(max_threads()) {}
+  std::atomic<int> wrong_threads{0};  // a body does not end the program, which would wait for it
+  int pause_us;
+
+  Counts(int64_t items, int pause_us) : of_item(items), on_thread(max_threads()), pause_us(pause_us) {}
 };
 
 void count(const void* context, int64_t item) {
   auto& counts = *static_cast<Counts*>(const_cast<void*>(context));
   const int thread = thread_index();
-  KVR_CHECK(thread >= 0 && thread < (int)counts.on_thread.size(), "thread %d", thread);
-  KVR_CHECK(counts.on_thread[thread]++ == 0, "two threads have the number %d", thread);
+  if (thread < 0 || thread >= (int)counts.on_thread.size() || counts.on_thread[thread]++ != 0) ++counts.wrong_threads;
+  if (counts.pause_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(counts.pause_us));
   ++counts.of_item[item];
-  --counts.on_thread[thread];
+  if (thread >= 0 && thread < (int)counts.on_thread.size()) --counts.on_thread[thread];
 }
 
-void check_loop(int64_t items) {
-  Counts counts(items);
+void check_loop(int64_t items, int pause_us = 0) {
+  Counts counts(items, pause_us);
   run_items(items, count, &counts);
+  KVR_CHECK(counts.wrong_threads == 0, "numbers of threads that are others' or too large: %d", counts.wrong_threads.load());
   for (int64_t i = 0; i < items; ++i)
     KVR_CHECK(counts.of_item[i] == 1, "item %d of %d: %d times", (int)i, (int)items, counts.of_item[i].load());
 }
@@ -50,6 +55,14 @@ struct WithoutCores {
 #ifndef __SANITIZE_THREAD__  // which follows neither OpenMP's threads nor a child that makes its own
 KVR_TEST(loops_on_a_team) {
   check_loops();
+}
+
+KVR_TEST(loops_on_a_team_and_on_the_pool_in_turns) {
+  for (int round = 0; round < 200; ++round) {  // helpers of one loop still look for work when the next begins
+    lack_cores(round % 2 == 0);
+    for (int64_t items : {2, 3, 5}) check_loop(items, 10);
+  }
+  lack_cores(false);
 }
 
 KVR_TEST(pool_after_a_fork) {
