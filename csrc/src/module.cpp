@@ -1,5 +1,6 @@
 // kvreclaim._native.
 #include "bind.h"
+#include "kvreclaim/pool.h"
 #include "kvreclaim/table.h"
 
 NB_MODULE(_native, m) {
@@ -19,4 +20,8 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("set_isa", &kvreclaim::set_isa, nb::arg("name"));
+  m.def("max_threads", &kvreclaim::max_threads);
+  m.def("set_max_threads", &kvreclaim::set_max_threads, nb::arg("threads"));
+  m.def("lacks_cores", &kvreclaim::lacks_cores);
+  m.def("lack_cores", &kvreclaim::lack_cores, nb::arg("lacking"));
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,6 +53,7 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.rates import Rates
 
@@ -318,7 +320,8 @@ class Engine:
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
-        looked = self._compute(plan, step) if step else None
+        with torch_alone() if num_decode == len(step) else nullcontext():
+            looked = self._compute(plan, step) if step else None
         computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
         for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
             if seq_id in self.lifecycle.sequences:

@@ -5,6 +5,7 @@ from kvreclaim.ops.native.attention import paged_attention as paged_attention
 from kvreclaim.ops.native.extension import describe as describe
 from kvreclaim.ops.native.extension import force_isa as force_isa
 from kvreclaim.ops.native.extension import supported_isas as supported_isas
+from kvreclaim.ops.native.extension import torch_alone as torch_alone
 from kvreclaim.ops.native.extension import unavailable_reason as unavailable_reason
 from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
 from kvreclaim.ops.native.scoring import surrogate_scores as surrogate_scores

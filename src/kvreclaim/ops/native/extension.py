@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache
 
-# torch comes first: its OpenMP runtime is loaded by then, and the extension joins that one thread pool.
+# torch comes first: its OpenMP runtime is loaded by then, and the extension joins that one team of threads.
 _module: Any = None
 _reason: str | None = None
 try:
@@ -59,6 +61,25 @@ def force_isa(name: str) -> None:
 def describe() -> str:
     """E.g. "native (avx512, 2 threads)"."""
     return f"native ({native().isa()}, {torch.get_num_threads()} threads)"
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """torch on the calling thread only, kernels on as many as before, while other programs hold cores.
+
+    torch's loops wait for every thread, whether it has a core or not; for small ones that is most of a step.
+    """
+    if _module is None or not _module.lacks_cores():
+        yield
+        return
+    threads = torch.get_num_threads()
+    _module.set_max_threads(threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _module.set_max_threads(0)
 
 
 def cache_view(cache: KVCache) -> Any:
