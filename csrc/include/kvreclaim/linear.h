@@ -45,7 +45,8 @@ constexpr int kPassRows = kManyRegisters ? 6 : 2;  // rows of x of a tile, at mo
 constexpr int kHeldRows = 3;                     // up to here a tile holds x in registers, above the weights
 constexpr int kTileOut = 4;                      // weight rows of a tile of many rows of x,
 constexpr int kFewOut = kManyRegisters ? 8 : 4;  // of at most kHeldRows,
-constexpr int kOneOut = kManyRegisters ? 16 : 8;  // and of one
+constexpr int kOneOut = kManyRegisters ? 16 : 8;  // and of one,
+constexpr int kOneOutAlone = 4;                  // whose streams the CPU fetches alone
 constexpr int64_t kRowsAtOnce = 64;              // rows of x held in fp32
 constexpr int64_t kAhead = 2048;                 // bytes between what a stream fetches and what it uses
 constexpr int64_t kSerialWeights = 32 * 1024;    // a smaller matrix is not worth waking threads
@@ -117,10 +118,22 @@ KVR_INLINE void half_step(vf* acc, const char* w, int64_t apart, const float* pa
 }
 
 // Which of a tile's streams one pass fetches ahead: its number and the number of passes over the same weights,
-// which share the work, so that the memory is busy during all of them.
+// which share the work, so that the memory is busy during all of them. `index` beyond the streams: none.
 struct Pass {
   int index, count;
 };
+
+// AMD's CPUs read the streams of a single pass faster when nothing is fetched for them, and fewer of them; Intel's
+// want both (docs/log.md).
+inline bool streams_alone(int64_t rows) {
+#if defined(__x86_64__)
+  static const bool is_amd = __builtin_cpu_is("amd");
+  return is_amd && rows <= kPassRows;
+#else
+  (void)rows;
+  return false;
+#endif
+}
 
 // acc += the products of kOut weight rows with a panel of kIn rows of x. The words of weights are read twice
 // per step, the second time from the nearest cache, which leaves the registers to the sums.
@@ -201,7 +214,7 @@ KVR_INLINE void tiles(const LinearArgs& a, Outputs outputs, const float* x, int6
       const char* from = a.bias + (outputs.first + i % kOut * outputs.apart) * size_of(T);
       bias[i] = T == Type::kBF16 ? from_bf16(load<uint16_t>(from)) : load<float>(from);
     }
-  Pass pass{0, (int)num_passes(rows)};
+  Pass pass{streams_alone(rows) ? kOut : 0, (int)num_passes(rows)};
   for_each_pass(rows, [&](int64_t m, int64_t count) {
     tile_of<T, kOut, kMost>(count, a, outputs, x + m * stride, bias, y + m * a.out * size_of(T), pass);
     ++pass.index;
@@ -251,7 +264,9 @@ inline void linear_typed(const LinearArgs& a) {
     char* y = a.y + m * a.out * size_of(T);
     parallel_for((a.out + share - 1) / share, [&](int64_t item) {
       const int64_t first = item * share, end = std::min(first + share, a.out);
-      if (rows == 1)
+      if (rows == 1 && streams_alone(rows))
+        span<T, kOneOutAlone, 1>(a, first, end, x, stride, rows, y);
+      else if (rows == 1)
         span<T, kOneOut, 1>(a, first, end, x, stride, rows, y);
       else if (rows <= kHeldRows)
         span<T, kFewOut, std::min(kHeldRows, kPassRows)>(a, first, end, x, stride, rows, y);
