@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.latent import hands_out_latents, up_projection
@@ -134,12 +133,9 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Masks follow from the batch; transformers must not build one."""
-    return None
-
-
 def register_attention() -> None:
-    """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
+    """Make ATTENTION_NAME known to transformers; calling it again changes nothing.
+
+    No function for masks is registered beside it: transformers builds none then; they follow from the batch.
+    """
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

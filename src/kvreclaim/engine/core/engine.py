@@ -321,7 +321,7 @@ class Engine:
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
         with torch_alone() if num_decode == len(step) else nullcontext():
-            looked = self._compute(plan, step) if step else None
+            looked = self._compute(plan, step)
         computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
         for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
             if seq_id in self.lifecycle.sequences:
@@ -353,7 +353,8 @@ class Engine:
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
         """The step's logits, looked at; None if nobody has any.
 
-        Blocks are prepared once. If that fails nobody knows what they hold, and all that would write end.
+        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If that
+        fails nobody knows what they hold, and all that would write end.
         """
         try:
             self.runner.prepare(plan)
@@ -362,6 +363,8 @@ class Engine:
             for request in {item.seq.request_id: item.seq.request for item in step}.values():
                 self.lifecycle.distrust(request)
                 self.lifecycle.fail(request, error, "preparing blocks for")
+            return None
+        if not step:
             return None
         try:
             logits, wanted = self.runner.forward(step)
