@@ -353,8 +353,8 @@ class Engine:
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
         """The step's logits, looked at; None if nobody has any.
 
-        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If that
-        fails nobody knows what they hold, and all that would write end.
+        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
+        that fails nobody knows what they hold, and all that would write end.
         """
         try:
             self.runner.prepare(plan)
