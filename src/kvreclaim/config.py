@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kvreclaim import speculation
 from kvreclaim.checks import check_choice, check_int, check_number, require
 from kvreclaim.options import check_options, option
 
@@ -61,6 +62,7 @@ class EngineConfig:
     """The engine's limits. Raises: InvalidArgumentError.
 
     hf_overrides, a dict or JSON, becomes JSON; of a field that holds others those that are not named stay.
+    speculative_config, a SpeculativeConfig, a dict or JSON, becomes JSON, with all its fields.
 
     num_blocks and max_model_len are chosen from the model and the free memory where they are None.
     max_num_batched_tokens is the largest prefill chunk, too. An alias in kv_cache_dtype becomes the name that
@@ -220,6 +222,11 @@ class EngineConfig:
     kv_offloading_eviction_policy: str = option(
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
+    speculative_config: str | None = option(
+        None,
+        "JSON of how tokens are guessed that the model then checks, several at once, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\'; the output stays what it is.',
+    )
     enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
     sparse_prefill: str = option(
         DENSE,
@@ -228,6 +235,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative_config", speculation.as_json(self.speculative_config))
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
         object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))

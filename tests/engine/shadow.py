@@ -142,8 +142,21 @@ class Shadow:
                 raise
             for item in step:
                 self._extend_live(item)
-                self._note_contents(item)
+                if not item.row.num_drafts:
+                    self._note_contents(item, item.seq.num_computed + item.num_tokens)
             return result
+
+        done = llm.engine.scheduler.done
+
+        def watched_done(plan, outcome):
+            problems = done(plan, outcome)
+            for item in self._step:
+                if item.row.num_drafts and item.seq.seq_id in self.histories:
+                    self._cut(item.seq)
+                    self._note_contents(item, item.seq.num_computed)
+            return problems
+
+        monkeypatch.setattr(llm.engine.scheduler, "done", watched_done)
 
         def watched_attend(batch, call):
             out = attend(batch, call)
@@ -242,9 +255,17 @@ class Shadow:
         tokens = PagedTokens(layer_cache, blocks, end - first)
         return self.llm.engine.backend.gather_tokens(tokens), first
 
-    def _note_contents(self, item: Scheduled) -> None:
+    def _cut(self, seq: Sequence) -> None:
+        """Drafts that do not stand have never been there."""
+        history = self.histories[seq.seq_id]
+        if history.live is not None:
+            history.live = history.live[..., history.live[0, 0] < seq.num_computed]
+        if history.heads is not None:
+            history.heads = [[old[old < seq.num_computed] for old in rows] for rows in history.heads]
+
+    def _note_contents(self, item: Scheduled, end: int) -> None:
         """The full blocks that are now there, as far as they are exact."""
-        seq, end = item.seq, item.seq.num_computed + item.num_tokens
+        seq = item.seq
         history = self.histories[seq.seq_id]
         compressor = seq.request.compressor
         if compressor is not None and compressor.way is Way.READS:
@@ -289,8 +310,9 @@ class Shadow:
         """Add this step's keys."""
         seq, start = item.seq, item.seq.num_computed
         history = self.histories[seq.seq_id]
-        if not (call.k[rows].isfinite().all() and call.v[rows].isfinite().all()):
-            history.num_exact = min(history.num_exact, start)
+        sound = call.k[rows].isfinite().flatten(1).all(-1) & call.v[rows].isfinite().flatten(1).all(-1)
+        if not sound.all():
+            history.num_exact = min(history.num_exact, start + int(sound.int().argmin()))
         for store, new in zip((history.k, history.v), self._written(item, call, rows), strict=True):
             new = new.transpose(0, 1).double()
             old = store.get(call.layer, new[:, :0])[:, :start]

@@ -195,8 +195,10 @@ class Scheduler(Generic[Seq]):
         for row in plan.rows:
             if row.seq_id in computed and (seq := self._known.get(row.seq_id)) is not None:
                 try:
-                    self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
-                    seq.num_computed += row.num_tokens
+                    num_tokens = done.stand.get(row.seq_id, row.num_tokens)
+                    self.memory.commit(seq.seq_id, num_tokens, exact=row.exact)
+                    seq.num_computed += num_tokens
+                    seq.draft_ids = []
                     if seen_from := seq.footprint.seen_from(seq.num_computed):
                         self.memory.let_go(seq.seq_id, seen_from)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
@@ -246,17 +248,18 @@ class Scheduler(Generic[Seq]):
         return prefill, prefill and seq.is_due, seq.rank if self._by_priority else ()
 
     def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
-        for seq in sequences:
+        for left, seq in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
             if step.budget == 0:
                 break
             if seq.seq_id not in step.lost:
                 try:
-                    self._continue(seq, step)
+                    self._continue(seq, step, left)
                 except Exception as error:
                     self._state.fail(seq, step, error)
 
-    def _continue(self, seq: Seq, step: Draft[Seq]) -> None:
-        """Let a running sequence compute its next tokens, at the expense of others if it must be.
+    def _continue(self, seq: Seq, step: Draft[Seq], num_left: int) -> None:
+        """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
+        others that come behind it, each of which has more right to a token than this one's drafts have.
 
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
@@ -266,6 +269,8 @@ class Scheduler(Generic[Seq]):
         num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.room(seq), step.budget)
         if not num_tokens or (step.rows and seq.is_postponed):
             return
+        if seq.draft_ids:
+            num_tokens = self._with_drafts(seq, min(num_tokens, step.budget - num_left))
         while not self.memory.can_grow(seq.seq_id, num_tokens):
             if self.snapshots.give_way():
                 continue
@@ -278,3 +283,10 @@ class Scheduler(Generic[Seq]):
             if seq.seq_id in step.lost:
                 return
         self._state.compute(seq, num_tokens, step)
+
+    def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
+        """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""
+        num_tokens = max(num_tokens, seq.num_uncomputed)
+        while num_tokens > seq.num_uncomputed and not self.memory.can_grow(seq.seq_id, num_tokens):
+            num_tokens -= 1
+        return num_tokens

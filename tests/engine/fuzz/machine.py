@@ -28,6 +28,7 @@ from kvreclaim.places import STATS_FILE
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 ROOMY = 16
+DRAFTS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -122,6 +123,7 @@ class Machine:
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
+            speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
         return llm

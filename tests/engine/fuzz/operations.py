@@ -62,7 +62,7 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32."""
+    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -83,6 +83,7 @@ class Setup:
     least_shared: int = 64
     windows: str = ""
     plain_windows: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ def random_setup(random: Random) -> Setup:
         and not host_slots
         and kv_format in ("int8", "fp8_e4m3")
         and random.random() < 0.5,
+        drafts=random.choice((0, 0, 1, 4)),
     )
 
 

@@ -220,6 +220,8 @@ class World:
         if self.engine.groups.windows:
             self.counts["steps of groups"] += totals.steps
             self.counts["hit tokens of groups"] += self.engine.memory.stats().prefix_hit_tokens
+        self.counts["drafted"] += totals.speculation.num_draft_tokens
+        self.counts["accepted"] += totals.speculation.num_accepted_tokens
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits

@@ -37,6 +37,7 @@ from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_r
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculate.make import make_drafter
 from kvreclaim.engine.tiers.compressed_session import CompressedSessions
 from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
 from kvreclaim.engine.tiers.prefixes import make_prefixes
@@ -149,6 +150,8 @@ class Engine:
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
+        self.drafter = make_drafter(config, self.memory, form)
+        self.lifecycle.drafter = self.drafter
         self._num_added = 0
 
     def tier_stats(self) -> TierStats | None:
@@ -315,17 +318,21 @@ class Engine:
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
-        num_decode = sum(_is_decode(item) for item in step)
+        decodes = [item for item in step if _is_decode(item)]
+        num_decode = sum(item.num_tokens for item in decodes)
         for item in step:
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
-        with torch_alone() if num_decode == len(step) else nullcontext():
+        with torch_alone() if len(decodes) == len(step) else nullcontext():
             looked = self._compute(plan, step)
         computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
-        for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
+        stand = self.answers.accept(looked) if looked is not None else {}
+        for seq_id, error in self.scheduler.done(plan, StepDone(computed, stand=stand)):
             if seq_id in self.lifecycle.sequences:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+        if stand:
+            self._record(stand)
         if self.tiers is not None:
             self.tiers.store()
         if looked is not None:
@@ -334,6 +341,8 @@ class Engine:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
             self.answers.take(looked)
+        if self.drafter is not None:
+            self.drafter.propose(self.scheduler.running)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
@@ -369,15 +378,16 @@ class Engine:
         try:
             logits, wanted = self.runner.forward(step)
         except Exception as error:
-            if len(step) == 1:
+            if len(step) == 1 and not step[0].row.num_drafts:
                 self.lifecycle.fail(step[0].seq.request, error, "computing")
                 return None
             logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
-            step, logits, wanted = self._forward_each(step)
+            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
         return self.answers.look(step, logits, wanted) if step else None
 
     def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
-        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more.
+        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
+        without its drafts, which may be to blame.
 
         Returns: those that can be computed, and what forward would have returned for them.
         """
@@ -392,6 +402,15 @@ class Engine:
                     rows.append(logits.clone())  # CUDA graphs write into the same place again
                     wanted += positions
         return done, torch.cat(rows) if rows else torch.empty(0), wanted
+
+    def _record(self, stand: dict[int, int]) -> None:
+        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
+        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
+        try:
+            self.runner.record(stand)
+        except Exception as error:
+            for seq_id in stand:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
 
     def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
         """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
@@ -414,5 +433,5 @@ class Engine:
 
 
 def _is_decode(item: Scheduled) -> bool:
-    """Whether its newest token is all that a sequence computes."""
-    return item.num_tokens == 1 and item.row.first >= item.seq.num_prompt
+    """Whether its newest token is all that a sequence computes, and drafts behind it."""
+    return item.num_known == 1 and item.row.first >= item.seq.num_prompt

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,14 @@ from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
 from kvreclaim.schedule.victims import Preemption
 
 logger = logging.getLogger(__name__)
+
+
+class Forgets(Protocol):
+    """Who keeps something of sequences (engine/speculate)."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is gone."""
+        ...
 
 
 class Lifecycle:
@@ -57,6 +66,7 @@ class Lifecycle:
             max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
         )
         self.tiers: Tiers | None = None
+        self.drafter: Forgets | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
         self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
@@ -274,6 +284,8 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
+        if self.drafter is not None:
+            self.drafter.forget(seq.seq_id)
         try:
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)

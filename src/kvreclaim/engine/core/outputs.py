@@ -185,7 +185,7 @@ class StepStats:
     num_running, num_waiting, blocks_in_use: at the end of the step, after compression and after finished
                         requests left
     num_prefill_tokens: of num_tokens, those of prompts, and of sequences that are computed again
-    num_decode_tokens:  the rest: the newest token of each sequence that generates
+    num_decode_tokens:  the rest: the newest token of each sequence that generates, and drafts behind it
     num_prompts_done:   requests whose whole prompt has been computed now for the first time
     """
 
@@ -197,6 +197,26 @@ class StepStats:
     num_prompts_done: int
     blocks_in_use: int
     elapsed_s: float
+
+
+@dataclass(slots=True)
+class SpeculationTotals:
+    """Drafts over the engine's life. accepted_at: by the draft's place, so many were accepted there."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def note(self, rows: list[tuple[int, int]]) -> None:
+        """(draft tokens, accepted ones) of the sequences of a step."""
+        for drafted, accepted in rows:
+            self.num_drafts += 1
+            self.num_draft_tokens += drafted
+            self.num_accepted_tokens += accepted
+            self.accepted_at += [0] * (accepted - len(self.accepted_at))
+            for place in range(accepted):
+                self.accepted_at[place] += 1
 
 
 @dataclass(slots=True)
@@ -219,6 +239,7 @@ class EngineTotals:
     score_s: float = 0.0
     compact_s: float = 0.0
     swaps: int = 0
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
 

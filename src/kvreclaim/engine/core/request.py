@@ -103,14 +103,32 @@ class Sequence(schedule.Sequence):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scheduled:
-    """A sequence and what it computes in this step."""
+    """A sequence and what it computes in this step. cut: less than was planned, its drafts being left out."""
 
     seq: Sequence
     row: schedule.Row
+    cut: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.row.num_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Of its tokens, those that are no drafts."""
+        return self.row.num_tokens - self.row.num_drafts
+
+    def without_drafts(self) -> Scheduled:
+        """The same with the tokens alone that are known."""
+        if not self.row.num_drafts:
+            return self
+        return Scheduled(self.seq, replace(self.row, num_tokens=self.num_known, num_drafts=0), cut=True)
+
+    @property
+    def tokens(self) -> list[int]:
+        """That are computed, drafts included."""
+        known = self.seq.token_ids[self.row.first : self.row.first + self.num_known]
+        return known + self.seq.draft_ids[: self.row.num_drafts] if self.row.num_drafts else known
 
 
 @dataclass(slots=True, eq=False)

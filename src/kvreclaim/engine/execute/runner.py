@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.tiers.tiers import Tiers
@@ -125,6 +127,7 @@ class ModelRunner:
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
+        self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
@@ -132,6 +135,7 @@ class ModelRunner:
         Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the next
         tokens of all sequences go to, whether they take part or not, and for those that are copied.
         """
+        self._late.clear()
         if self.tiers is not None:
             self.tiers.move(plan)
         if self.cache.open is not None:
@@ -182,6 +186,8 @@ class ModelRunner:
             )
             if observer is not None:
                 observer.commit()
+                if observer.late is not None:
+                    self._late.append(observer.late)
             for item in reusing:
                 self.bringer.bring_last(item)
         except Exception:
@@ -189,12 +195,20 @@ class ModelRunner:
             raise
         return output.logits[0], inputs.wanted
 
+    def record(self, stand: Mapping[int, int]) -> None:
+        """Of the rows with drafts that have been computed so many stand: nothing is kept of the others."""
+        for late in self._late:
+            late.record(stand)
+        self._late.clear()
+        for seq_id in stand:
+            self.signals.digests.cut(seq_id, self.memory.table(seq_id).physical_len // self.cache.block_size)
+
     def _inputs(self, step: list[Scheduled], runs: list[Scheduled]) -> _Inputs:
         """runs: the step's items, or the runs of tokens that are computed of each, in their order"""
         inputs, last = _Inputs(), {}
         for run in runs:
             seq, start = run.seq, run.row.first
-            inputs.tokens += seq.token_ids[start : start + run.num_tokens]
+            inputs.tokens += run.tokens
             slots = self._slots(run)
             end = slots.seq_len + slots.shift
             inputs.slots.append(slots)
@@ -238,13 +252,14 @@ class ModelRunner:
 
 
 def _wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk whose logits are needed: the last known token's, and every one that
-    predicts a token whose probability is asked for, of a continuation that is scored or of the prompt."""
-    seq, start = item.seq, item.seq.num_computed
+    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
+    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
+    prompt."""
+    seq, start = item.seq, item.row.first
     request, end, known = seq.request, start + item.num_tokens, len(seq.token_ids)
     if request.scores is not None:
         return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
-    first = end - 1 if end == known else end
+    first = end - 1 - item.row.num_drafts if end >= known else end
     if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
         first = min(first, max(start, len(request.prompt_logprobs) - 1))
     return range(first, end)

@@ -214,6 +214,11 @@ class DigestStore(RowStore):
         self._known[seq_id] = num_blocks
         return missing
 
+    def cut(self, seq_id: int, num_blocks: int) -> None:
+        """Of a sequence's blocks only the first ones are full after all."""
+        if seq_id in self._known:
+            self._known[seq_id] = min(self._known[seq_id], num_blocks)
+
     def drop(self, seq_id: int) -> None:
         super().drop(seq_id)
         self._known.pop(seq_id, None)
