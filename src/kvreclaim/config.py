@@ -425,6 +425,20 @@ class CompressionSettings:
         "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
         flags=("--kv-compression-mode",),
     )
+    verify: bool = option(
+        False,
+        "The compressed cache only drafts, and the full one, which is kept too, verifies: the output is that "
+        "of the full cache.",
+        flags=("--verify",),
+    )
+    verify_tokens: int = option(
+        16,
+        "Drafted at most between two verifications.",
+        low=1,
+        high=64,
+        unit=" token",
+        flags=("--verify-tokens",),
+    )
     stats: object = option(
         None,
         "File of query statistics; the one beside the weights where not said.",

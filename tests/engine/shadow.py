@@ -92,6 +92,7 @@ class Shadow:
         self.num_expanded = 0
         self.num_passes = 0
         self._step: list[Scheduled] = []
+        self._forks_companion = False
         self._watch_memory(llm, monkeypatch)
         self._watch_runner(llm, monkeypatch)
         self._watch_compression(llm, monkeypatch)
@@ -105,11 +106,21 @@ class Shadow:
             return admit(seq_id, *args, **kwargs)
 
         def watched_fork(parent_id, child_id, *args):
+            if self._forks_companion:
+                return fork(parent_id, child_id, *args)
             if parent_id not in self.histories:  # a compressed prefix that came from disk under another id
                 key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key
                 self.histories[parent_id] = self.kept[key]
             self.histories[child_id] = self.histories[parent_id].copy()
             return fork(parent_id, child_id, *args)
+
+        companions = llm.engine.verifier.companions
+        fork_companion = companions.fork
+
+        def watched_fork_companion(*args):
+            self._forks_companion = True
+            fork_companion(*args)
+            self._forks_companion = False
 
         snapshots = llm.engine.scheduler.snapshots
         keep = snapshots.keep
@@ -120,6 +131,7 @@ class Shadow:
                 self.kept[hidden.snapshot_key] = self.histories[hidden.seq_id]
             return is_kept
 
+        monkeypatch.setattr(companions, "fork", watched_fork_companion)
         monkeypatch.setattr(snapshots, "keep", watched_keep)
         monkeypatch.setattr(memory, "admit", watched_admit)
         monkeypatch.setattr(memory, "fork", watched_fork)
@@ -128,8 +140,10 @@ class Shadow:
         forward = llm.engine.runner.forward
         attend, attend_latent = runner_module.PagedKVBatch.attend, runner_module.PagedKVBatch.attend_latent
 
-        def watched_forward(step):
-            self._step = step
+        def watched_forward(step, *, observed=True):
+            self._step = step if observed else []
+            if not observed:
+                return forward(step, observed=False)
             for item in step:
                 if item.seq.seq_id not in self.histories:
                     self.histories[item.seq.seq_id] = self._begin(item.seq)
@@ -160,13 +174,15 @@ class Shadow:
 
         def watched_attend(batch, call):
             out = attend(batch, call)
+            if not self._step:
+                return out
             self._compare(call, out)
             return out
 
         def watched_attend_latent(batch, call):
             before = self.num_calls
             out = attend_latent(batch, call)
-            if self.num_calls == before:
+            if self.num_calls == before and self._step:
                 self.num_expanded += 1
                 self._compare(call.absorbed(), out, call)
             return out
@@ -181,6 +197,8 @@ class Shadow:
         def watched_run(jobs):
             outcomes = run(jobs)
             for job, outcome in zip(jobs, outcomes, strict=True):
+                if job.seq.seq_id not in llm.engine.lifecycle.sequences:
+                    continue  # a companion's: what it holds only drafts
                 history = self.histories[job.seq.seq_id]
                 if isinstance(outcome, Done):
                     history.num_exact = min(history.num_exact, job.seq.num_computed)

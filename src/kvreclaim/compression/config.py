@@ -36,6 +36,9 @@ class CompressionConfig(CompressionSettings):
     protect_prompt: prompt tokens go only if there is no other way to keep sinks and recent tokens
     mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own, the only one where
                     whole blocks go, heads keep unequal numbers or nothing is evicted but reads are sparse
+    verify:         the compressed cache only drafts; the full one is kept, too, and says the output, which is
+                    that of a request without compression: docs/lossless.md
+    verify_tokens:  drafted at most between two verifications
     stats:          query statistics or their file (.safetensors, public .pt), for policies that need
                     them; policies that need none do not read it
     options:        the policy's own parameters; an unknown one is an error

@@ -134,6 +134,7 @@ class Machine:
     def question(self, ask: Ask, prompt: list[int], setup: Setup) -> Question:
         continuation = self.texts[(ask.text + 1) % len(self.texts)][: ask.max_tokens]
         scored = ask.kind == "score"
+        verify = ask.verify if ask.policy is not None else 0
         return Question(
             prompt=tuple(prompt),
             continuation=tuple(continuation) if scored else (),
@@ -149,6 +150,7 @@ class Machine:
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
             sparse=ask.sparse,
+            verify=verify,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -161,7 +163,13 @@ class Machine:
         if question.policy is None:
             return None
         config = CompressionConfig(
-            question.policy, budget=question.budget, interval=question.interval, sinks=1, recent=2
+            question.policy,
+            budget=question.budget,
+            interval=question.interval,
+            sinks=1,
+            recent=2,
+            verify=question.verify > 0,
+            verify_tokens=question.verify or 1,
         )
         return llm.compressor(config)
 

@@ -93,6 +93,7 @@ class Ask:
 
     fault: None, "guilty" or "poison": a token in the middle of the tail that breaks things
     reuse: which tokens of the prompt's chunks are computed anew, where it has some
+    verify: its policy only drafts so many tokens at most, and the answer is that without it
     """
 
     text: int = 0
@@ -114,6 +115,7 @@ class Ask:
     compress_at: int | None = None
     sparse: str | None = None
     reuse: str | None = None
+    verify: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class Habits:
     compress_at: int | None
     sparse: tuple[str | None, ...]
     reuse: tuple[str | None, ...]
+    verify: tuple[int, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -187,6 +190,7 @@ class Habits:
             compress_at=random.choice((None, 14, 16, 20)),
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
+            verify=random.choice(((0,), (0, 1, 5), (3, 8))),
         )
 
 
@@ -244,7 +248,10 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         compress_at=habits.compress_at if random.random() < 0.8 else None,
         sparse=random.choice(habits.sparse),
         reuse=random.choice(habits.reuse),
+        verify=random.choice(habits.verify),
     )
+    if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
+        return replace(ask, compress_at=None, sparse=None, reuse=None)
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks

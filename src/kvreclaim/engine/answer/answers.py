@@ -96,8 +96,11 @@ class Answers:
                     stand[item.seq.seq_id] = depth + 1
                     if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
                         items.append((item, rows))
-        counts = [(item.row.num_drafts, stand.get(item.seq.seq_id, 1) - 1) for item, _ in drafted]
-        self.totals.speculation.note(counts)
+        for item, _ in drafted:
+            accepted = stand.get(item.seq.seq_id, 1) - 1
+            self.totals.speculation.note(item.row.num_drafts, accepted)
+            if item.seq.request.verify is not None:
+                item.seq.request.verify.note(item.row.num_drafts, accepted)
         return stand
 
     def _agrees(self, item: Scheduled, depth: int, drawn: Drawn | Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from zlib import crc32
 
@@ -160,6 +161,35 @@ def check_sparse_prefill(
         where,
     )
     return rows
+
+
+def check_verify(
+    compressor: Compressor,
+    params: SamplingParams,
+    groups: LayerGroups,
+    *,
+    others: Mapping[str, bool],
+) -> None:
+    """Raise InvalidArgumentError where a compressed cache cannot draft for the full one. others: of what else
+    the request may ask for and verify does not go with, whether it does."""
+    policy, facts = compressor.policy, groups.facts
+    problems = {
+        f"policy {policy.name} evicts nothing, so there is nothing to draft from; name one that does": (
+            policy.way is Way.KEEP
+        ),
+        f"policy {policy.name} turns keys to positions relative to the cache, where exact keys do not fit; "
+        "keep the original positions": policy.cache_relative,
+        f"policy {policy.name} needs the text to come, which nobody knows; use another policy": (
+            Signal.FUTURE_QUERIES in compressor.policy.needs
+        ),
+        f"layers of {facts.name!r} with sliding windows have block tables of their own; start with "
+        "disable_hybrid_kv_cache_manager": bool(groups.windows),
+        f"all layers of {facts.name!r} have sliding windows, so the full cache holds no more than these; "
+        "leave verify out": groups.trailing is not None,
+        **{f"{name} is given; leave one of them out": asked for name, asked in others.items()},
+    }
+    for problem, holds in problems.items():
+        require(not holds, f"verify is True, but {problem}.", "verify")
 
 
 def check_reuse(

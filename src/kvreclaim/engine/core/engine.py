@@ -26,13 +26,14 @@ from kvreclaim.engine.core.admission import (
     check_prompt,
     check_reuse,
     check_sparse_prefill,
+    check_verify,
     footprint_of,
     output_limit,
 )
 from kvreclaim.engine.core.chunked import ChunkedPrompts
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
-from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
+from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores, Verify
 from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
@@ -44,6 +45,8 @@ from kvreclaim.engine.tiers.prefixes import make_prefixes
 from kvreclaim.engine.tiers.session import Sessions
 from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.verify.feeding import Feeding, Store
+from kvreclaim.engine.verify.verifier import Verifier
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.engine.ways.reuse import Reuse
@@ -56,6 +59,8 @@ from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
+from kvreclaim.schedule.companions import Companions
+from kvreclaim.schedule.limits import check_blocks
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -150,9 +155,17 @@ class Engine:
         self.compression = CompressionPass(pages, self.totals)
         self.answers = Answers(self.lifecycle, self.compression)
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
-        self.drafter = make_drafter(config, self.memory, form)
-        self.lifecycle.drafter = self.drafter
+        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form)
+        self.verifier = self._make_verifier()
+        self.lifecycle.verifier = self.runner.beside = self.verifier
         self._num_added = 0
+
+    def _make_verifier(self) -> Verifier:
+        """Companions share the pool with everybody."""
+        companions = self.scheduler.companions = Companions(self.memory)
+        store = Store(self.memory, self.runner.layers)
+        feeding = Feeding(store, store, self.backend, self.signals)
+        return Verifier(self.lifecycle, self.runner, self.compression, companions, feeding)
 
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
@@ -229,6 +242,7 @@ class Engine:
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
+        verified, compressor = _verified(compressor)
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
         lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
         if request_id in self.requests:
@@ -251,6 +265,20 @@ class Engine:
                 check_length(lengths[0], lengths[0], whole, self.config, policy="full")
         if reuse is not None:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
+        verify = None
+        if verified is not None:
+            others = {
+                "a continuation to be scored": continuation is not None,
+                "a beam search": beams is not None,
+                "compress_at": compress_at is not None,
+                "sparse_prefill": method is not None,
+                "a chunk": chunks is not None,
+            }
+            check_verify(verified, params, self.groups, others=others)
+            drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
+            check_blocks(drafts, verified.policy.name)
+            self.signals.check(verified, scored=False)
+            verify = Verify(verified, drafts, verified.config.verify_tokens)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
@@ -265,6 +293,7 @@ class Engine:
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
         request.sparse_prefill, request.reuse, request.parent = method, reuse, parent
+        request.verify = verify
         request.beams = None if search is None else Beams(search)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
@@ -340,9 +369,11 @@ class Engine:
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
+            self.verifier.follow([item.seq for item, _, _ in looked.sound])
             self.answers.take(looked)
         if self.drafter is not None:
             self.drafter.propose(self.scheduler.running)
+        self.verifier.propose(self.scheduler.running)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
@@ -430,6 +461,13 @@ class Engine:
             request.metrics.num_repeated_tokens = table.repeated_len
         if request.retention and (has_begun or item.row.first < seq.num_prompt):
             self.memory.pin(seq.seq_id, request.retention, request.tenant)
+
+
+def _verified(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:
+    """What drafts, and what the request is compressed by: one of them is None."""
+    if compressor is not None and compressor.config.verify:
+        return compressor, None
+    return None, compressor
 
 
 def _is_decode(item: Scheduled) -> bool:

@@ -201,22 +201,26 @@ class StepStats:
 
 @dataclass(slots=True)
 class SpeculationTotals:
-    """Drafts over the engine's life. accepted_at: by the draft's place, so many were accepted there."""
+    """Drafts over the engine's life.
+
+    accepted_at: by the draft's place, so many were accepted there
+    num_failed:  times that drafting failed, and sequences went on without
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    num_failed: int = 0
 
-    def note(self, rows: list[tuple[int, int]]) -> None:
-        """(draft tokens, accepted ones) of the sequences of a step."""
-        for drafted, accepted in rows:
-            self.num_drafts += 1
-            self.num_draft_tokens += drafted
-            self.num_accepted_tokens += accepted
-            self.accepted_at += [0] * (accepted - len(self.accepted_at))
-            for place in range(accepted):
-                self.accepted_at[place] += 1
+    def note(self, drafted: int, accepted: int) -> None:
+        """Tokens of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
 
 
 @dataclass(slots=True)

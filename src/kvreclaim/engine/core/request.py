@@ -31,6 +31,9 @@ from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.account import Account
 
+BELIEF_STEP = 0.1
+"""Weight of the newest token in how often drafts are accepted."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(schedule.Sequence):
@@ -183,6 +186,37 @@ class Beams:
 
 
 @dataclass(slots=True, eq=False)
+class Verify:
+    """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
+
+    compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
+    belief:   how often a draft has been accepted lately
+    accounts: what compression did to companions
+    """
+
+    compressor: Compressor
+    footprint: schedule.Footprint
+    num_tokens: int
+    belief: float = 0.9
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accounts: list[Account] = field(default_factory=list)
+
+    @property
+    def way(self) -> schedule.Way:
+        return self.compressor.way
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """A round."""
+        self.num_rounds += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        for agreed in [1.0] * accepted + [0.0] * (accepted < drafted):
+            self.belief += BELIEF_STEP * (agreed - self.belief)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt on its way through the engine.
 
@@ -197,6 +231,7 @@ class Request:
     beams:     None unless it is a beam search
     sparse_prefill: how its prompt is computed; None: by full attention
     reuse:     of its prompt's chunks; None: it has none
+    verify:    None unless a compressed cache drafts for it; compressor is None then
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     """
 
@@ -220,6 +255,7 @@ class Request:
     beams: Beams | None = None
     sparse_prefill: SparsePrefill | None = None
     reuse: Reuse | None = None
+    verify: Verify | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
 
@@ -245,8 +281,9 @@ class Request:
     def collect_metrics(self) -> RequestMetrics:
         """Sum the sequences' figures into the request's."""
         m = self.metrics
-        if self.compressor is not None:
-            m.policy, m.budget = self.compressor.config.policy, self.compressor.budget
+        compressor = self.compressor if self.verify is None else self.verify.compressor
+        if compressor is not None:
+            m.policy, m.budget = compressor.config.policy, compressor.budget
         m.num_prompt_tokens = len(self.prompt_token_ids)
         if self.reuse is not None:
             m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone

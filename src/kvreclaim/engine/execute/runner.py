@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvreclaim.engine.ways.pages import block_row, slots_are_positions
 from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.engine.ways.windows import window_batches
+from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.windows.window import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
@@ -86,6 +88,14 @@ class PagedKVBatch:
         return out
 
 
+class Watcher(Protocol):
+    """Sees the attention calls of a step, whatever policies ask (engine/verify)."""
+
+    def watch(
+        self, step: list[Scheduled], batch: AttentionBatch
+    ) -> list[Callable[[AttentionCall], None]]: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Inputs:
     """A step, flat: its tokens, and for each sequence the others' entry.
@@ -105,6 +115,7 @@ class ModelRunner:
 
     graphs: replays decode steps if there is one (on CUDA)
     tiers:  where the memory has host slots
+    beside: sees every call of observed steps
     """
 
     def __init__(
@@ -127,6 +138,7 @@ class ModelRunner:
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
+        self.beside: Watcher | None = None
         self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
@@ -150,9 +162,26 @@ class ModelRunner:
         if plan.fresh:
             self.ops.prepare_blocks(self.cache, list(plan.fresh))
 
+    def ready(self) -> None:
+        """Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the
+        next tokens of all sequences go to."""
+        if self.cache.open is not None:
+            self.ops.keep_open(self.cache, set(self.memory.unfilled()))
+
+    def make_ready(self, growth: Growth) -> None:
+        """Blocks that have been taken between two steps can be written."""
+        if growth.copies or growth.new_blocks:
+            self.ready()
+        if growth.copies:
+            self.ops.copy_blocks(self.cache, list(growth.copies))
+            if self.signals.scores is not None:
+                self.signals.scores.copy_blocks(list(growth.copies))
+        if growth.new_blocks:
+            self.ops.prepare_blocks(self.cache, list(growth.new_blocks))
+
     @torch.inference_mode()
-    def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
-        """Compute the step and write its K/V.
+    def forward(self, step: list[Scheduled], *, observed: bool = True) -> tuple[Tensor, list[range]]:
+        """Compute the step and write its K/V. observed: what policies ask to be kept is.
 
         Returns: logits [rows, V], at most as many rows as the step has tokens, and, for each scheduled
         sequence, the token positions whose rows it owns, in order (position p predicts token p + 1); one of
@@ -164,13 +193,19 @@ class ModelRunner:
         for item in reusing:
             self.bringer.bring(item)
         runs = expanded(step) if reusing else step
-        inputs, watched = self._inputs(step, runs), any(is_watched(item.seq) for item in step)
+        inputs = self._inputs(step, runs)
+        watched = observed and any(is_watched(item.seq) for item in step)
         logits = self._replay(step, inputs, watched)
         if logits is not None:
             return logits, inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
+        beside = self.beside.watch(runs, batch) if self.beside is not None and observed else []
+        if beside:
+            observer = replace(
+                observer or Observer(()), writes=(*(observer.writes if observer else ()), *beside)
+            )
         if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
             observer = scout.beside(observer)
         try:
@@ -209,7 +244,7 @@ class ModelRunner:
         for run in runs:
             seq, start = run.seq, run.row.first
             inputs.tokens += run.tokens
-            slots = self._slots(run)
+            slots = self.slots(run)
             end = slots.seq_len + slots.shift
             inputs.slots.append(slots)
             inputs.positions.append(np.arange(end - run.num_tokens, end))
@@ -238,7 +273,8 @@ class ModelRunner:
             return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
         return None
 
-    def _slots(self, item: Scheduled) -> SequenceSlots:
+    def slots(self, item: Scheduled) -> SequenceSlots:
+        """Where a sequence's keys lie when an item of it has been computed."""
         table = self.memory.table(item.seq.seq_id)
         relative = slots_are_positions(item.seq)
         return SequenceSlots(

@@ -55,17 +55,10 @@ class LateSignals:
         kept = list(zip(self.items, starts, stands, strict=True))
         for item, start, count in kept:
             if item.queries is not None and count:
-                self._record_queries(item.queries, item, start, count)
+                for layer, seen in self._seen.items():
+                    item.queries.write(item.seq_id, layer, item.first, seen[start : start + count])
         for depth in range(max(count for _, _, count in kept)):
             self._record_mass([(item, start + depth) for item, start, n in kept if n > depth], depth)
-
-    def _record_queries(self, store: QueryStore, item: LateRows, start: int, count: int) -> None:
-        store.begin(item.seq_id, item.first)
-        places = np.arange(max(0, count - store.window), count)
-        positions = torch.from_numpy((item.first + places) % store.window).to(store.tensor.device)
-        row = store.row(item.seq_id)
-        for layer, seen in self._seen.items():
-            row[layer, positions] = seen[start + places[0] : start + count].to(row.dtype)
 
     def _record_mass(self, items: list[tuple[LateRows, int]], depth: int) -> None:
         """One row of each sequence."""

@@ -159,6 +159,23 @@ class Signals:
         write, commit = self._mass_write([step[i].seq.seq_id for i in mass], mass, batch)
         return Observer((*writes, write), commit, late)
 
+    @torch.inference_mode()
+    def note(self, seq: Sequence, first: int, queries: dict[int, Tensor], slots: SequenceSlots) -> None:
+        """Queries [n, H, D] of each layer, by tokens of a sequence from position `first` on, the last ones in
+        its slots: what its policy asks to be kept of them."""
+        needs = needs_of(seq.request.compressor)
+        if Signal.RECENT_QUERIES in needs:
+            store = self._query_store(window_of(seq))
+            for layer, own in queries.items():
+                store.write(seq.seq_id, layer, first, own)
+        if Signal.ATTENTION_MASS in needs:
+            self._mass.take(seq.seq_id)
+            self._mass.reserve(slots.seq_len)
+            batch = AttentionBatch.build((slots,), self.cache.block_size, self.cache.device)
+            rows = self._mass.index([seq.seq_id])
+            for layer, own in queries.items():
+                self._mass.add(rows, layer, self.backend.column_sums(own, self.cache.layers[layer], batch))
+
     def forget(self, step: list[Scheduled]) -> None:
         """A step has failed half-way: its tokens may be computed again as if it had not been. Queries are
         written again where they lie, digests are made anew."""
@@ -343,11 +360,12 @@ class Signals:
             compressor = step[i].seq.request.compressor
             if compressor is not None and Signal.TOKEN_SCORES in compressor.policy.needs:
                 members.setdefault(compressor, []).append(i)
-        return [self._score_write(compressor, places, batch) for compressor, places in members.items()]
+        return [self.score_write(compressor, places, batch) for compressor, places in members.items()]
 
-    def _score_write(
+    def score_write(
         self, compressor: Compressor, members: list[int], batch: AttentionBatch
     ) -> Callable[[AttentionCall], None]:
+        """What scores the tokens of a step's sequences, and puts the scores beside their slots."""
         rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
         store, stats, slots = self.scores, compressor.stats, batch.slot_mapping[rows]
         assert store is not None, "check has made it"

@@ -1,0 +1,68 @@
+"""What the queries over full caches tell the policies of companions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Signal
+from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.signals.needs import needs_of
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+
+QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
+
+
+class Asked:
+    """The queries of one step's owners whose companions' policies ask for queries or attention, layer by
+    layer, until their tokens have been copied. Scores that are computed with tokens go beside their slots."""
+
+    def __init__(self, signals: Signals) -> None:
+        self.signals = signals
+        self._rows: dict[int, tuple[int, Tensor]] = {}
+        self._seen: dict[int, Tensor] = {}
+        self._starts: dict[int, tuple[int, int]] = {}
+
+    def watch(self, step: list[Scheduled], batch: AttentionBatch) -> list[Callable[[AttentionCall], None]]:
+        """What is to see the calls of a step."""
+        self.clear()
+        rows: list[Tensor] = []
+        start = taken = 0
+        scored: list[int] = []
+        for place, item in enumerate(step):
+            verify, count = item.seq.request.verify, item.num_tokens
+            if verify is not None:
+                needs = needs_of(verify.compressor)
+                if needs & QUERIES:
+                    rows.append(torch.arange(start, start + count))
+                    self._starts[item.seq.seq_id] = item.row.first, taken
+                    taken += count
+                if Signal.TOKEN_SCORES in needs:
+                    scored.append(place)
+            start += count
+        found = [self.signals.score_write(step[i].seq.request.verify.compressor, [i], batch) for i in scored]  # type: ignore[union-attr]
+        if rows:
+            kept = torch.cat(rows).to(batch.slot_mapping.device)
+
+            def see(call: AttentionCall) -> None:
+                self._seen[call.layer] = call.q[kept]
+
+            found.append(see)
+        return found
+
+    def clear(self) -> None:
+        """What was seen has been used."""
+        self._seen, self._starts = {}, {}
+
+    def tell(self, owner: Sequence, companion: Sequence, first: int, slots: SequenceSlots) -> None:
+        """The tokens from `first` on have been copied to the last slots of a companion."""
+        known = self._starts.get(owner.seq_id)
+        if known is None or first < known[0]:
+            return
+        start = known[1] + first - known[0]
+        queries = {layer: q[start : start + slots.query_len] for layer, q in self._seen.items()}
+        self.signals.note(companion, first, queries, slots)
