@@ -382,6 +382,10 @@ class SamplingParams:
         )
 
 
+BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+"""Steps of budget "auto"."""
+
+
 @dataclass(frozen=True)
 class CompressionSettings:
     """What compression.CompressionConfig is told, as far as it can be said without torch.
@@ -397,11 +401,13 @@ class CompressionSettings:
     )
     budget: int = option(
         2048,
-        "Tokens kept per layer and KV head.",
+        "Tokens kept per layer and KV head; auto, with verify: as few as drafts get on with.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",
         flags=("--kv-budget",),
+        typed_as=str,
+        also=(AUTO,),
     )
     interval: int = option(
         128,
@@ -430,6 +436,7 @@ class CompressionSettings:
         "The compressed cache only drafts, and the full one, which is kept too, verifies: the output is that "
         "of the full cache.",
         flags=("--verify",),
+        kw_only=True,
     )
     verify_tokens: int = option(
         16,
@@ -438,6 +445,7 @@ class CompressionSettings:
         high=64,
         unit=" token",
         flags=("--verify-tokens",),
+        kw_only=True,
     )
     stats: object = option(
         None,
@@ -445,10 +453,21 @@ class CompressionSettings:
         flags=("--kv-compression-stats",),
         typed_as=str,
     )
+    auto_budget: bool | None = field(default=None, kw_only=True)
+    """That budget was "auto"; set by it."""
 
     def __post_init__(self) -> None:
         check_options(self)
         always = self.sinks + self.recent
+        if self.budget == AUTO:
+            object.__setattr__(self, "auto_budget", True)
+            object.__setattr__(self, "budget", next((b for b in BUDGETS if b >= always + 16), MAX_COUNT))
+        require(
+            self.verify or not self.auto_budget,
+            "budget is 'auto', but verify is False: no budget is known to be safe beforehand, and only with "
+            "verify a budget that is too small costs nothing but time; set verify, or give tokens.",
+            "budget",
+        )
         require(
             self.budget > always,
             f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "

@@ -29,7 +29,9 @@ class CompressionConfig(CompressionSettings):
                     "auto": the best of the trial in the statistics, see resolved
     budget:         tokens kept per layer and KV head by a compression; more than sinks + recent. Where heads
                     keep unequal numbers, whole blocks each, it is rounded (footprint.budget_in_blocks), and
-                    RequestMetrics.budget is what was used
+                    RequestMetrics.budget is what was used; "auto", with verify: it begins with the least of
+                    config.BUDGETS that there is room in, rises when a draft is refused, and falls when
+                    none has been for a while
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted

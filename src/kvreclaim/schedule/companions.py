@@ -81,7 +81,9 @@ class Companions(Generic[Seq]):
         companion.num_computed += num_tokens
 
     def compress(self, companion: Seq) -> Pass[int] | None:
-        """Its pass, if it is due and blocks can be had; table and lengths are changed at return."""
+        """Its pass, if it is due and blocks can be had; table and lengths are changed at return. Room for
+        drafts goes back first."""
+        self.memory.trim(companion.seq_id)
         return compress(
             companion.seq_id,
             companion.num_computed,

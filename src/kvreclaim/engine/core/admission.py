@@ -10,7 +10,7 @@ from zlib import crc32
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import BUDGETS, EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.signals.needs import WATCHED, needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
@@ -190,6 +190,16 @@ def check_verify(
     }
     for problem, holds in problems.items():
         require(not holds, f"verify is True, but {problem}.", "verify")
+
+
+def budgets_of(compressor: Compressor, num_tokens: int) -> tuple[int, ...]:
+    """Steps of a budget that chooses itself, up to the first that holds so many tokens; none where it is
+    given."""
+    config = compressor.config
+    if not config.auto_budget:
+        return ()
+    first = next((i for i, b in enumerate(BUDGETS) if b >= num_tokens), len(BUDGETS))
+    return tuple(b for b in BUDGETS[: first + 1] if b >= config.budget)
 
 
 def check_reuse(

@@ -20,6 +20,7 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.answers import Answers, Looked
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.core.admission import (
+    budgets_of,
     check_beams,
     check_length,
     check_priority,
@@ -278,7 +279,8 @@ class Engine:
             drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
             check_blocks(drafts, verified.policy.name)
             self.signals.check(verified, scored=False)
-            verify = Verify(verified, drafts, verified.config.verify_tokens)
+            steps = budgets_of(verified, len(tokens) + (params.max_tokens or 0))
+            verify = Verify(verified, drafts, verified.config.verify_tokens, steps)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)

@@ -33,6 +33,8 @@ from kvreclaim.schedule.account import Account
 
 BELIEF_STEP = 0.1
 """Weight of the newest token in how often drafts are accepted."""
+FULL_ROUNDS = 8
+"""Rounds without a refused draft after which a budget that chooses itself falls."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -191,12 +193,18 @@ class Verify:
 
     compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
     belief:   how often a draft has been accepted lately
+    budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
+              was; empty: it stays
+    is_short: the budget has just risen: companions are to be chosen anew from the full cache
     accounts: what compression did to companions
     """
 
     compressor: Compressor
     footprint: schedule.Footprint
     num_tokens: int
+    budgets: tuple[int, ...] = ()
+    is_short: bool = False
+    num_full: int = 0
     belief: float = 0.9
     num_rounds: int = 0
     num_drafted: int = 0
@@ -214,6 +222,19 @@ class Verify:
         self.num_accepted += accepted
         for agreed in [1.0] * accepted + [0.0] * (accepted < drafted):
             self.belief += BELIEF_STEP * (agreed - self.belief)
+        self.num_full = self.num_full + 1 if accepted == drafted else 0
+        if accepted < drafted:
+            self._step(1)
+        elif self.num_full >= FULL_ROUNDS:
+            self._step(-1)
+
+    def _step(self, by: int) -> None:
+        place = next((i for i, b in enumerate(self.budgets) if b >= self.compressor.config.budget), 0) + by
+        if 0 <= place < len(self.budgets):
+            size = self.footprint.block_size
+            self.compressor = self.compressor.with_budget(self.budgets[place], size)
+            self.footprint = replace(self.footprint, budget=self.compressor.budget)
+            self.is_short, self.num_full = by > 0, 0
 
 
 @dataclass(slots=True, eq=False)

@@ -85,6 +85,12 @@ class Verifier:
         """The owner's, a new one if there is room."""
         companion, verify = self.companions.get(owner), owner.request.verify
         assert verify is not None, f"sequence {owner.seq_id} is not verified"
+        if companion is not None and verify.is_short:
+            self.leave(owner.seq_id)
+            companion = None
+        if companion is not None:
+            _adjust(companion, owner.request, verify)
+        verify.is_short = False
         if companion is None:
             if not self.companions.has_room(owner, verify.footprint, verify.num_tokens):
                 return None
@@ -216,6 +222,7 @@ class Verifier:
         if reader is None:
             reader = self._readers[owner.seq_id] = self._new(owner)
         reader.token_ids[:], reader.row_cache = owner.token_ids, None
+        _adjust(reader, owner.request, owner.request.verify)
         self.companions.fork(owner, reader, owner)
         return reader
 
@@ -265,6 +272,13 @@ def shadow_of(request: Request, verify: Verify) -> Request:
         prompt_logprobs=None,
         metrics=RequestMetrics(),
     )
+
+
+def _adjust(companion: Sequence, request: Request, verify: Verify | None) -> None:
+    """A budget that chooses itself may be another one by now."""
+    assert verify is not None, f"request {request.request_id} is not verified"
+    if companion.request.compressor is not verify.compressor:
+        companion.footprint, companion.request = verify.footprint, shadow_of(request, verify)
 
 
 def _is_owner(seq: Sequence) -> bool:
