@@ -240,6 +240,8 @@ def check_length(
             if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
+        if config.full_cache_host_size:
+            remedy = "shorten the prompt, or raise full_cache_host_size"
         windows = ", which windows take some of" if footprint.windows else ""
         raise RequestTooLongError(
             f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
@@ -285,6 +287,6 @@ def check_beams(
         raise RequestTooLongError(
             f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
             f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
-            "prompt, or raise num_blocks.",
+            f"prompt, or raise {'full_cache_host_size' if config.full_cache_host_size else 'num_blocks'}.",
             field="beam_width",
         )
