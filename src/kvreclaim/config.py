@@ -157,6 +157,14 @@ class EngineConfig:
         flags=("--kv-offloading-size", "--hicache-size"),
         panel=TIERS,
     )
+    full_cache_host_size: float = option(
+        0.0,
+        "GiB of host memory in which the KV cache lies, streamed to the device layer by layer in each step; "
+        "0: it lies in the pool. num_blocks is then that of compressed caches on the device.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
     preemption_mode: str = option(
         "auto",
         "A sequence that gives way is moved to the host and back (swap, or offload) or computed again "
@@ -254,6 +262,13 @@ class EngineConfig:
             "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host memory to move blocks "
             "to; give some GiB, or leave preemption_mode out.",
             "preemption_mode",
+        )
+        require(
+            not (self.full_cache_host_size and self.kv_offloading_size),
+            f"full_cache_host_size is {self.full_cache_host_size:g} and kv_offloading_size "
+            f"{self.kv_offloading_size:g}, but there are no tiers below a cache that lies in host memory "
+            "itself; leave one of them out.",
+            "full_cache_host_size",
         )
         require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,

@@ -165,15 +165,19 @@ def check_sparse_prefill(
 
 def check_verify(
     compressor: Compressor,
-    params: SamplingParams,
     groups: LayerGroups,
+    config: EngineConfig,
     *,
     others: Mapping[str, bool],
 ) -> None:
     """Raise InvalidArgumentError where a compressed cache cannot draft for the full one. others: of what else
     the request may ask for and verify does not go with, whether it does."""
-    policy, facts = compressor.policy, groups.facts
+    policy, facts, on_host = compressor.policy, groups.facts, config.full_cache_host_size > 0
     problems = {
+        f"policy {policy.name} holds on the device as much as the full cache, which full_cache_host_size "
+        "moves to the host; name one that gives blocks back": on_host and not policy.way.reclaims,
+        f"policy {policy.name} keeps scores beside the slots of the full cache, which lie in host memory; "
+        "use another policy": on_host and Signal.TOKEN_SCORES in policy.needs,
         f"policy {policy.name} evicts nothing, so there is nothing to draft from; name one that does": (
             policy.way is Way.KEEP
         ),
@@ -280,6 +284,8 @@ def check_length(
             if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
+        if config.full_cache_host_size:
+            remedy = "shorten the prompt, or raise full_cache_host_size"
         windows = ", which windows take some of" if footprint.windows else ""
         raise RequestTooLongError(
             f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
@@ -325,6 +331,6 @@ def check_beams(
         raise RequestTooLongError(
             f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
             f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
-            "prompt, or raise num_blocks.",
+            f"prompt, or raise {'full_cache_host_size' if config.full_cache_host_size else 'num_blocks'}.",
             field="beam_width",
         )

@@ -32,6 +32,14 @@ from kvreclaim.engine.core.admission import (
     output_limit,
 )
 from kvreclaim.engine.core.chunked import ChunkedPrompts
+from kvreclaim.engine.core.full_cache import (
+    admitting,
+    check_full_cache,
+    check_kept,
+    check_saved,
+    full_cache,
+    streamed_layers,
+)
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores, Verify
@@ -52,12 +60,14 @@ from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.engine.ways.reuse import Reuse
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
@@ -101,6 +111,7 @@ class Engine:
             check_sparse_prefill(self._sparse_prefill, None, SamplingParams(), config, groups.facts)
         facts = groups.facts
         self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
+        check_full_cache(config, form, groups, self._sparse_prefill)
         self.loaded = loaded
         self.config = config
         self.max_model_len = config.max_model_len
@@ -126,21 +137,32 @@ class Engine:
             residency_sample=config.kv_cache_metrics_sample,
             windows=groups.windows,
         )
-        self.cache = backend.allocate(
-            facts.layers,
-            config.num_blocks,
-            config.block_size,
-            like=like,
-            kv_format=form,
-            open_rows=open_rows(config, form, groups),
+        num_blocks, size = self.memory.pool.num_blocks, config.block_size
+        self._admitting = admitting(config, num_blocks)
+        self.device_cache: KVCache | None = None
+        if config.full_cache_host_size:
+            self.cache = full_cache(config, groups, backend, form, like, num_blocks)
+            self.device_cache = backend.allocate(
+                facts.layers, config.num_blocks, size, like=like, kv_format=form
+            )
+        else:
+            rows = open_rows(config, form, groups)
+            self.cache = backend.allocate(
+                facts.layers, num_blocks, size, like=like, kv_format=form, open_rows=rows
+            )
+        self.signals = Signals(
+            loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
         )
-        self.signals = Signals(loaded, groups, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
         self.requests = self.lifecycle.requests
-        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals)
-        self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
+        stream = None
+        if config.full_cache_host_size:
+            stream = streamed_layers(self.cache, groups, backend, like, self.totals)
+        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals, stream)
+        if stream is None:
+            self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         self.tiers = None
         if isinstance(self.memory, TieredMemory):
             preemption = self.scheduler.preemption
@@ -162,11 +184,23 @@ class Engine:
         self._num_added = 0
 
     def _make_verifier(self) -> Verifier:
-        """Companions share the pool with everybody."""
-        companions = self.scheduler.companions = Companions(self.memory)
-        store = Store(self.memory, self.runner.layers)
-        feeding = Feeding(store, store, self.backend, self.signals)
-        return Verifier(self.lifecycle, self.runner, self.compression, companions, feeding)
+        """Companions share the pool with everybody, or have it for themselves, where full caches lie in host
+        memory."""
+        runner, compression = self.runner, self.compression
+        if self.device_cache is not None:
+            assert self.config.num_blocks is not None, "the engine's limits are set"
+            size, facts = self.config.block_size, self.groups.facts
+            memory = MemoryManager(self.config.num_blocks, size, enable_prefix_caching=False)
+            runner = ModelRunner(
+                self.loaded, self.groups, memory, self.device_cache, self.backend, self.signals
+            )
+            runner.graphs = decode_graphs(self.loaded.model, self.device_cache, self.backend, self.config)
+            pages = Pages(memory, self.device_cache, self.backend, facts, self.signals)
+            compression = CompressionPass(pages, self.totals)
+        companions = self.scheduler.companions = Companions(runner.memory)
+        full = Store(self.memory, self.runner.layers, self.runner.stream)
+        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
+        return Verifier(self.lifecycle, runner, compression, companions, feeding)
 
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
@@ -176,8 +210,9 @@ class Engine:
     def sessions(self) -> Sessions:
         """Saves and restores what is cached. The first time all weights are read, for a digest of them.
 
-        Raises: InvalidArgumentError where layers have tables of their own.
+        Raises: InvalidArgumentError where layers have tables of their own, or the cache lies in host memory.
         """
+        check_saved(self.config)
         if self.groups.windows:
             raise InvalidArgumentError(
                 "sessions are not saved where layers with sliding windows have block tables of their own; "
@@ -252,6 +287,7 @@ class Engine:
         check_priority(priority, self.config)
         said = params.sparse_prefill
         method = sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+        check_kept(compressor, method, chunks, self.config)
         sparse = None
         if method is not None:
             sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
@@ -263,7 +299,7 @@ class Engine:
             reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
             if reuse is not None and chunks.reuse.tries:
                 whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
-                check_length(lengths[0], lengths[0], whole, self.config, policy="full")
+                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
         if reuse is not None:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         verify = None
@@ -275,21 +311,21 @@ class Engine:
                 "sparse_prefill": method is not None,
                 "a chunk": chunks is not None,
             }
-            check_verify(verified, params, self.groups, others=others)
+            check_verify(verified, self.groups, self.config, others=others)
             drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
             check_blocks(drafts, verified.policy.name)
             self.signals.check(verified, scored=False)
             steps = budgets_of(verified, len(tokens) + (params.max_tokens or 0))
             verify = Verify(verified, drafts, verified.config.verify_tokens, steps)
         policy = "full" if compressor is None else compressor.policy.name
-        check_length(*lengths, footprint, self.config, policy=policy)
+        check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
-        max_len = output_limit(*lengths, params.max_tokens, footprint, self.config)
+        max_len = output_limit(*lengths, params.max_tokens, footprint, self._admitting)
         search = None
         if beams is not None:
             eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
             search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
-            check_beams(search, len(prompt_token_ids), footprint, self.config, self.loaded.vocab_size)
+            check_beams(search, len(prompt_token_ids), footprint, self._admitting, self.loaded.vocab_size)
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)

@@ -230,6 +230,8 @@ class EngineTotals:
     preemptions: sequences that lost their blocks, by reason (all reasons are always there)
     swaps:       of these, sequences whose blocks' bytes were kept on the host
     finished:    sequences by finish reason
+    streamed_bytes: of a full cache in host memory: brought to the device; written_bytes: of its blocks that
+                 got tokens, back to the host; stream_buffer_bytes: what the buffers on the device take now
     """
 
     steps: int = 0
@@ -244,6 +246,9 @@ class EngineTotals:
     compact_s: float = 0.0
     swaps: int = 0
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
+    streamed_bytes: int = 0
+    written_bytes: int = 0
+    stream_buffer_bytes: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
 

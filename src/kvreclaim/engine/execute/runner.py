@@ -12,88 +12,37 @@ from torch import Tensor
 
 from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.execute.paged import PagedKVBatch
+from kvreclaim.engine.execute.streamed import StreamedBatches
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.chunks import Bringer, Scout, expanded, has_chunks
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
-from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.engine.ways.windows import window_batches
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import Place
-from kvreclaim.model.attention import AttentionCall, LatentCall
+from kvreclaim.model.attention import AttentionCall, KVBatch
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedKVBatch:
-    """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch).
-
-    layers:   every layer of the model, at `places` in the tables
-    batches:  of each table; the first one's is that of compression, observers and parts, whose layers are the
-              layers of the cache
-    observer: sees every call, if policies of the step need signals
-    parts:    make the batch up; none if it is attended as a whole
-    """
-
-    ops: Backend
-    cache: KVCache
-    layers: tuple[LayerCache, ...]
-    places: tuple[Place, ...]
-    batches: tuple[AttentionBatch, ...]
-    observer: Observer | None = None
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def batch(self) -> AttentionBatch:
-        return self.batches[0]
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
-        if place.table:
-            batch = self.batches[place.table]
-            self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
-            return self.ops.paged_attention(call.q, layer, batch)
-        if place.layer != call.layer:
-            call = replace(call, layer=place.layer)
-        self.ops.write_kv(layer, call.k, call.v, self.batch.slot_mapping)
-        if self.observer is not None:
-            self.observer.see(call)
-        if self.parts:
-            return attend_all(self.parts, call)
-        return self.ops.paged_attention(call.q, layer, self.batch)
-
-    def attend_latent(self, call: LatentCall) -> Tensor:
-        """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
-        parts = () if self.parts else latent_parts(call, self.batch)
-        if not parts:
-            return call.weights.finish(self.attend(call.absorbed()))
-        new = call.call
-        layer = new.served_by(self.layers[new.layer])
-        self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
-        if self.observer is not None:
-            self.observer.see(call.absorbed())
-        out = new.q.new_empty((*new.q.shape[:2], call.weights.w_uv.shape[1]))
-        for part in parts:
-            part.attend(call, self.ops, layer, out)
-        return out
 
 
 class Watcher(Protocol):
     """Sees the attention calls of a step, whatever policies ask (engine/verify)."""
 
     def watch(
-        self, step: list[Scheduled], batch: AttentionBatch
-    ) -> list[Callable[[AttentionCall], None]]: ...
+        self, step: list[Scheduled], batch: AttentionBatch | None
+    ) -> list[Callable[[AttentionCall], None]]:
+        """batch: where the tokens go on the device; None: to the host."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +64,7 @@ class ModelRunner:
 
     graphs: replays decode steps if there is one (on CUDA)
     tiers:  where the memory has host slots
+    stream: where the cache lies in host memory: brings its layers to the device
     beside: sees every call of observed steps
     """
 
@@ -126,6 +76,7 @@ class ModelRunner:
         cache: KVCache,
         backend: Backend,
         signals: Signals,
+        stream: StreamedLayers | None = None,
     ) -> None:
         self.groups, self.layers = groups, groups.layers(cache, backend)
         self.model = loaded.model
@@ -133,7 +84,13 @@ class ModelRunner:
         self.memory = memory
         self.cache = cache
         self.ops = backend
+        on_device = cache.device.type == loaded.facts.device.type
+        self.moves: Backend = backend if on_device else reference
         self.signals = signals
+        self.stream = stream
+        self.streamed = None
+        if stream is not None:
+            self.streamed = StreamedBatches(backend, stream, groups.places, self.device)
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
@@ -152,32 +109,32 @@ class ModelRunner:
             self.tiers.move(plan)
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
-            self.ops.keep_open(self.cache, {*self.memory.unfilled(), *sources})
+            self.moves.keep_open(self.cache, {*self.memory.unfilled(), *sources})
             if self.tiers is not None:
                 self.tiers.parking.fill_rows()
         if plan.copies:
-            self.ops.copy_blocks(self.cache, list(plan.copies))
+            self.moves.copy_blocks(self.cache, list(plan.copies))
             if self.signals.scores is not None:
                 self.signals.scores.copy_blocks(list(plan.copies))
         if plan.fresh:
-            self.ops.prepare_blocks(self.cache, list(plan.fresh))
+            self.moves.prepare_blocks(self.cache, list(plan.fresh))
 
     def ready(self) -> None:
         """Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the
         next tokens of all sequences go to."""
         if self.cache.open is not None:
-            self.ops.keep_open(self.cache, set(self.memory.unfilled()))
+            self.moves.keep_open(self.cache, set(self.memory.unfilled()))
 
     def make_ready(self, growth: Growth) -> None:
         """Blocks that have been taken between two steps can be written."""
         if growth.copies or growth.new_blocks:
             self.ready()
         if growth.copies:
-            self.ops.copy_blocks(self.cache, list(growth.copies))
+            self.moves.copy_blocks(self.cache, list(growth.copies))
             if self.signals.scores is not None:
                 self.signals.scores.copy_blocks(list(growth.copies))
         if growth.new_blocks:
-            self.ops.prepare_blocks(self.cache, list(growth.new_blocks))
+            self.moves.prepare_blocks(self.cache, list(growth.new_blocks))
 
     @torch.inference_mode()
     def forward(self, step: list[Scheduled], *, observed: bool = True) -> tuple[Tensor, list[range]]:
@@ -198,26 +155,24 @@ class ModelRunner:
         logits = self._replay(step, inputs, watched)
         if logits is not None:
             return logits, inputs.wanted
+        if self.streamed is not None:
+            watches = self.beside.watch(runs, None) if self.beside is not None and observed else []
+            return self._stream(self.streamed, inputs, watches), inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
         beside = self.beside.watch(runs, batch) if self.beside is not None and observed else []
         if beside:
-            observer = replace(
-                observer or Observer(()), writes=(*(observer.writes if observer else ()), *beside)
-            )
+            observer = observer or Observer(())
+            observer = replace(observer, writes=(*observer.writes, *beside))
         if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
             observer = scout.beside(observer)
         try:
             parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
-            output = self.model(
-                input_ids=torch.tensor([inputs.tokens], device=self.device),
-                position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
-                kv_batch=PagedKVBatch(
-                    self.ops, self.cache, self.layers, self.groups.places, (batch, *others), observer, parts
-                ),
+            places = self.groups.places
+            logits = self._logits(
+                inputs,
+                PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts),
             )
             if observer is not None:
                 observer.commit()
@@ -228,7 +183,30 @@ class ModelRunner:
         except Exception:
             self.signals.forget(step)
             raise
-        return output.logits[0], inputs.wanted
+        return logits, inputs.wanted
+
+    def _stream(
+        self, streamed: StreamedBatches, inputs: _Inputs, watches: list[Callable[[AttentionCall], None]]
+    ) -> Tensor:
+        """The logits over a cache in host memory, which is written when all went well."""
+        try:
+            logits = self._logits(inputs, streamed.begin(inputs.slots, tuple(watches)))
+            streamed.stream.commit()
+        except Exception:
+            streamed.stream.abandon()
+            raise
+        return logits
+
+    def _logits(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
+        output = self.model(
+            input_ids=torch.tensor([inputs.tokens], device=self.device),
+            position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
+            kv_batch=kv_batch,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def record(self, stand: Mapping[int, int]) -> None:
         """Of the rows with drafts that have been computed so many stand: nothing is kept of the others."""

@@ -27,8 +27,11 @@ class Asked:
         self._seen: dict[int, Tensor] = {}
         self._starts: dict[int, tuple[int, int]] = {}
 
-    def watch(self, step: list[Scheduled], batch: AttentionBatch) -> list[Callable[[AttentionCall], None]]:
-        """What is to see the calls of a step."""
+    def watch(
+        self, step: list[Scheduled], batch: AttentionBatch | None
+    ) -> list[Callable[[AttentionCall], None]]:
+        """What is to see the calls of a step. batch: None where full caches lie on the host, with which
+        nothing asks for scores."""
         self.clear()
         rows: list[Tensor] = []
         start = taken = 0
@@ -44,15 +47,22 @@ class Asked:
                 if Signal.TOKEN_SCORES in needs:
                     scored.append(place)
             start += count
-        found = [self.signals.score_write(step[i].seq.request.verify.compressor, [i], batch) for i in scored]  # type: ignore[union-attr]
+        found = [] if batch is None else [self._score_write(step, place, batch) for place in scored]
         if rows:
-            kept = torch.cat(rows).to(batch.slot_mapping.device)
+            kept = torch.cat(rows).to(self.signals.cache.device)
 
             def see(call: AttentionCall) -> None:
                 self._seen[call.layer] = call.q[kept]
 
             found.append(see)
         return found
+
+    def _score_write(
+        self, step: list[Scheduled], place: int, batch: AttentionBatch
+    ) -> Callable[[AttentionCall], None]:
+        verify = step[place].seq.request.verify
+        assert verify is not None, "only owners are watched"
+        return self.signals.score_write(verify.compressor, [place], batch)
 
     def clear(self) -> None:
         """What was seen has been used."""

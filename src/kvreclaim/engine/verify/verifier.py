@@ -60,7 +60,7 @@ class Verifier:
 
     # What owners compute.
 
-    def watch(self, step: list[Scheduled], batch: AttentionBatch) -> list[Watch]:
+    def watch(self, step: list[Scheduled], batch: AttentionBatch | None) -> list[Watch]:
         """What is to see the attention calls of a step of owners and others."""
         if not any(item.seq.request.verify is not None for item in step):
             return []
