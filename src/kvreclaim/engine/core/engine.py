@@ -55,6 +55,7 @@ from kvreclaim.engine.tiers.session import Sessions
 from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.verify.feeding import Feeding, Store
+from kvreclaim.engine.verify.following import Following
 from kvreclaim.engine.verify.verifier import Verifier
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
@@ -200,7 +201,8 @@ class Engine:
         companions = self.scheduler.companions = Companions(runner.memory)
         full = Store(self.memory, self.runner.layers, self.runner.stream)
         feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
-        return Verifier(self.lifecycle, runner, compression, companions, feeding)
+        following = Following(self.lifecycle, runner, compression, companions, feeding)
+        return Verifier(self.lifecycle, following)
 
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""

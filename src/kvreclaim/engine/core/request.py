@@ -196,7 +196,6 @@ class Verify:
     budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
               was; empty: it stays
     is_short: the budget has just risen: companions are to be chosen anew from the full cache
-    accounts: what compression did to companions
     """
 
     compressor: Compressor
@@ -209,7 +208,6 @@ class Verify:
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    accounts: list[Account] = field(default_factory=list)
 
     @property
     def way(self) -> schedule.Way:

@@ -160,15 +160,17 @@ class Signals:
         return Observer((*writes, write), commit, late)
 
     @torch.inference_mode()
-    def note(self, seq: Sequence, first: int, queries: dict[int, Tensor], slots: SequenceSlots) -> None:
+    def note(
+        self, seq: Sequence, first: int, queries: dict[int, Tensor], slots: SequenceSlots | None
+    ) -> None:
         """Queries [n, H, D] of each layer, by tokens of a sequence from position `first` on, the last ones in
-        its slots: what its policy asks to be kept of them."""
+        its slots: what its policy asks to be kept of them. None: queries alone."""
         needs = needs_of(seq.request.compressor)
         if Signal.RECENT_QUERIES in needs:
             store = self._query_store(window_of(seq))
             for layer, own in queries.items():
                 store.write(seq.seq_id, layer, first, own)
-        if Signal.ATTENTION_MASS in needs:
+        if Signal.ATTENTION_MASS in needs and slots is not None:
             self._mass.take(seq.seq_id)
             self._mass.reserve(slots.seq_len)
             batch = AttentionBatch.build((slots,), self.cache.block_size, self.cache.device)

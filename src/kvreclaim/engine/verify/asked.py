@@ -68,11 +68,21 @@ class Asked:
         """What was seen has been used."""
         self._seen, self._starts = {}, {}
 
-    def tell(self, owner: Sequence, companion: Sequence, first: int, slots: SequenceSlots) -> None:
-        """The tokens from `first` on have been copied to the last slots of a companion."""
+    def first(self, owner: Sequence) -> int:
+        """The position of the first of its rows that was seen; where none was, the one behind all."""
+        return self._starts[owner.seq_id][0] if owner.seq_id in self._starts else owner.num_computed
+
+    def begins(self, owner: Sequence) -> bool:
+        """Whether this step has computed all that there is of it."""
+        return owner.seq_id in self._starts and self._starts[owner.seq_id][0] == 0
+
+    def tell(self, owner: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
+        """The tokens from `first` on are the companion's last ones, in these slots. None: it holds none yet,
+        and keeps the queries of all that the owner has computed."""
         known = self._starts.get(owner.seq_id)
         if known is None or first < known[0]:
             return
         start = known[1] + first - known[0]
-        queries = {layer: q[start : start + slots.query_len] for layer, q in self._seen.items()}
+        count = owner.num_computed - first if slots is None else slots.query_len
+        queries = {layer: q[start : start + count] for layer, q in self._seen.items()}
         self.signals.note(companion, first, queries, slots)
