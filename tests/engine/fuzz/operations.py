@@ -62,7 +62,7 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32."""
+    them; plain_windows: these keep fp32; on_host: the blocks lie in host memory."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -83,6 +83,7 @@ class Setup:
     least_shared: int = 64
     windows: str = ""
     plain_windows: bool = False
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -9,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from operations import FORMATS, KINDS, POLICIES, Abort, Ask, Brittle, NotFinite, Raise, Reset, Setup, Step
 from walk import Walk
 from world import World
+
+from kvreclaim.engine.execute import streamed
 
 SEEDS = range(1020, 1030)
 STEPS = 40
@@ -88,6 +92,32 @@ ALL_GAVE_WAY = Walk(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_walk(seed, machine, oracle):
     counts = Walk.of_seed(seed, STEPS).run(machine, oracle)
+    assert counts["steps"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeypatch):
+    monkeypatch.setattr(streamed, "PIECE_BYTES", (1, 1 << 11, 1 << 22)[seed % 3])
+    drawn = Walk.of_seed(seed, STEPS)
+    setup = replace(
+        drawn.setup,
+        on_host=True,
+        shadow=False,
+        host_slots=0,
+        disk_slots=0,
+        windows="",
+        plain_windows=False,
+        kv_format="int8" if drawn.setup.kv_format == "kivi4" else drawn.setup.kv_format,
+        kernels="reference",
+        preemption_mode="auto",
+    )
+    operations = tuple(
+        replace(each, policy=None, compress_at=None, sparse=None, reuse=None)
+        if isinstance(each, Ask) and i % 5
+        else each
+        for i, each in enumerate(drawn.operations)
+    )
+    counts = Walk(setup, operations).run(machine, oracle)
     assert counts["steps"] > 0
 
 
