@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import tiny
 from breaking import POISON, answers, break_every_third
@@ -12,6 +14,7 @@ from kvreclaim.chunks import Chunk
 from kvreclaim.engine.execute import streamed
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.link import StreamLink
 
 GIB = 2**30
 FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4")
@@ -66,6 +69,26 @@ def test_native_decoder_layers_attend_over_it(make_llm):
     llm = make_llm("qwen3", dtype="bfloat16")
     assert "decoder layers: native" in llm.engine.kernels
     assert said(on_host(llm).generate(PROMPTS, PARAMS)) == said(llm.generate(PROMPTS, PARAMS))
+
+
+class AtOnce:
+    """Lanes of a device that has done whatever is queued."""
+
+    def copying(self):
+        return nullcontext()
+
+    def wait(self) -> None:
+        pass
+
+    def __getattr__(self, name):
+        return lambda buffer: None
+
+
+def test_layers_are_fetched_ahead_by_a_thread(make_llm, pieces):
+    llm = make_llm(max_num_batched_tokens=24)
+    host = on_host(llm)
+    host.engine.runner.stream.link = StreamLink(AtOnce(), pins=False)
+    assert said(host.generate(PROMPTS, PARAMS)) == said(llm.generate(PROMPTS, PARAMS))
 
 
 def test_prefixes_are_found_there(make_llm, pieces):
