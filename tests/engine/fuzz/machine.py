@@ -116,6 +116,7 @@ class Machine:
             kv_cache_dtype=setup.kv_format,
             kv_cache_dtype_skip_layers=("sliding_window",) if setup.plain_windows else (),
             kv_offloading_size=(setup.host_slots + 0.5) * block_bytes / 2**30 if setup.host_slots else 0.0,
+            full_cache_host_size=(setup.num_blocks + 0.5) * block_bytes / 2**30 if setup.on_host else 0.0,
             preemption_mode=setup.preemption_mode,
             victim_policy=setup.victim_policy,
             kv_offloading_write_policy=setup.write_policy,

@@ -62,7 +62,8 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most."""
+    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
+    blocks lie in host memory."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -84,6 +85,7 @@ class Setup:
     windows: str = ""
     plain_windows: bool = False
     drafts: int = 0
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
