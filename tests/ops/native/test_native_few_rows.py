@@ -1,5 +1,5 @@
-"""Rows of a sequence that are computed together, a token and drafts behind it, are what each would be alone, to
-the last bit: in every format, on every instruction set of this CPU."""
+"""Rows of a sequence that are computed together, a token and drafts behind it, are what each would be alone,
+to the last bit: in every format, on every instruction set of this CPU."""
 
 from __future__ import annotations
 
