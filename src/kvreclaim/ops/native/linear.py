@@ -30,7 +30,7 @@ _is_exact: ContextVar[bool] = ContextVar("is_exact", default=False)
 @contextmanager
 def exact_rows() -> Iterator[None]:
     """Inside, the kernels take products of any number of rows, so that each row is, to the bit, what it is
-    alone: for steps that carry drafts. Slower than torch's product above max_rows(). For the thread that enters it.
+    alone: for steps that carry drafts. For the thread that enters it.
     """
     token = _is_exact.set(True)
     try:
