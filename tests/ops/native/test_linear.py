@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kvreclaim.ops.native import extension
 from kvreclaim.ops.native import linear as linear_module
-from kvreclaim.ops.native.linear import linear, max_rows
+from kvreclaim.ops.native.decoder import Norm, Projection
+from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, row_limit
 from kvreclaim.ops.native.norm import rms_norm
 
 # Half a step of rounding, and the error of an fp32 sum of K products of size 1.
@@ -162,3 +163,22 @@ def test_rms_norm(isa: str, dim: int, dtype: torch.dtype) -> None:
     rtol = 1e-5 if dtype == torch.float32 else 2.0**-7
     torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=0.0)
     assert torch.equal(rms_norm(x[3:4], weight, eps), out[3:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [9, 40, 72, 136, 512])
+def test_inside_exact_rows_any_row_is_what_it_is_alone(isa: str, dtype: torch.dtype, rows: int) -> None:
+    x, weight, bias = random(rows, 515, dtype=dtype), random(130, 515, dtype=dtype), random(130, dtype=dtype)
+    fused = Projection(weight, bias, norm=Norm(random(515, dtype=dtype), 1e-6))
+    with exact_rows():
+        together, behind_norm = linear(x, weight, bias), fused(x)
+    assert torch.equal(together, torch.cat([linear(row, weight, bias) for row in x.split(1)]))
+    assert torch.equal(behind_norm, torch.cat([fused(row) for row in x.split(1)]))
+
+
+def test_exact_rows_end_with_their_block() -> None:
+    before = [row_limit(dtype) for dtype in DTYPES]
+    with exact_rows():
+        assert all(row_limit(dtype) == sys.maxsize for dtype in DTYPES)
+    assert [row_limit(dtype) for dtype in DTYPES] == before == [max_rows(dtype) for dtype in DTYPES]
+    assert row_limit(torch.float16) == 0

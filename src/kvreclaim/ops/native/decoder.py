@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.native.extension import native
-from kvreclaim.ops.native.linear import UNLIMITED, max_rows
+from kvreclaim.ops.native.linear import UNLIMITED, row_limit
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
@@ -29,7 +29,7 @@ class Norm:
 class Projection:
     """y = residual + f(x) Wᵀ + bias; f: an RMS norm, or SiLU of x's first half times its second, or nothing.
 
-    Every result is rounded to the dtype where the single modules round. Up to max_rows(dtype) rows, and for
+    Every result is rounded to the dtype where the single modules round. Up to row_limit(dtype) rows, and for
     packed weights always, it is one call of the kernels, whose rows do not depend on each other; above,
     torch's product runs.
     """
@@ -53,12 +53,12 @@ class Projection:
         self.norm, self.is_gated = norm, is_gated
         self.activations = activations
         if isinstance(weight, Tensor):
-            self.dtype, self.limit, self.out_features = weight.dtype, max_rows(weight.dtype), weight.shape[0]
+            self.dtype, self.out_features = weight.dtype, weight.shape[0]
             what: Any = weight
             like = weight
         else:
             assert like is not None
-            self.dtype, self.limit = like.dtype, UNLIMITED
+            self.dtype = like.dtype
             self.out_features = sum(each.out_features for each in weight)
             what = [each.native for each in weight]
         weights = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -73,7 +73,7 @@ class Projection:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
-        if x.shape[0] <= self.limit:
+        if x.shape[0] <= (row_limit(self.dtype) if isinstance(self.weight, Tensor) else UNLIMITED):
             out = x.new_empty((x.shape[0], self.out_features))
             self._run(x, residual, out)
             return out

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -21,12 +24,26 @@ ROWS_FP32 = 32
 """Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""
 UNLIMITED = sys.maxsize
 
+_is_exact: ContextVar[bool] = ContextVar("is_exact", default=False)
+
+
+@contextmanager
+def exact_rows() -> Iterator[None]:
+    """Inside, the kernels take products of any number of rows, so that each row is, to the bit, what it is
+    alone: for steps that carry drafts. For the thread that enters it.
+    """
+    token = _is_exact.set(True)
+    try:
+        yield
+    finally:
+        _is_exact.reset(token)
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: x [..., K], weight [N, K], bias [N] -> [..., N], dtype of x.
 
     Sums in fp32 and rounds once. A row's result does not depend on the other rows, their number or the
-    number of threads, as long as the number stays within max_rows(); above, and for whatever the kernels
+    number of threads, as long as the number stays within row_limit(); above, and for whatever the kernels
     do not take (other dtypes and devices, gradients, odd strides), torch's own product runs.
     """
     if not _takes(x, weight, bias):
@@ -34,6 +51,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     native().linear(x, weight, bias, out)
     return out
+
+
+def row_limit(dtype: torch.dtype) -> int:
+    """Rows of x up to which the kernels run now: max_rows(), or any number inside exact_rows()."""
+    limit = max_rows(dtype)
+    return UNLIMITED if limit and _is_exact.get() else limit
 
 
 @cache
@@ -66,7 +89,7 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         x.dtype is weight.dtype
         and x.is_cpu
         and weight.is_cpu
-        and x.numel() <= max_rows(x.dtype) * width
+        and x.numel() <= row_limit(x.dtype) * width
         and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
         and weight.is_contiguous()
         and (bias is None or bias.dtype is x.dtype)
