@@ -13,7 +13,7 @@ from torch.nn import functional
 from kvreclaim.ops.native import extension
 from kvreclaim.ops.native import linear as linear_module
 from kvreclaim.ops.native.decoder import Norm, Projection
-from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, row_limit
+from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, own_rows
 from kvreclaim.ops.native.norm import rms_norm
 
 # Half a step of rounding, and the error of an fp32 sum of K products of size 1.
@@ -177,8 +177,22 @@ def test_inside_exact_rows_any_row_is_what_it_is_alone(isa: str, dtype: torch.dt
 
 
 def test_exact_rows_end_with_their_block() -> None:
-    before = [row_limit(dtype) for dtype in DTYPES]
-    with exact_rows():
-        assert all(row_limit(dtype) == sys.maxsize for dtype in DTYPES)
-    assert [row_limit(dtype) for dtype in DTYPES] == before == [max_rows(dtype) for dtype in DTYPES]
-    assert row_limit(torch.float16) == 0
+    many = 4096
+    assert own_rows(many, torch.float16) == 0
+    for dtype in DTYPES:
+        before = own_rows(many, dtype)
+        with exact_rows(40):
+            assert own_rows(many, dtype) == max(before, 40)
+        assert own_rows(many, dtype) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_behind_the_exact_ones_are_torchs(isa: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 64), (96, 64)))
+    with exact_rows(40):
+        found = linear(x, weight)
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    if max_rows(dtype) < 300:
+        assert torch.equal(found[40:], torch.nn.functional.linear(x[40:], weight))
+    assert torch.equal(found[:40], alone[:40])
