@@ -220,6 +220,14 @@ class EngineConfig:
     kv_offloading_eviction_policy: str = option(
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
+    kv_cold_size: float = option(
+        0.0,
+        "GiB of host memory for the evicted tokens of requests with recall; beyond it the pages that promise "
+        "least go for good. 0: no recall.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
     enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
     sparse_prefill: str = option(
         DENSE,
@@ -416,6 +424,13 @@ class CompressionSettings:
         None,
         "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
         flags=("--kv-compression-mode",),
+    )
+    recall: str | None = option(
+        None,
+        "Evicted tokens wait in host memory (kv_cold_size) and come back when queries want them: at passes "
+        "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
+        "query(blocks=8).",
+        flags=("--kv-recall", "--recall"),
     )
     stats: object = option(
         None,

@@ -12,6 +12,7 @@ from kvreclaim.engine.answer.logprobs import report_prompt
 from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Sequence
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.memory.blocks import blocks_for
@@ -34,6 +35,7 @@ class Looked:
 class Answers:
     """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
+    refresher: brings pages back between passes, if there is cold memory
     passes: that happened since the engine last emptied it
     """
 
@@ -41,6 +43,7 @@ class Answers:
         self.lifecycle = lifecycle
         self.compression = compression
         self.totals = lifecycle.totals
+        self.refresher: Refresher | None = None
         self.passes: list[tuple[Request, Pass[int]]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
 
@@ -92,6 +95,11 @@ class Answers:
         computed = {item.seq.seq_id: item.seq for item, _, _ in looked.sound}
         waiting = (seq for seq in self.lifecycle.scheduler.running if seq.seq_id not in computed)
         self.compress([*computed.values(), *(seq for seq in waiting if seq.is_due)])
+        if self.refresher is not None:
+            for seq in computed.values():
+                if seq.finish_reason is None and self.refresher.is_due(seq):
+                    with self.lifecycle.contained(seq.request, "recalling pages of"):
+                        self.refresher.choose(seq)
 
     def _part(self, sequences: list[Sequence]) -> None:
         """Those that others fork from, and that have come to where these part, after a pass that is due."""

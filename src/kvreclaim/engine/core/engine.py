@@ -24,6 +24,7 @@ from kvreclaim.engine.core.admission import (
     check_length,
     check_priority,
     check_prompt,
+    check_recall,
     check_reuse,
     check_sparse_prefill,
     footprint_of,
@@ -36,6 +37,8 @@ from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
 from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.recall.recalls import STAGING_BLOCKS, Recalls
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.compressed_session import CompressedSessions
 from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
@@ -121,7 +124,7 @@ class Engine:
         )
         self.cache = backend.allocate(
             facts.layers,
-            config.num_blocks,
+            config.num_blocks + (STAGING_BLOCKS if config.kv_cold_size else 0),
             config.block_size,
             like=like,
             kv_format=form,
@@ -146,10 +149,22 @@ class Engine:
                 prefixes = make_prefixes(config, hidden, parking, moves, file.namespace)
                 hidden.files = self.tiers.prefixes = prefixes
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
-        self.compression = CompressionPass(pages, self.totals)
+        self.recalls = self._make_recalls(config)
+        self.lifecycle.recalls = self.recalls
+        self.compression = CompressionPass(pages, self.totals, self.recalls)
         self.answers = Answers(self.lifecycle, self.compression)
+        if self.recalls is not None:
+            refresher = Refresher(self.recalls, self.memory, self.signals)
+            self.runner.refresher = self.answers.refresher = refresher
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
         self._num_added = 0
+
+    def _make_recalls(self, config: EngineConfig) -> Recalls | None:
+        if not config.kv_cold_size:
+            return None
+        assert config.num_blocks is not None, "the engine's limits are set"
+        max_bytes = int(config.kv_cold_size * 2**30)
+        return Recalls(self.cache, self.backend, self.groups.facts, config.num_blocks, max_bytes, self.totals)
 
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
@@ -251,6 +266,7 @@ class Engine:
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self.config, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
+        check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
         max_len = output_limit(*lengths, params.max_tokens, footprint, self.config)
         search = None
         if beams is not None:

@@ -18,6 +18,7 @@ from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.recipe import snapshot_key
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence
+from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import chunk_salt, needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
@@ -57,6 +58,7 @@ class Lifecycle:
             max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
         )
         self.tiers: Tiers | None = None
+        self.recalls: Recalls | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
         self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
@@ -143,6 +145,8 @@ class Lifecycle:
         """It holds its parent's blocks: it begins with all that goes with them."""
         child.state = parent.state.fork()
         self.signals.fork(parent.seq_id, child.seq_id)
+        if self.recalls is not None:
+            self.recalls.fork(parent.seq_id, child.seq_id)
 
     def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
         seq = Sequence(
@@ -205,6 +209,8 @@ class Lifecycle:
         for each in (seq, *seq.followers):
             if self.tiers is not None:
                 self.tiers.parking.drop(each.seq_id)
+            if self.recalls is not None:
+                self.recalls.drop(each.seq_id)
         if seq.request.beams is not None:
             seq.request.beams.rows.clear()
 
@@ -274,6 +280,8 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
+        if self.recalls is not None:
+            self.recalls.drop(seq.seq_id)
         try:
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)

@@ -206,6 +206,9 @@ class EngineTotals:
     preemptions: sequences that lost their blocks, by reason (all reasons are always there)
     swaps:       of these, sequences whose blocks' bytes were kept on the host
     finished:    sequences by finish reason
+    recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
+    recall_hits: of pages that were back at a pass, those of which a token stayed for good
+    cold_dropped: pages that went for lack of cold memory
     """
 
     steps: int = 0
@@ -219,6 +222,10 @@ class EngineTotals:
     score_s: float = 0.0
     compact_s: float = 0.0
     swaps: int = 0
+    recall_pages: int = 0
+    recall_hits: int = 0
+    recall_bytes: int = 0
+    cold_dropped: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.tiers.tiers import Tiers
@@ -102,7 +103,7 @@ class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
 
     graphs: replays decode steps if there is one (on CUDA)
-    tiers:  where the memory has host slots
+    tiers:  where the memory has host slots; refresher: where there is cold memory
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class ModelRunner:
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
+        self.refresher: Refresher | None = None
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
@@ -167,6 +169,8 @@ class ModelRunner:
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
+        if self.refresher is not None:
+            observer = self.refresher.beside(observer, runs)
         if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
             observer = scout.beside(observer)
         try:
