@@ -12,13 +12,13 @@ from shadow import Shadow
 from kvreclaim.engine.ways.job import Done
 
 
-class RecallShadow(Shadow):
-    """Of sequences with recall and others."""
+class Recalling(Shadow):
+    """Of sequences with recall and others; to be mixed into any shadow."""
 
     def __init__(self, llm, monkeypatch) -> None:
-        super().__init__(llm, monkeypatch)
         self.recalls = llm.engine.recalls
         self.most_back = 0
+        super().__init__(llm, monkeypatch)
 
     def _watch_compression(self, llm, monkeypatch) -> None:
         run = llm.engine.compression.run
@@ -30,7 +30,7 @@ class RecallShadow(Shadow):
                 if isinstance(outcome, Done):
                     history.num_exact = min(history.num_exact, job.seq.num_computed)
                     self._follow(history, outcome)
-                    table = self.recalls.tables.get(job.seq.seq_id)
+                    table = self._table(job.seq)
                     if table is not None:
                         history.live = torch.cat([history.live, table.hot_positions.long()], -1)
                         self.check_partition(job.seq.seq_id, job.seq.num_computed)
@@ -40,13 +40,16 @@ class RecallShadow(Shadow):
 
     def _compare(self, call, out, latent=None) -> None:
         for item in self._step:
-            table = self.recalls.tables.get(item.seq.seq_id)
+            table = self._table(item.seq)
             if table is not None:
                 history, recall = self.histories[item.seq.seq_id], item.seq.footprint.recall
                 end = item.seq.footprint.budget
                 history.live = history.live.clone()
                 history.live[..., end - recall.slots(self.size) : end] = table.hot_positions.long()
         super()._compare(call, out, latent)
+
+    def _table(self, seq):
+        return None if self.recalls is None else self.recalls.tables.get(seq.seq_id)
 
     def check_partition(self, seq_id: int, num_computed: int) -> None:
         """Each token of each head is attended to, or lies in a page, or waits, or is dropped: once."""
@@ -64,3 +67,7 @@ class RecallShadow(Shadow):
                 assert dropped == table.dropped * self.size, f"{dropped} tokens are nowhere"
                 assert set(places) <= set(range(num_computed))
         self.most_back = max(self.most_back, int(table.hot.numel()))
+
+
+class RecallShadow(Recalling, Shadow):
+    """Of an engine that has nothing else."""

@@ -184,8 +184,9 @@ def test_company_changes_nothing(mode, make_cold):
     assert [out.outputs[0].token_ids for out in together] == [out.outputs[0].token_ids for out in alone]
 
 
-def answers(llm, config, *, every=0, n=1):
-    """Tokens and log-probabilities of two requests, both preempted every so many steps, back at once."""
+def answers(llm, config, *, every=0, n=1, times=1000):
+    """Tokens and log-probabilities of two requests, both preempted every so many steps, so many times, back
+    at once."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logprobs=0, n=n)
     prompts = tiny.prompts((70, 37), seed=8)
@@ -194,7 +195,8 @@ def answers(llm, config, *, every=0, n=1):
     decide, had_pages = scheduler._decide, []
 
     def preempting(step):
-        if every and engine.totals.steps % every == every - 1:
+        step_no = engine.totals.steps
+        if every and step_no % every == every - 1 and step_no < every * times:
             had_pages.extend(seq.seq_id in engine.recalls.tables for seq in scheduler.running)
             for victim in list(reversed(scheduler.running)):
                 scheduler.giving_way.preempt([victim], victim, "itself", step)
@@ -231,7 +233,7 @@ def test_swapped_sequences_keep_their_pages(policy, mode, n, make_cold):
 @pytest.mark.parametrize("policy", ["knorm", "h2o", "snapkv(window=8)"])
 def test_recomputed_sequences_choose_the_same_pages(policy, mode, make_cold):
     config, llm = small(policy, mode), make_cold(preemption_mode="recompute")
-    tokens, logprobs = answers(llm, config, every=45)
+    tokens, logprobs = answers(llm, config, every=45, times=1)
     wanted, expected = answers(make_cold(), config)
     assert llm.engine.totals.num_preemptions
     assert tokens == wanted

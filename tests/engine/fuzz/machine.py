@@ -102,6 +102,7 @@ class Machine:
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
+        heads = facts.layers[0].num_kv_heads
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -122,6 +123,7 @@ class Machine:
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
+            kv_cold_size=setup.cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
         return llm
@@ -147,6 +149,7 @@ class Machine:
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
             sparse=ask.sparse,
+            recall=None if ask.policy is None else ask.recall,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -159,7 +162,12 @@ class Machine:
         if question.policy is None:
             return None
         config = CompressionConfig(
-            question.policy, budget=question.budget, interval=question.interval, sinks=1, recent=2
+            question.policy,
+            budget=question.budget,
+            interval=question.interval,
+            sinks=1,
+            recent=2,
+            recall=question.recall,
         )
         return llm.compressor(config)
 
@@ -187,6 +195,7 @@ class Machine:
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
                 compressed_prefix_fraction=0.0,
+                cold_units=100_000,
             )
             self._roomy[key] = self.engine(setup)
         llm = self._roomy[key]

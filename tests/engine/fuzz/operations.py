@@ -51,6 +51,10 @@ POLICIES = (
 """Every built-in policy, every way of compressing, wrappers; then the odd ones of the tests."""
 
 
+RECALLS = ("pass(blocks=1)", "pass(blocks=1, packing=pca)", "tokens(every=2, blocks=1)", "query(blocks=1)")
+"""Ways in which evicted tokens come back."""
+
+
 SPARSE = (
     "pooled(alpha=0.9, rows=8, first=8, last=2, layers=0, block=4, sinks=1, local=1)",
     "pooled(alpha=0.5, rows=16, first=4, last=4, layers=1, block=8, sinks=0, local=0)",
@@ -62,7 +66,7 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32."""
+    them; plain_windows: these keep fp32; cold_units: pages of evicted tokens that the host holds."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -83,6 +87,7 @@ class Setup:
     least_shared: int = 64
     windows: str = ""
     plain_windows: bool = False
+    cold_units: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Ask:
     priority: int = 0
     salt: str | None = None
     stop: tuple[int, ...] = ()
+    recall: str | None = None
     fault: str | None = None
     retention: int = 0
     tenant: str | None = None
@@ -171,6 +177,7 @@ class Habits:
     compress_at: int | None
     sparse: tuple[str | None, ...]
     reuse: tuple[str | None, ...]
+    recalls: tuple[str | None, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -186,6 +193,7 @@ class Habits:
             compress_at=random.choice((None, 14, 16, 20)),
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
+            recalls=random.choice(((None,), (None, *RECALLS), RECALLS)),
         )
 
 
@@ -214,6 +222,7 @@ def random_setup(random: Random) -> Setup:
         write_policy=random.choice(("write_through", "write_through_selective")),
         least_shared=random.choice((1, 4, 8, 64)),
         windows=windows,
+        cold_units=random.choice((0, 120, 4000, 4000)),
         plain_windows=bool(windows)
         and not host_slots
         and kv_format in ("int8", "fp8_e4m3")
@@ -242,7 +251,10 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         compress_at=habits.compress_at if random.random() < 0.8 else None,
         sparse=random.choice(habits.sparse),
         reuse=random.choice(habits.reuse),
+        recall=random.choice(habits.recalls),
     )
+    if ask.recall is not None and random.random() < 0.8:  # most of what excludes it is left out
+        ask = replace(ask, compress_at=None, reuse=None)
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks

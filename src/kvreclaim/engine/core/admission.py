@@ -220,6 +220,8 @@ def check_reuse(
         problem = (
             f"policy {compressor.policy.name} needs signals of every token, and reused ones are not computed"
         )
+    elif compressor is not None and compressor.recall is not None:
+        problem = "recall goes by the queries of every token, and reused ones are not computed"
     elif compress_at is not None:
         problem = "compress_at is given, and what it leaves would be found by prompts that reuse nothing"
     elif params.prompt_logprobs is not None:

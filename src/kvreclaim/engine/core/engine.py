@@ -166,6 +166,10 @@ class Engine:
         max_bytes = int(config.kv_cold_size * 2**30)
         return Recalls(self.cache, self.backend, self.groups.facts, config.num_blocks, max_bytes, self.totals)
 
+    def cold_bytes(self) -> int:
+        """Host memory that evicted tokens take, of all sequences."""
+        return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
+
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
         return None if self.tiers is None else self.tiers.stats(self.totals)
