@@ -76,6 +76,8 @@ def test_attends_to_what_stays_and_what_is_back(policy, mode, make_cold, monkeyp
         "pass(source=mixture)",
         "pass(source=both)",
         "pass(source=random)",
+        "query(source=random)",
+        "tokens(every=3,source=mixture)",
         "query(digest=centroid)",
         "tokens(every=3,digest=cuboid_mean)",
     ],

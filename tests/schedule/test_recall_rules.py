@@ -53,6 +53,7 @@ def test_refused(text):
 
 
 def footprint(recall, **fields):
+    recall += "(blocks=4)"
     given = {"budget": 96, "interval": 64, "recent": 8, "sinks": 2, **fields}
     return Footprint(Way.COMPACT, recall=parse_recall(recall), **given)
 

@@ -36,13 +36,13 @@ class Recall:
     digest:  of a page's keys, as two corners lo, hi per dim: "minmax" bounds every product, "cuboid_mean" is
              the mean distance from the middle (ArkVale's estimate), "centroid" the mean
     source:  whose queries choose at passes: the "recent" ones, the "mixture" of the statistics, the better
-             of "both", or nobody's ("random", a control)
+             of "both"; between passes it is always recent ones; or nobody's ("random", a control)
     """
 
     mode: str = "pass"
     every: int = 16
-    blocks: int = 4
-    packing: str = "time"
+    blocks: int = 8
+    packing: str = "kmeans"
     digest: str = "minmax"
     source: str = "recent"
 
@@ -68,7 +68,7 @@ class Recall:
     @property
     def needs_queries(self) -> bool:
         """Whether recent queries are kept for it; a token's own are at hand."""
-        return self.source in ("recent", "both") or self.mode == "tokens"
+        return self.source in ("recent", "both") or (self.mode == "tokens" and self.source == "mixture")
 
     @property
     def needs_mixture(self) -> bool:

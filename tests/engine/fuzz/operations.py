@@ -53,6 +53,23 @@ POLICIES = (
 
 RECALLS = ("pass(blocks=1)", "pass(blocks=1, packing=pca)", "tokens(every=2, blocks=1)", "query(blocks=1)")
 """Ways in which evicted tokens come back."""
+RECALLING = (
+    "query_mixture",
+    "triattention",
+    "expected_attention",
+    "snapkv(window=3)",
+    "surrogate",
+    "r_kv(window=3)",
+    "h2o",
+    "tova",
+    "keydiff",
+    "knorm",
+    "streaming_llm",
+    "random",
+    "critical(knorm)",
+    "protect(knorm, first=3)",
+)
+"""Policies that they go with."""
 
 
 SPARSE = (
@@ -253,8 +270,13 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         reuse=random.choice(habits.reuse),
         recall=random.choice(habits.recalls),
     )
-    if ask.recall is not None and random.random() < 0.8:  # most of what excludes it is left out
-        ask = replace(ask, compress_at=None, reuse=None)
+    if ask.recall is not None and random.random() < 0.9:  # most of what excludes it is left out
+        recall = RECALLS[0] if ask.kind in ("many", "beams") else ask.recall
+        policy = ask.policy if ask.policy in RECALLING else random.choice(RECALLING)
+        cut = random.choice((20, 27, 27))  # most shorter ones are never compressed
+        return replace(
+            ask, cut=cut, recall=recall, policy=policy, max_tokens=14, compress_at=None, reuse=None
+        )
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks

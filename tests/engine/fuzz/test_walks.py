@@ -6,7 +6,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from operations import FORMATS, KINDS, POLICIES, Abort, Ask, Brittle, NotFinite, Raise, Reset, Setup, Step
+from operations import (
+    FORMATS,
+    KINDS,
+    POLICIES,
+    RECALLS,
+    Abort,
+    Ask,
+    Brittle,
+    NotFinite,
+    Raise,
+    Reset,
+    Setup,
+    Step,
+)
 from walk import Walk
 from world import World
 
@@ -105,6 +118,7 @@ ASK = st.builds(
     tail=st.lists(st.sampled_from([5, 9]), max_size=4).map(tuple),
     policy=st.none() | st.sampled_from(POLICIES),
     interval=st.integers(4, 7),
+    recall=st.none() | st.sampled_from(RECALLS),
     kind=st.sampled_from(KINDS),
     max_tokens=st.integers(1, 12),
     priority=PICK,
@@ -117,6 +131,7 @@ SETUP = st.builds(
     num_blocks=st.integers(8, 30),
     max_num_seqs=st.integers(3, 6),
     max_num_batched_tokens=st.sampled_from([6, 16, 40]),
+    cold_units=st.sampled_from([0, 4000]),
     least_shared=st.sampled_from([1, 4, 64]),
     scheduling_policy=st.sampled_from(["fcfs", "priority", "cache"]),
 )

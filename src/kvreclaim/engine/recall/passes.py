@@ -234,9 +234,11 @@ class RecallPass:
             keys = pages.backend.gather_tokens(tokens)[0]
             live = keys.take_along_dim(kept[layer][..., None], 1)
             queries = None
-            if recall.needs_queries:
+            if recall.needs_queries and recall.source != "mixture":
                 queries = pages.signals.queries_of(seq, layer, recall.every)
-            found.append(self.recalls.benefits(table, layer, job.compressor, queries, live))
+            found.append(
+                self.recalls.benefits(table, layer, job.compressor, live, queries, job.plan.logical_len)
+            )
         table.benefit = torch.stack(found)
         rank = ranked(table.benefit, table.tries, table.hot, losers.intact)
         table.hot, fresh = best_pages(rank, table.hot, losers.intact)

@@ -90,28 +90,45 @@ class Recalls:
         self.totals.recall_bytes += len(rows) * self.pool.unit_bytes
 
     def benefits(
-        self, table: PageTable, layer: int, compressor: Compressor, queries: Tensor | None, live: Tensor
+        self,
+        table: PageTable,
+        layer: int,
+        compressor: Compressor,
+        live: Tensor,
+        queries: Tensor | None,
+        moment: int,
+        *,
+        at_pass: bool = False,
     ) -> Tensor:
-        """[K, P] of one layer. queries: [H, n, D] or None; live: [K, T, D] keys attended to anyway."""
+        """[K, P] of one layer.
+
+        live: [K, T, D] keys of what is attended to anyway; queries: [H, n, D], None where none are kept
+        moment: slots in use or, at a pass, where statistics may know of queries to come, the logical length
+        """
         recall, facts = compressor.recall, self.facts.layers[layer]
         assert recall is not None, "asked of recall alone"
         digests, scale = table.digests[layer], facts.softmax.scale
+        if recall.source == "random":
+            draw = torch.Generator().manual_seed(layer + 65_537 * moment)
+            return torch.rand(digests.scale.shape, generator=draw).to(live.device)
         found = []
         if queries is not None:
             rows = queries.unflatten(0, (facts.num_kv_heads, -1)).flatten(1, 2)
             found.append(benefit(rows, digests, live_mass(rows, live, scale), scale))
-        if recall.source in ("mixture", "both") and recall.mode == "pass":
+        if recall.needs_mixture and at_pass:
             stats = compressor.stats_of(layer)
             assert stats is not None, "checked with the policy"
-            end = int(table.positions.max()) + 1
-            found.append(mixture_benefit(stats, facts, end, digests, live))
-        if not found:
-            draw = torch.Generator().manual_seed(layer + 65_537 * table.num_pages)
-            return torch.rand(digests.scale.shape, generator=draw).to(live.device)
+            found.append(mixture_benefit(stats, facts, moment, digests, live))
         return found[0] if len(found) == 1 else torch.maximum(*found)
 
     def refresh(
-        self, seq_id: int, layer: int, compressor: Compressor, queries: Tensor, blocks: Tensor, num_slots: int
+        self,
+        seq_id: int,
+        layer: int,
+        compressor: Compressor,
+        queries: Tensor | None,
+        blocks: Tensor,
+        num_slots: int,
     ) -> Tensor | None:
         """Choose the pages of one layer anew, by queries [H, n, D], and bring them into its recall blocks.
 
@@ -126,7 +143,7 @@ class Recalls:
         back, size = self.slots(compressor), self.cache.block_size
         first, end = back.start // size, back.stop // size
         kept = torch.cat([live[:, : back.start], live[:, back.stop :]], 1)
-        found = self.benefits(table, layer, compressor, queries, kept)
+        found = self.benefits(table, layer, compressor, kept, queries, num_slots)
         hot = table.hot[layer]
         stays = torch.ones_like(hot, dtype=torch.bool)
         chosen, fresh = best_pages(ranked(found, table.tries[layer], hot, stays), hot, stays)

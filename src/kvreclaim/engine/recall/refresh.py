@@ -39,7 +39,10 @@ class Refresher:
         window = seq.footprint.recall.every
         blocks, num_slots = self._table(seq)
         for layer in range(self.recalls.cache.num_layers):
-            self._refresh(seq, layer, self.signals.queries_of(seq, layer, window), blocks, num_slots)
+            queries = None
+            if seq.footprint.recall.needs_queries:
+                queries = self.signals.queries_of(seq, layer, window)
+            self._refresh(seq, layer, queries, blocks, num_slots)
 
     def beside(self, observer: Observer | None, step: list[Scheduled]) -> Observer | None:
         """The step's observer, which also brings back what the queries of the step want, before they attend.
@@ -69,7 +72,7 @@ class Refresher:
         return write
 
     def _refresh(
-        self, seq: Sequence, layer: int, queries: torch.Tensor, blocks: torch.Tensor, num_slots: int
+        self, seq: Sequence, layer: int, queries: torch.Tensor | None, blocks: torch.Tensor, num_slots: int
     ) -> None:
         compressor = seq.request.compressor
         assert compressor is not None, f"sequence {seq.seq_id} has no compression"
