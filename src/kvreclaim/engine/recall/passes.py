@@ -237,7 +237,9 @@ class RecallPass:
             if recall.needs_queries and recall.source != "mixture":
                 queries = pages.signals.queries_of(seq, layer, recall.every)
             found.append(
-                self.recalls.benefits(table, layer, job.compressor, live, queries, job.plan.logical_len)
+                self.recalls.benefits(
+                    table, layer, job.compressor, live, queries, job.plan.logical_len, at_pass=True
+                )
             )
         table.benefit = torch.stack(found)
         rank = ranked(table.benefit, table.tries, table.hot, losers.intact)
