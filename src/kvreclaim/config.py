@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -425,18 +425,19 @@ class CompressionSettings:
         "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
         flags=("--kv-compression-mode",),
     )
+    stats: object = option(
+        None,
+        "File of query statistics; the one beside the weights where not said.",
+        flags=("--kv-compression-stats",),
+        typed_as=str,
+    )
+    _: KW_ONLY
     recall: str | None = option(
         None,
         "Evicted tokens wait in host memory (kv_cold_size) and come back when queries want them: at passes "
         "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
         "query(blocks=8).",
         flags=("--kv-recall", "--recall"),
-    )
-    stats: object = option(
-        None,
-        "File of query statistics; the one beside the weights where not said.",
-        flags=("--kv-compression-stats",),
-        typed_as=str,
     )
 
     def __post_init__(self) -> None:
