@@ -96,7 +96,7 @@ def test_every_format(kv_format, kernels, make_cold, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["pass", "query"])
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4", "olmo2", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4", "olmo2", "qwen3-moe", "gemma3", "llama4"])
 def test_other_families(family, mode, make_cold, monkeypatch):
     check_shadow(make_cold(family), small("knorm", mode), monkeypatch)
 

@@ -149,7 +149,7 @@ class Machine:
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
             sparse=ask.sparse,
-            recall=ask.recall if ask.policy is not None and setup.cold_units else None,
+            recall=ask.recall if ask.policy is not None and setup.recalls else None,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:

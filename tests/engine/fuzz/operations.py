@@ -106,6 +106,11 @@ class Setup:
     plain_windows: bool = False
     cold_units: int = 0
 
+    @property
+    def recalls(self) -> bool:
+        """Whether evicted tokens may come back: elsewhere nobody asks, or most would be refused."""
+        return bool(self.cold_units) and self.kv_format != "kivi4"
+
 
 @dataclass(frozen=True)
 class Ask:
