@@ -43,7 +43,8 @@ def is_watched(seq: Sequence) -> bool:
     """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
     tokens, which whoever hits its blocks relies on."""
     compressor = seq.request.compressor
-    if compressor is not None and compressor.recall is not None:
+    recall = None if compressor is None else compressor.recall
+    if recall is not None and (recall.needs_queries or recall.mode == "query"):
         return True
     if compressor is None or not needs_of(compressor) & WATCHED:
         return False
