@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kvreclaim import speculation
 from kvreclaim.checks import check_choice, check_int, check_number, require
 from kvreclaim.options import check_options, option
 
@@ -61,6 +62,7 @@ class EngineConfig:
     """The engine's limits. Raises: InvalidArgumentError.
 
     hf_overrides, a dict or JSON, becomes JSON; of a field that holds others those that are not named stay.
+    speculative_config, a SpeculativeConfig, a dict or JSON, becomes JSON, with all its fields.
 
     num_blocks and max_model_len are chosen from the model and the free memory where they are None.
     max_num_batched_tokens is the largest prefill chunk, too. An alias in kv_cache_dtype becomes the name that
@@ -155,6 +157,14 @@ class EngineConfig:
         flags=("--kv-offloading-size", "--hicache-size"),
         panel=TIERS,
     )
+    full_cache_host_size: float = option(
+        0.0,
+        "GiB of host memory in which the KV cache lies, streamed to the device layer by layer in each step; "
+        "0: it lies in the pool. num_blocks is then that of compressed caches on the device.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
     preemption_mode: str = option(
         "auto",
         "A sequence that gives way is moved to the host and back (swap, or offload) or computed again "
@@ -228,6 +238,11 @@ class EngineConfig:
         high=float(1 << 20),
         panel=TIERS,
     )
+    speculative_config: str | None = option(
+        None,
+        "JSON of how tokens are guessed that the model then checks, several at once, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\'; the output stays what it is.',
+    )
     enforce_eager: bool = option(False, "On CUDA, no CUDA graphs.")
     sparse_prefill: str = option(
         DENSE,
@@ -236,6 +251,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative_config", speculation.as_json(self.speculative_config))
         check_options(self)
         object.__setattr__(self, "kv_cache_dtype", format_name(self.kv_cache_dtype))
         object.__setattr__(self, "hf_overrides", _as_json(self.hf_overrides))
@@ -254,6 +270,19 @@ class EngineConfig:
             "preemption_mode is 'swap', but kv_offloading_size is 0: there is no host memory to move blocks "
             "to; give some GiB, or leave preemption_mode out.",
             "preemption_mode",
+        )
+        require(
+            not (self.full_cache_host_size and self.kv_offloading_size),
+            f"full_cache_host_size is {self.full_cache_host_size:g} and kv_offloading_size "
+            f"{self.kv_offloading_size:g}, but there are no tiers below a cache that lies in host memory "
+            "itself; leave one of them out.",
+            "full_cache_host_size",
+        )
+        require(
+            not (self.full_cache_host_size and self.kv_cold_size),
+            f"full_cache_host_size is {self.full_cache_host_size:g}, kv_cold_size {self.kv_cold_size:g}, but "
+            "a cache that lies in host memory loses nothing that could be recalled; leave one of them out.",
+            "kv_cold_size",
         )
         require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
@@ -382,6 +411,10 @@ class SamplingParams:
         )
 
 
+BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+"""Steps of budget "auto"."""
+
+
 @dataclass(frozen=True)
 class CompressionSettings:
     """What compression.CompressionConfig is told, as far as it can be said without torch.
@@ -397,11 +430,13 @@ class CompressionSettings:
     )
     budget: int = option(
         2048,
-        "Tokens kept per layer and KV head.",
+        "Tokens kept per layer and KV head; auto, with verify: as few as drafts get on with.",
         low=1,
         high=MAX_COUNT,
         unit=" tokens",
         flags=("--kv-budget",),
+        typed_as=str,
+        also=(AUTO,),
     )
     interval: int = option(
         128,
@@ -425,24 +460,51 @@ class CompressionSettings:
         "Who shares a kept set: union, per_head or per_layer_head; the policy's own where not said.",
         flags=("--kv-compression-mode",),
     )
+    verify: bool = option(
+        False,
+        "The compressed cache only drafts, and the full one, which is kept too, verifies: the output is that "
+        "of the full cache.",
+        flags=("--verify",),
+        kw_only=True,
+    )
+    verify_tokens: int = option(
+        16,
+        "Drafted at most between two verifications.",
+        low=1,
+        high=64,
+        unit=" token",
+        flags=("--verify-tokens",),
+        kw_only=True,
+    )
     stats: object = option(
         None,
         "File of query statistics; the one beside the weights where not said.",
         flags=("--kv-compression-stats",),
         typed_as=str,
     )
-    _: KW_ONLY
     recall: str | None = option(
         None,
         "Evicted tokens wait in host memory (kv_cold_size) and come back when queries want them: at passes "
         "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
         "query(blocks=8).",
         flags=("--kv-recall", "--recall"),
+        kw_only=True,
     )
+    auto_budget: bool | None = field(default=None, kw_only=True)
+    """That budget was "auto"; set by it."""
 
     def __post_init__(self) -> None:
         check_options(self)
         always = self.sinks + self.recent
+        if self.budget == AUTO:
+            object.__setattr__(self, "auto_budget", True)
+            object.__setattr__(self, "budget", next((b for b in BUDGETS if b >= always + 16), MAX_COUNT))
+        require(
+            self.verify or not self.auto_budget,
+            "budget is 'auto', but verify is False: no budget is known to be safe beforehand, and only with "
+            "verify a budget that is too small costs nothing but time; set verify, or give tokens.",
+            "budget",
+        )
         require(
             self.budget > always,
             f"budget is {self.budget} tokens, but sinks + recent = {always} are always kept; raise the "

@@ -28,6 +28,7 @@ class Option:
     panel:     of the help text; where empty, that of the config
     env:       a variable that may hold the value
     typed_as:  what a command line reads, where it is not the field's own type
+    also:      texts that are values, too, beside those of the type
     """
 
     help: str = ""
@@ -39,11 +40,13 @@ class Option:
     panel: str = ""
     env: str | None = None
     typed_as: Any = None
+    also: tuple[str, ...] = ()
 
 
-def option(default: Any, help: str = "", **facts: Any) -> Any:
+def option(default: Any, help: str = "", *, kw_only: bool = False, **facts: Any) -> Any:
     """A dataclass field with this default. facts: of Option."""
-    return field(default=default, metadata={KEY: Option(help=help, **facts)})
+    named: dict[str, Any] = {"kw_only": True} if kw_only else {}
+    return field(default=default, metadata={KEY: Option(help=help, **facts)}, **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Setting:
         """Raises: InvalidArgumentError about `label` unless value is of the type and within the bounds."""
         said = self.said
         low, high = said.low, said.high
-        if value is None and self.optional:
+        if (value is None and self.optional) or (isinstance(value, str) and value in said.also):
             return
         choices = said.choices or (get_args(self.type) if get_origin(self.type) is Literal else ())
         if choices:

@@ -90,8 +90,13 @@ class ScoreShadow(Shadow):
             self.scores[seq.seq_id][place.layer] = torch.cat([old, new], 1)
         return history
 
-    def _note_contents(self, item: Scheduled) -> None:
-        super()._note_contents(item)
+    def _cut(self, seq: Sequence) -> None:
+        super()._cut(seq)
+        own = self.scores[seq.seq_id]
+        self.scores[seq.seq_id] = {layer: found[:, : seq.num_computed] for layer, found in own.items()}
+
+    def _note_contents(self, item: Scheduled, end: int) -> None:
+        super()._note_contents(item, end)
         if not _has_scores(item.seq):
             return
         seq, history = item.seq, self.histories[item.seq.seq_id]

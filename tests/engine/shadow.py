@@ -92,6 +92,7 @@ class Shadow:
         self.num_expanded = 0
         self.num_passes = 0
         self._step: list[Scheduled] = []
+        self._forks_companion = False
         self._watch_memory(llm, monkeypatch)
         self._watch_runner(llm, monkeypatch)
         self._watch_compression(llm, monkeypatch)
@@ -105,11 +106,21 @@ class Shadow:
             return admit(seq_id, *args, **kwargs)
 
         def watched_fork(parent_id, child_id, *args):
+            if self._forks_companion:
+                return fork(parent_id, child_id, *args)
             if parent_id not in self.histories:  # a compressed prefix that came from disk under another id
                 key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key
                 self.histories[parent_id] = self.kept[key]
             self.histories[child_id] = self.histories[parent_id].copy()
             return fork(parent_id, child_id, *args)
+
+        companions = llm.engine.verifier.companions
+        fork_companion = companions.fork
+
+        def watched_fork_companion(*args):
+            self._forks_companion = True
+            fork_companion(*args)
+            self._forks_companion = False
 
         snapshots = llm.engine.scheduler.snapshots
         keep = snapshots.keep
@@ -120,6 +131,7 @@ class Shadow:
                 self.kept[hidden.snapshot_key] = self.histories[hidden.seq_id]
             return is_kept
 
+        monkeypatch.setattr(companions, "fork", watched_fork_companion)
         monkeypatch.setattr(snapshots, "keep", watched_keep)
         monkeypatch.setattr(memory, "admit", watched_admit)
         monkeypatch.setattr(memory, "fork", watched_fork)
@@ -128,8 +140,10 @@ class Shadow:
         forward = llm.engine.runner.forward
         attend, attend_latent = runner_module.PagedKVBatch.attend, runner_module.PagedKVBatch.attend_latent
 
-        def watched_forward(step):
-            self._step = step
+        def watched_forward(step, *, observed=True):
+            self._step = step if observed else []
+            if not observed:
+                return forward(step, observed=False)
             for item in step:
                 if item.seq.seq_id not in self.histories:
                     self.histories[item.seq.seq_id] = self._begin(item.seq)
@@ -142,18 +156,33 @@ class Shadow:
                 raise
             for item in step:
                 self._extend_live(item)
-                self._note_contents(item)
+                if not item.row.num_drafts:
+                    self._note_contents(item, item.seq.num_computed + item.num_tokens)
             return result
+
+        done = llm.engine.scheduler.done
+
+        def watched_done(plan, outcome):
+            problems = done(plan, outcome)
+            for item in self._step:
+                if item.row.num_drafts and item.seq.seq_id in self.histories:
+                    self._cut(item.seq)
+                    self._note_contents(item, item.seq.num_computed)
+            return problems
+
+        monkeypatch.setattr(llm.engine.scheduler, "done", watched_done)
 
         def watched_attend(batch, call):
             out = attend(batch, call)
+            if not self._step:
+                return out
             self._compare(call, out)
             return out
 
         def watched_attend_latent(batch, call):
             before = self.num_calls
             out = attend_latent(batch, call)
-            if self.num_calls == before:
+            if self.num_calls == before and self._step:
                 self.num_expanded += 1
                 self._compare(call.absorbed(), out, call)
             return out
@@ -168,6 +197,8 @@ class Shadow:
         def watched_run(jobs):
             outcomes = run(jobs)
             for job, outcome in zip(jobs, outcomes, strict=True):
+                if job.seq.seq_id not in llm.engine.lifecycle.sequences:
+                    continue  # a companion's: what it holds only drafts
                 history = self.histories[job.seq.seq_id]
                 if isinstance(outcome, Done):
                     history.num_exact = min(history.num_exact, job.seq.num_computed)
@@ -242,9 +273,17 @@ class Shadow:
         tokens = PagedTokens(layer_cache, blocks, end - first)
         return self.llm.engine.backend.gather_tokens(tokens), first
 
-    def _note_contents(self, item: Scheduled) -> None:
+    def _cut(self, seq: Sequence) -> None:
+        """Drafts that do not stand have never been there."""
+        history = self.histories[seq.seq_id]
+        if history.live is not None:
+            history.live = history.live[..., history.live[0, 0] < seq.num_computed]
+        if history.heads is not None:
+            history.heads = [[old[old < seq.num_computed] for old in rows] for rows in history.heads]
+
+    def _note_contents(self, item: Scheduled, end: int) -> None:
         """The full blocks that are now there, as far as they are exact."""
-        seq, end = item.seq, item.seq.num_computed + item.num_tokens
+        seq = item.seq
         history = self.histories[seq.seq_id]
         compressor = seq.request.compressor
         if compressor is not None and compressor.way is Way.READS:
@@ -289,8 +328,9 @@ class Shadow:
         """Add this step's keys."""
         seq, start = item.seq, item.seq.num_computed
         history = self.histories[seq.seq_id]
-        if not (call.k[rows].isfinite().all() and call.v[rows].isfinite().all()):
-            history.num_exact = min(history.num_exact, start)
+        sound = call.k[rows].isfinite().flatten(1).all(-1) & call.v[rows].isfinite().flatten(1).all(-1)
+        if not sound.all():
+            history.num_exact = min(history.num_exact, start + int(sound.int().argmin()))
         for store, new in zip((history.k, history.v), self._written(item, call, rows), strict=True):
             new = new.transpose(0, 1).double()
             old = store.get(call.layer, new[:, :0])[:, :start]

@@ -316,6 +316,13 @@ REFUSED = {
     "write pass, tokens:N or query": ({}, {"recall": "always"}, {}),
     "out of place": ({}, {"recall": "pass(window=3)"}, {}),
     "kivi4": ({"kv_cache_dtype": "kivi4"}, {}, {}),
+    "start without speculative_config": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {},
+        {},
+    ),
+    "verify is set beside recall": ({}, {"verify": True}, {}),
+    "loses nothing that could be recalled": ({"full_cache_host_size": 0.1}, {}, {}),
     "one sequence needs": ({"kv_cold_size": 1e-5}, {}, {}),
 }
 

@@ -76,7 +76,7 @@ def evaluate(
         Takes(
             config=CompressionSettings,
             panel=opt.COMPRESSION,
-            without=("policy", "budget"),
+            without=("policy", "budget", "verify", "verify_tokens"),
             defaults={"recent": 64},
             own_names=True,
             build=dict,

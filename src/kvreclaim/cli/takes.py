@@ -85,7 +85,10 @@ class Takes:
         return (self.build or self.config)(**present)
 
     def _read(self, setting: Setting, value: Any) -> Any:
-        """Several values are a list, or one text with commas."""
+        """Several values are a list, or one text with commas; where a text may stand for a number, what reads
+        as one is one."""
+        if setting.said.also and isinstance(value, str):
+            return int(value) if value.lstrip("-").isdecimal() else value
         if not _several(setting) or value is None:
             return value
         if isinstance(value, str):

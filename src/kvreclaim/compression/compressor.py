@@ -109,6 +109,7 @@ class Compressor:
         widest = None if full else max(window for window in windows if window is not None)
         self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
+        self._siblings: dict[int, Compressor] = {}
 
     @property
     def way(self) -> Way:
@@ -120,6 +121,13 @@ class Compressor:
     def budget(self) -> int:
         """Tokens kept per layer and KV head."""
         return self.config.budget
+
+    def with_budget(self, budget: int, block_size: int) -> Compressor:
+        """The same with another budget, in blocks of this size; made once."""
+        if budget not in self._siblings:
+            config = replace(self.config, budget=budget).in_blocks(block_size)
+            self._siblings[budget] = Compressor(config, self.facts, self.stats, self.select_top)
+        return self._siblings[budget]
 
     def tiers(self, num_tokens: int, num_prompt_slots: int) -> Tensor:
         """Protection of each slot, [T] int64 on the CPU: 2 sinks and recent tokens, 1 prompt, 0 free.

@@ -30,7 +30,9 @@ class CompressionConfig(CompressionSettings):
                     "auto": the best of the trial in the statistics, see resolved
     budget:         tokens kept per layer and KV head by a compression; more than sinks + recent. Where heads
                     keep unequal numbers, whole blocks each, it is rounded (footprint.budget_in_blocks), and
-                    RequestMetrics.budget is what was used
+                    RequestMetrics.budget is what was used; "auto", with verify: it begins with the least of
+                    config.BUDGETS that there is room in, rises when a draft is refused, and falls when
+                    none has been for a while
     interval:       tokens over the budget at which the next compression runs
     sinks:          first tokens of the sequence, never evicted
     recent:         last tokens of the sequence, never evicted
@@ -39,6 +41,9 @@ class CompressionConfig(CompressionSettings):
                     whole blocks go, heads keep unequal numbers or nothing is evicted but reads are sparse
     recall:         "pass" | "tokens:N" | "query": evicted tokens are kept in pages on the host and come back
                     when queries want them (schedule.recall); None: they are gone
+    verify:         the compressed cache only drafts; the full one is kept, too, and says the output, which is
+                    that of a request without compression: docs/lossless.md
+    verify_tokens:  drafted at most between two verifications
     stats:          query statistics or their file (.safetensors, public .pt), for policies that need
                     them; policies that need none do not read it
     options:        the policy's own parameters; an unknown one is an error
@@ -66,6 +71,11 @@ class CompressionConfig(CompressionSettings):
             raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
         object.__setattr__(self, "options", dict(self.options))
         recall = self.recalled
+        require(
+            recall is None or not self.verify,
+            "verify is set beside recall, but a cache that only drafts has no cold pages; leave one out.",
+            "recall",
+        )
         require(
             recall is None or self.mode in (None, Mode.PER_LAYER_HEAD),
             f"mode is {self.mode!r}, but under recall each KV head holds its own tokens; leave mode, or "

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")
-SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in ("policy", "budget", "stats"))
+UNSHARED = ("policy", "budget", "stats", "verify", "verify_tokens")
+"""Of CompressionSettings those that differ between cells, or that a scored text has no use for."""
+SHARED = tuple(name for name in settings_of(CompressionSettings) if name not in UNSHARED)
 
 
 def is_full(policy: str) -> bool:

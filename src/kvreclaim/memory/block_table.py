@@ -89,6 +89,14 @@ class BlockTable:
         self.block_ids.extend(blocks)
         self.version += 1
 
+    def trim(self, num_blocks: int) -> list[int]:
+        """Only the first so many entries stay. Returns: the blocks behind them."""
+        gone = [block for block in self.block_ids[num_blocks:] if block is not None]
+        if gone:
+            del self.block_ids[num_blocks:]
+            self.version += 1
+        return gone
+
     def replace(self, index: int, block: int) -> None:
         """Point one entry to another block with the same content."""
         self.block_ids[index] = block

@@ -286,6 +286,12 @@ class MemoryManager:
         self.pool.release(self._held.elements())
         self._held.clear()
 
+    def trim(self, seq_id: int) -> int:
+        """Give back the room that a sequence has behind what it has written, whole blocks of it. Returns:
+        blocks that went back."""
+        table = self.table(seq_id)
+        return self.pool.release(table.trim(blocks_for(table.physical_len, self.block_size)))
+
     def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
         """The K/V of the next num_tokens tokens have been written; full blocks become hits, unless these
         tokens, and so all later ones, are not what full attention would give."""

@@ -79,7 +79,7 @@ class GivingWay(Generic[Seq]):
         if not parked:
             state.memory.free(victim.seq_id)
             victim.reset()
-        victim.status = Status.WAITING
+        victim.status, victim.draft_ids = Status.WAITING, []
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
     def _park_all(self, group: ListLike[Seq], step: Draft[Seq]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.plan import plan_compaction
@@ -72,6 +75,25 @@ def compress(
     )
     _note(account, done, footprint)
     return done
+
+
+def take_choice(
+    done: Pass[int],
+    gone: Sequence[int],
+    prompt_slots: int | None,
+    account: Account,
+    memory: MemoryManager,
+) -> Pass[int]:
+    """A choice has been made that nothing moves for: these full entries of the sequence's table go, and so
+    many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
+    give_back = memory.punch if done.way is Way.MASK else memory.drop_blocks
+    memory.mark_inexact(done.seq_id)
+    freed = give_back(done.seq_id, gone) if gone else 0
+    account.blocks_freed += freed
+    if prompt_slots is not None:
+        account.prompt_slots = prompt_slots
+    left = (block for index, block in enumerate(done.source_ids) if index not in set(gone))
+    return replace(done, target_ids=tuple(left), blocks_freed=freed)
 
 
 def _in_blocks(

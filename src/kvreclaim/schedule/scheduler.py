@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import replace
 from itertools import chain
 from typing import Generic
 
@@ -14,10 +13,11 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.admission import Admission
 from kvreclaim.schedule.cache_first import CacheFirst
+from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
 from kvreclaim.schedule.in_flight import InFlight
-from kvreclaim.schedule.ledger import compress
+from kvreclaim.schedule.ledger import compress, take_choice
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares, kept_seats
@@ -25,7 +25,6 @@ from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import Pass, PreemptionReason, StepDone, StepPlan
 from kvreclaim.schedule.victims import Preemption, victim_order
-from kvreclaim.schedule.way import Way
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class Scheduler(Generic[Seq]):
         self.running: list[Seq] = []
         self.preemption = preemption or Preemption()
         self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks)
+        self.companions: Companions[Seq] | None = None
         self._state = State(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
         order = victim_order(
             victim_policy, by_priority=by_priority, preemption=self.preemption, memory=memory
@@ -195,8 +195,10 @@ class Scheduler(Generic[Seq]):
         for row in plan.rows:
             if row.seq_id in computed and (seq := self._known.get(row.seq_id)) is not None:
                 try:
-                    self.memory.commit(seq.seq_id, row.num_tokens, exact=row.exact)
-                    seq.num_computed += row.num_tokens
+                    num_tokens = done.stand.get(row.seq_id, row.num_tokens)
+                    self.memory.commit(seq.seq_id, num_tokens, exact=row.exact)
+                    seq.num_computed += num_tokens
+                    seq.draft_ids = []
                     if seen_from := seq.footprint.seen_from(seq.num_computed):
                         self.memory.let_go(seq.seq_id, seen_from)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
@@ -224,17 +226,8 @@ class Scheduler(Generic[Seq]):
         return found
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
-        """A choice has been made that nothing moves for: these full entries of the sequence's table go, and
-        so many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
-        seq = self._known[done.seq_id]
-        give_back = self.memory.punch if done.way is Way.MASK else self.memory.drop_blocks
-        self.memory.mark_inexact(seq.seq_id)
-        freed = give_back(seq.seq_id, gone) if gone else 0
-        seq.account.blocks_freed += freed
-        if prompt_slots is not None:
-            seq.account.prompt_slots = prompt_slots
-        left = (block for index, block in enumerate(done.source_ids) if index not in set(gone))
-        return replace(done, target_ids=tuple(left), blocks_freed=freed)
+        """take_choice of a sequence that runs."""
+        return take_choice(done, gone, prompt_slots, self._known[done.seq_id].account, self.memory)
 
     def in_turn(self) -> list[Seq]:
         """Those that run, as they take tokens of a step."""
@@ -246,17 +239,18 @@ class Scheduler(Generic[Seq]):
         return prefill, prefill and seq.is_due, seq.rank if self._by_priority else ()
 
     def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
-        for seq in sequences:
+        for left, seq in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
             if step.budget == 0:
                 break
             if seq.seq_id not in step.lost:
                 try:
-                    self._continue(seq, step)
+                    self._continue(seq, step, left)
                 except Exception as error:
                     self._state.fail(seq, step, error)
 
-    def _continue(self, seq: Seq, step: Draft[Seq]) -> None:
-        """Let a running sequence compute its next tokens, at the expense of others if it must be.
+    def _continue(self, seq: Seq, step: Draft[Seq], num_left: int) -> None:
+        """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
+        others that come behind it, each of which has more right to a token than this one's drafts have.
 
         One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
         token a step beyond the blocks that it is to give back.
@@ -266,8 +260,10 @@ class Scheduler(Generic[Seq]):
         num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.room(seq), step.budget)
         if not num_tokens or (step.rows and seq.is_postponed):
             return
+        if seq.draft_ids:
+            num_tokens = self._with_drafts(seq, min(num_tokens, step.budget - num_left))
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            if self.snapshots.give_way():
+            if self.snapshots.give_way() or self._companion_gives_way():
                 continue
             giving_way = self.giving_way
             shares, order = step.shares, giving_way.order
@@ -278,3 +274,15 @@ class Scheduler(Generic[Seq]):
             if seq.seq_id in step.lost:
                 return
         self._state.compute(seq, num_tokens, step)
+
+    def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
+        """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""
+        num_tokens = max(num_tokens, seq.num_uncomputed)
+        while num_tokens > seq.num_uncomputed and not self.memory.can_grow(seq.seq_id, num_tokens):
+            num_tokens -= 1
+        return num_tokens
+
+    def _companion_gives_way(self) -> bool:
+        """Whether that has freed blocks of this memory."""
+        companions = self.companions
+        return companions is not None and companions.memory is self.memory and companions.give_way()

@@ -57,6 +57,7 @@ class Sequence:
     num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
     put_off:      passes that lacked blocks before it was last computed again: what was drawn then stays
+    draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
     """
 
     seq_id: int
@@ -88,6 +89,7 @@ class Sequence:
     awaits: Awaited | None = None
     num_awaited: int = 0
     put_off: int = 0
+    draft_ids: list[int] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -153,7 +155,7 @@ class Sequence:
         limit = self.footprint.tokens_until_pass(self.num_computed, self.num_prompt, self.account)
         if self.followers:
             limit = min(limit, self.fork_at - self.num_computed)
-        return min(self.num_uncomputed, limit)
+        return min(self.num_uncomputed + len(self.draft_ids), limit)
 
     @property
     def hit_limit(self) -> int:
@@ -168,3 +170,4 @@ class Sequence:
         self.put_off += self.account.postponed
         self.num_computed = 0
         self.account = Account()
+        self.draft_ids = []

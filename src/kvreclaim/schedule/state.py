@@ -84,7 +84,8 @@ class State(Generic[Seq]):
 
     def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""
-        row = Row(seq.seq_id, seq.num_computed, num_tokens, exact=seq.is_exact)
+        num_drafts = max(0, num_tokens - seq.num_uncomputed)
+        row = Row(seq.seq_id, seq.num_computed, num_tokens, seq.is_exact, num_drafts)
         step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens))
 
     def fail(self, seq: Seq, step: Draft[Seq], error: Exception) -> None:

@@ -16,15 +16,17 @@ and was last in line itself, or because its tenant held more than its part and a
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence computes its known tokens first .. first + num_tokens - 1.
+    """A sequence computes its tokens first .. first + num_tokens - 1.
 
     exact: by full attention over slots of which this holds, too; else they never enter the prefix index
+    num_drafts: the last ones that are only guessed: how many of them stand is found out by computing them
     """
 
     seq_id: int
     first: int
     num_tokens: int
     exact: bool = True
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,12 @@ class StepDone:
 
     computed: ids of the sequences whose tokens were computed and whose logits are numbers, in their order
     tokens:   what was drawn, for those whose tokens the scheduler is to append itself
+    stand:    of rows with drafts, the leading tokens that the sequence has come to; all of the others stand
     """
 
     computed: tuple[int, ...]
     tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stand: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ def compression_of(
     try:
         if fields.get("policy", AUTO if own is None else own.policy) == AUTO:
             fields["policy"] = served.auto.named()
+        if "budget" in fields and own is not None:
+            fields["auto_budget"] = None
         if own is None:
             settings = CompressionConfig(**fields)
         elif fields.get("policy", own.policy) == own.policy:
@@ -54,7 +56,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
     keeps_all = True  # the server itself, for whoever asks for nothing
     if own is not None:
         chosen = own.make_policy()
-        keeps_all = not chosen.way.evicts
+        keeps_all = own.verify or not chosen.way.evicts
         least, window = min(least, own.interval), max(window, chosen.query_window)
         window = max(window, own.recalled.every if own.recalled is not None else 0)
         most = None if most is None else max(most, own.budget)
@@ -79,7 +81,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         f"budget is {asked.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
     )
     require(
-        most is None or keeps_all or policy.way.evicts,
-        f"policy {asked.policy!r} keeps every token, but this server keeps {most} at most; ask for a policy "
-        f"that evicts, with a budget of {most} or less.",
+        most is None or keeps_all or (policy.way.evicts and not asked.verify),
+        f"{'verify' if asked.verify else 'policy ' + repr(asked.policy)} keeps every token, but this server "
+        f"keeps {most} at most; ask for a policy that evicts, with a budget of {most} or less.",
     )

@@ -108,7 +108,8 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
             bounds = {"minimum": setting.said.low, "maximum": setting.said.high}
             extra: dict[str, Any] = {key: bound for key, bound in bounds.items() if bound is not None}
             described = Field(None, description=setting.said.help, json_schema_extra=extra)
-            fields[setting.name] = (setting.type | None, described)
+            also = Literal[setting.said.also] if setting.said.also else None
+            fields[setting.name] = (setting.type | also | None, described)
         return create_model(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
         )
@@ -116,7 +117,11 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
     return with_settings
 
 
-@mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in ("policy", "stats")))
+OWN_FIELDS = ("policy", "stats")
+"""Of CompressionSettings those that a body declares itself, or that are none of a client's."""
+
+
+@mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in OWN_FIELDS))
 class KVCompression(Fields):
     """CompressionConfig's fields, but for `stats`: clients name no files of the server."""
 

@@ -37,6 +37,12 @@ class Question:
     max_len: int | None = None
     sparse: str | None = None
     recall: str | None = None
+    verify: int = 0
+
+    @property
+    def as_alone(self) -> Question:
+        """What gives the same answer: whatever only drafts says nothing."""
+        return replace(self, salt=None, verify=0, policy=None if self.verify else self.policy)
 
     @property
     def beams(self) -> BeamSearchParams | None:
@@ -133,14 +139,14 @@ class Oracle:
     def learn(self, questions: Iterable[Question]) -> None:
         """Answer those that are not known yet, many in one engine that has room for all and shares nothing:
         one that differs from what is compared with it is then asked alone."""
-        new = {question for each in questions if (question := replace(each, salt=None)) not in self.known}
+        new = {question for each in questions if (question := each.as_alone) not in self.known}
         ordered = sorted(new, key=repr)
         self.known.update(zip(ordered, self.machine.together(ordered), strict=True))
 
     def gives(self, question: Question, got: Answer) -> bool:
         """Whether the request alone answers so, or would if its embeddings were off in their last bits: two
         logits or two scores may be as good as equal, and company changes the last bit of a sum."""
-        question = replace(question, salt=None)
+        question = question.as_alone
         self.learn([question])
         if got.begins(self.known[question]):
             return True

@@ -28,6 +28,7 @@ from kvreclaim.places import STATS_FILE
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 ROOMY = 16
+DRAFTS = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -124,6 +125,7 @@ class Machine:
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
             kv_cold_size=setup.cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
+            speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
         return llm
@@ -134,6 +136,7 @@ class Machine:
     def question(self, ask: Ask, prompt: list[int], setup: Setup) -> Question:
         continuation = self.texts[(ask.text + 1) % len(self.texts)][: ask.max_tokens]
         scored = ask.kind == "score"
+        verify = ask.verify if ask.policy is not None else 0
         return Question(
             prompt=tuple(prompt),
             continuation=tuple(continuation) if scored else (),
@@ -149,7 +152,8 @@ class Machine:
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
             sparse=ask.sparse,
-            recall=ask.recall if ask.policy is not None and setup.recalls else None,
+            recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
+            verify=verify,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:
@@ -168,6 +172,8 @@ class Machine:
             sinks=1,
             recent=2,
             recall=question.recall,
+            verify=question.verify > 0,
+            verify_tokens=question.verify or 1,
         )
         return llm.compressor(config)
 

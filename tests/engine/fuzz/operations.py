@@ -83,7 +83,8 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32; cold_units: pages of evicted tokens that the host holds."""
+    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most;
+    cold_units: pages of evicted tokens that the host holds."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -104,12 +105,13 @@ class Setup:
     least_shared: int = 64
     windows: str = ""
     plain_windows: bool = False
+    drafts: int = 0
     cold_units: int = 0
 
     @property
     def recalls(self) -> bool:
         """Whether evicted tokens may come back: elsewhere nobody asks, or most would be refused."""
-        return bool(self.cold_units) and self.kv_format != "kivi4"
+        return bool(self.cold_units) and self.kv_format != "kivi4" and not self.drafts
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Ask:
 
     fault: None, "guilty" or "poison": a token in the middle of the tail that breaks things
     reuse: which tokens of the prompt's chunks are computed anew, where it has some
+    verify: its policy only drafts so many tokens at most, and the answer is that without it
     """
 
     text: int = 0
@@ -141,6 +144,7 @@ class Ask:
     compress_at: int | None = None
     sparse: str | None = None
     reuse: str | None = None
+    verify: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,7 @@ class Habits:
     sparse: tuple[str | None, ...]
     reuse: tuple[str | None, ...]
     recalls: tuple[str | None, ...]
+    verify: tuple[int, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -216,6 +221,7 @@ class Habits:
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
             recalls=random.choice(((None,), (None, *RECALLS), RECALLS)),
+            verify=random.choice(((0,), (0, 1, 5), (3, 8))),
         )
 
 
@@ -249,6 +255,7 @@ def random_setup(random: Random) -> Setup:
         and not host_slots
         and kv_format in ("int8", "fp8_e4m3")
         and random.random() < 0.5,
+        drafts=random.choice((0, 0, 1, 4)),
     )
 
 
@@ -274,13 +281,16 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         sparse=random.choice(habits.sparse),
         reuse=random.choice(habits.reuse),
         recall=random.choice(habits.recalls),
+        verify=random.choice(habits.verify),
     )
+    if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
+        return replace(ask, compress_at=None, sparse=None, reuse=None, recall=None)
     if ask.recall is not None and random.random() < 0.9:  # most of what excludes it is left out
         recall = RECALLS[0] if ask.kind in ("many", "beams") else ask.recall
         policy = ask.policy if ask.policy in RECALLING else random.choice(RECALLING)
         cut = random.choice((20, 27, 27))  # most shorter ones are never compressed
         return replace(
-            ask, cut=cut, recall=recall, policy=policy, max_tokens=14, compress_at=None, reuse=None
+            ask, cut=cut, recall=recall, policy=policy, max_tokens=14, compress_at=None, reuse=None, verify=0
         )
     if ask.reuse is None:
         return ask

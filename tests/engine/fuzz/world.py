@@ -52,12 +52,14 @@ class Asked:
 
 @dataclass
 class World:
-    """One engine. problems are raised as AssertionError."""
+    """One engine. problems are raised as AssertionError. harmed: something has been made to go wrong that may
+    cost drafts."""
 
     machine: Machine
     setup: Setup
     asked: list[Asked] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    harmed: bool = False
 
     def __post_init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -77,11 +79,14 @@ class World:
         """Note who was in a pass in which something was made to go wrong."""
         forward = self.engine.runner.forward
 
-        def watched(step):
+        def watched(step, *, observed=True):
             self.faults.fired = None
             try:
-                return forward(step)
+                return forward(step, observed=observed)
             finally:
+                if not observed:
+                    self.harmed |= self.faults.fired is not None
+                    self.faults.fired = None
                 self._blame(step, self.faults.fired)
 
         self.patch.setattr(self.engine.runner, "forward", watched)
@@ -101,6 +106,7 @@ class World:
                 self.by_id[name].may_fail = "its pass was made to fail"
 
     def do(self, operation: Operation) -> None:
+        self.harmed |= isinstance(operation, Raise | NotFinite | Brittle)
         match operation:
             case Ask():
                 self.ask(operation)
@@ -146,8 +152,10 @@ class World:
             return
         asked = Asked(question, request)
         if GUILTY in prompt or POISON in prompt:
+            self.harmed = True
             asked.may_fail = "it holds a token that breaks things"
         elif ask.policy == "brittle":
+            self.harmed = True
             asked.may_fail = "its policy may raise"
         elif question.recall is not None and self.setup.cold_units < 4000:
             asked.may_fail = "cold memory may be full"
@@ -232,6 +240,14 @@ class World:
         if self.engine.groups.windows:
             self.counts["steps of groups"] += totals.steps
             self.counts["hit tokens of groups"] += self.engine.memory.stats().prefix_hit_tokens
+        assert self.harmed or not totals.speculation.num_failed, (
+            "drafting failed, and nothing was made to fail"
+        )
+        verified = [asked.request.verify for asked in self.asked if asked.request.verify is not None]
+        self.counts["verifications"] += sum(each.num_rounds for each in verified)
+        self.counts["verified drafts"] += sum(each.num_accepted for each in verified)
+        self.counts["drafted"] += totals.speculation.num_draft_tokens
+        self.counts["accepted"] += totals.speculation.num_accepted_tokens
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvreclaim.engine.answer.logprobs import report_prompt
 from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
 from kvreclaim.engine.core.lifecycle import Lifecycle
+from kvreclaim.engine.core.outputs import FinishReason
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.ways.job import Job
@@ -45,6 +47,7 @@ class Answers:
         self.totals = lifecycle.totals
         self.refresher: Refresher | None = None
         self.passes: list[tuple[Request, Pass[int]]] = []
+        self._ended: list[tuple[Sequence, FinishReason]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
 
     def look(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> Looked:
@@ -61,7 +64,10 @@ class Answers:
             row = rows.stop
             if item.seq.finish_reason is not None:
                 continue
-            if all(finite[rows]):
+            if item.row.num_drafts and finite[rows.start]:  # behind a wrong guess there may be anything
+                end = next((at for at in range(rows.start, rows.stop) if not finite[at]), rows.stop)
+                sound.append((item, positions, slice(rows.start, end)))
+            elif all(finite[rows]):
                 sound.append((item, positions, rows))
             else:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
@@ -69,14 +75,63 @@ class Answers:
                 self.lifecycle.fail(item.seq.request, error, "computing")
         return Looked(logits, best.indices.tolist(), sound)
 
+    def accept(self, looked: Looked) -> dict[int, int]:
+        """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
+        of their tokens, as long as the drafts say the same: the tokens that they would have drawn without.
+
+        Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `take`.
+        """
+        items = [(item, rows) for item, _, rows in looked.sound if item.row.num_drafts]
+        stand = {item.seq.seq_id: item.num_tokens for item, _, _ in looked.sound if item.cut}
+        drafted = items
+        for depth in itertools.count():
+            if not items:
+                break
+            asks = []
+            for item, rows in items:
+                with self.lifecycle.contained(item.seq.request, "asking for a token of"):
+                    asks.append((item, rows, item.seq.sample_row(self._eos_token_ids)))
+            places = [rows.start + depth for _, rows, _ in asks]
+            drawn = draw(looked.logits, looked.best, places, [ask for _, _, ask in asks])
+            items = []
+            for (item, rows, _), each in zip(asks, drawn, strict=True):
+                if item.seq.finish_reason is None:
+                    stand[item.seq.seq_id] = depth + 1
+                    if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
+                        items.append((item, rows))
+        for item, _ in drafted:
+            accepted = stand.get(item.seq.seq_id, 1) - 1
+            self.totals.speculation.note(item.row.num_drafts, accepted)
+            if item.seq.request.verify is not None:
+                item.seq.request.verify.note(item.row.num_drafts, accepted)
+        return stand
+
+    def _agrees(self, item: Scheduled, depth: int, drawn: Drawn | Exception) -> bool:
+        """Take a token. Whether the sequence goes on, and its next draft is this token."""
+        seq = item.seq
+        if isinstance(drawn, Exception):
+            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            return False
+        self.lifecycle.touched[seq.request_id] = seq.request
+        with self.lifecycle.contained(seq.request, "taking a token of"):
+            if (reason := self._say(seq, drawn)) is not None:
+                self._ended.append((seq, reason))
+                return False
+            return depth < item.row.num_drafts and seq.draft_ids[depth] == drawn.token
+        return False
+
     def take(self, looked: Looked) -> None:
         """After the step's tokens have been committed: draw, score, and compress who is due."""
+        ended, self._ended = self._ended, []
+        for seq, reason in ended:
+            if seq.finish_reason is None:
+                self.lifecycle.end(seq, reason)
         draws: list[tuple[Sequence, int]] = []
         self._part([item.seq for item, _, _ in looked.sound])
         searches: dict[str, tuple[Request, Beams]] = {}
         for item, positions, rows in looked.sound:
             seq, request = item.seq, item.seq.request
-            if not positions or seq.finish_reason is not None:
+            if not positions or seq.finish_reason is not None or item.row.num_drafts:
                 continue
             self.lifecycle.touched[request.request_id] = request
             if request.lacks_prompt_logprobs:
@@ -228,12 +283,14 @@ class Answers:
             self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return
         with self.lifecycle.contained(seq.request, "taking a token of"):
-            if drawn.logprobs is not None:
-                seq.logprobs.append(drawn.logprobs)
-            self._append(seq, drawn.token)
+            if (reason := self._say(seq, drawn)) is not None:
+                self.lifecycle.end(seq, reason)
 
-    def _append(self, seq: Sequence, token: int) -> None:
-        request, params = seq.request, seq.request.params
+    def _say(self, seq: Sequence, drawn: Drawn) -> FinishReason | None:
+        """Append a token. Returns: why the output ends with it; None: it goes on."""
+        request, params, token = seq.request, seq.request.params, drawn.token
+        if drawn.logprobs is not None:
+            seq.logprobs.append(drawn.logprobs)
         if request.metrics.ttft_s is None:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
@@ -246,6 +303,5 @@ class Answers:
             stop = seq.detokenizer.append(token, may_stop=may_stop)
         if may_stop and (is_eos or is_stop or stop is not None):
             seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
-            self.lifecycle.end(seq, "stop")
-        elif len(seq.token_ids) >= request.max_len:
-            self.lifecycle.end(seq, "length")
+            return "stop"
+        return "length" if len(seq.token_ids) >= request.max_len else None

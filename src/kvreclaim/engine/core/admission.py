@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from zlib import crc32
 
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.config import BUDGETS, EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import WATCHED, needs_of
@@ -186,6 +187,9 @@ def check_recall(
             f"kv_cold_size {config.kv_cold_size} GiB holds {recalls.pool.num_rows} pages, and one sequence "
             f"needs {recalls.least_rows(recall.blocks)}; raise it"
         )
+    elif config.speculative_config is not None:
+        problem = "drafts are computed several at once, and each token has pages of its own; start without "
+        problem += "speculative_config"
     elif compress_at is not None:
         problem = "what compress_at leaves is kept for others without its cold pages; leave compress_at out"
     elif recall.between and (params.n > 1 or searches):
@@ -195,6 +199,49 @@ def check_recall(
         )
     if problem is not None:
         raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
+
+
+def check_verify(
+    compressor: Compressor,
+    groups: LayerGroups,
+    config: EngineConfig,
+    *,
+    others: Mapping[str, bool],
+) -> None:
+    """Raise InvalidArgumentError where a compressed cache cannot draft for the full one. others: of what else
+    the request may ask for and verify does not go with, whether it does."""
+    policy, facts, on_host = compressor.policy, groups.facts, config.full_cache_host_size > 0
+    problems = {
+        f"policy {policy.name} holds on the device as much as the full cache, which full_cache_host_size "
+        "moves to the host; name one that gives blocks back": on_host and not policy.way.reclaims,
+        f"policy {policy.name} keeps scores beside the slots of the full cache, which lie in host memory; "
+        "use another policy": on_host and Signal.TOKEN_SCORES in policy.needs,
+        f"policy {policy.name} evicts nothing, so there is nothing to draft from; name one that does": (
+            policy.way is Way.KEEP
+        ),
+        f"policy {policy.name} turns keys to positions relative to the cache, where exact keys do not fit; "
+        "keep the original positions": policy.cache_relative,
+        f"policy {policy.name} needs the text to come, which nobody knows; use another policy": (
+            Signal.FUTURE_QUERIES in compressor.policy.needs
+        ),
+        f"layers of {facts.name!r} with sliding windows have block tables of their own; start with "
+        "disable_hybrid_kv_cache_manager": bool(groups.windows),
+        f"all layers of {facts.name!r} have sliding windows, so the full cache holds no more than these; "
+        "leave verify out": groups.trailing is not None,
+        **{f"{name} is given; leave one of them out": asked for name, asked in others.items()},
+    }
+    for problem, holds in problems.items():
+        require(not holds, f"verify is True, but {problem}.", "verify")
+
+
+def budgets_of(compressor: Compressor, num_tokens: int) -> tuple[int, ...]:
+    """Steps of a budget that chooses itself, up to the first that holds so many tokens; none where it is
+    given."""
+    config = compressor.config
+    if not config.auto_budget:
+        return ()
+    first = next((i for i, b in enumerate(BUDGETS) if b >= num_tokens), len(BUDGETS))
+    return tuple(b for b in BUDGETS[: first + 1] if b >= config.budget)
 
 
 def check_reuse(
@@ -277,6 +324,8 @@ def check_length(
             if footprint.bounded
             else "shorten the prompt, raise num_blocks, or compress with a budget"
         )
+        if config.full_cache_host_size:
+            remedy = "shorten the prompt, or raise full_cache_host_size"
         windows = ", which windows take some of" if footprint.windows else ""
         raise RequestTooLongError(
             f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
@@ -322,6 +371,6 @@ def check_beams(
         raise RequestTooLongError(
             f"{width} beams of a prompt of {num_prompt} tokens and {search.max_tokens} more need {needed} "
             f"blocks, but the pool has {config.num_blocks}; lower beam_width or max_tokens, shorten the "
-            "prompt, or raise num_blocks.",
+            f"prompt, or raise {'full_cache_host_size' if config.full_cache_host_size else 'num_blocks'}.",
             field="beam_width",
         )

@@ -20,6 +20,7 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.answers import Answers, Looked
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.core.admission import (
+    budgets_of,
     check_beams,
     check_length,
     check_priority,
@@ -27,37 +28,54 @@ from kvreclaim.engine.core.admission import (
     check_recall,
     check_reuse,
     check_sparse_prefill,
+    check_verify,
     footprint_of,
     output_limit,
 )
 from kvreclaim.engine.core.chunked import ChunkedPrompts
+from kvreclaim.engine.core.full_cache import (
+    admitting,
+    check_full_cache,
+    check_kept,
+    check_saved,
+    full_cache,
+    streamed_layers,
+)
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
-from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
+from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores, Verify
 from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.recall.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculate.make import make_drafter
 from kvreclaim.engine.tiers.compressed_session import CompressedSessions
 from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
 from kvreclaim.engine.tiers.prefixes import make_prefixes
 from kvreclaim.engine.tiers.session import Sessions
 from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.engine.tiers.tiers import Tiers
+from kvreclaim.engine.verify.feeding import Feeding, Store
+from kvreclaim.engine.verify.following import Following
+from kvreclaim.engine.verify.verifier import Verifier
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.engine.ways.reuse import Reuse
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
+from kvreclaim.schedule.companions import Companions
+from kvreclaim.schedule.limits import check_blocks
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -97,6 +115,7 @@ class Engine:
             check_sparse_prefill(self._sparse_prefill, None, SamplingParams(), config, groups.facts)
         facts = groups.facts
         self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
+        check_full_cache(config, form, groups, self._sparse_prefill)
         self.loaded = loaded
         self.config = config
         self.max_model_len = config.max_model_len
@@ -122,21 +141,32 @@ class Engine:
             residency_sample=config.kv_cache_metrics_sample,
             windows=groups.windows,
         )
-        self.cache = backend.allocate(
-            facts.layers,
-            config.num_blocks + (STAGING_BLOCKS if config.kv_cold_size else 0),
-            config.block_size,
-            like=like,
-            kv_format=form,
-            open_rows=open_rows(config, form, groups),
+        num_blocks, size = self.memory.pool.num_blocks, config.block_size
+        self._admitting = admitting(config, num_blocks)
+        self.device_cache: KVCache | None = None
+        if config.full_cache_host_size:
+            self.cache = full_cache(config, groups, backend, form, like, num_blocks)
+            self.device_cache = backend.allocate(
+                facts.layers, config.num_blocks, size, like=like, kv_format=form
+            )
+        else:
+            rows, staging = open_rows(config, form, groups), STAGING_BLOCKS if config.kv_cold_size else 0
+            self.cache = backend.allocate(
+                facts.layers, num_blocks + staging, size, like=like, kv_format=form, open_rows=rows
+            )
+        self.signals = Signals(
+            loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
         )
-        self.signals = Signals(loaded, groups, self.cache, backend, config.max_signal_bytes)
         self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
         self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
         self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
         self.requests = self.lifecycle.requests
-        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals)
-        self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
+        stream = None
+        if config.full_cache_host_size:
+            stream = streamed_layers(self.cache, groups, backend, like, self.totals)
+        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals, stream)
+        if stream is None:
+            self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
         self.tiers = None
         if isinstance(self.memory, TieredMemory):
             preemption = self.scheduler.preemption
@@ -157,6 +187,9 @@ class Engine:
             refresher = Refresher(self.recalls, self.memory, self.signals)
             self.runner.refresher = self.answers.refresher = refresher
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
+        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form)
+        self.verifier = self._make_verifier()
+        self.lifecycle.verifier = self.runner.beside = self.verifier
         self._num_added = 0
 
     def _make_recalls(self, config: EngineConfig) -> Recalls | None:
@@ -170,6 +203,26 @@ class Engine:
         """Host memory that evicted tokens take, of all sequences."""
         return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
+    def _make_verifier(self) -> Verifier:
+        """Companions share the pool with everybody, or have it for themselves, where full caches lie in host
+        memory."""
+        runner, compression = self.runner, self.compression
+        if self.device_cache is not None:
+            assert self.config.num_blocks is not None, "the engine's limits are set"
+            size, facts = self.config.block_size, self.groups.facts
+            memory = MemoryManager(self.config.num_blocks, size, enable_prefix_caching=False)
+            runner = ModelRunner(
+                self.loaded, self.groups, memory, self.device_cache, self.backend, self.signals
+            )
+            runner.graphs = decode_graphs(self.loaded.model, self.device_cache, self.backend, self.config)
+            pages = Pages(memory, self.device_cache, self.backend, facts, self.signals)
+            compression = CompressionPass(pages, self.totals)
+        companions = self.scheduler.companions = Companions(runner.memory)
+        full = Store(self.memory, self.runner.layers, self.runner.stream)
+        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
+        following = Following(self.lifecycle, runner, compression, companions, feeding)
+        return Verifier(self.lifecycle, following)
+
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
         return None if self.tiers is None else self.tiers.stats(self.totals)
@@ -178,8 +231,9 @@ class Engine:
     def sessions(self) -> Sessions:
         """Saves and restores what is cached. The first time all weights are read, for a digest of them.
 
-        Raises: InvalidArgumentError where layers have tables of their own.
+        Raises: InvalidArgumentError where layers have tables of their own, or the cache lies in host memory.
         """
+        check_saved(self.config)
         if self.groups.windows:
             raise InvalidArgumentError(
                 "sessions are not saved where layers with sliding windows have block tables of their own; "
@@ -245,6 +299,7 @@ class Engine:
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
+        verified, compressor = _verified(compressor)
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
         lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
         if request_id in self.requests:
@@ -253,6 +308,7 @@ class Engine:
         check_priority(priority, self.config)
         said = params.sparse_prefill
         method = sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+        check_kept(compressor, method, chunks, self.config)
         sparse = None
         if method is not None:
             sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
@@ -264,24 +320,40 @@ class Engine:
             reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
             if reuse is not None and chunks.reuse.tries:
                 whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
-                check_length(lengths[0], lengths[0], whole, self.config, policy="full")
+                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
         if reuse is not None:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
+        verify = None
+        if verified is not None:
+            others = {
+                "a continuation to be scored": continuation is not None,
+                "a beam search": beams is not None,
+                "compress_at": compress_at is not None,
+                "sparse_prefill": method is not None,
+                "a chunk": chunks is not None,
+            }
+            check_verify(verified, self.groups, self.config, others=others)
+            drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
+            check_blocks(drafts, verified.policy.name)
+            self.signals.check(verified, scored=False)
+            steps = budgets_of(verified, len(tokens) + (params.max_tokens or 0))
+            verify = Verify(verified, drafts, verified.config.verify_tokens, steps)
         policy = "full" if compressor is None else compressor.policy.name
-        check_length(*lengths, footprint, self.config, policy=policy)
+        check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
         check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
-        max_len = output_limit(*lengths, params.max_tokens, footprint, self.config)
+        max_len = output_limit(*lengths, params.max_tokens, footprint, self._admitting)
         search = None
         if beams is not None:
             eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
             search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
-            check_beams(search, len(prompt_token_ids), footprint, self.config, self.loaded.vocab_size)
+            check_beams(search, len(prompt_token_ids), footprint, self._admitting, self.loaded.vocab_size)
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
         request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
         request.sparse_prefill, request.reuse, request.parent = method, reuse, parent
+        request.verify = verify
         request.beams = None if search is None else Beams(search)
         if continuation is not None:
             request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
@@ -335,17 +407,21 @@ class Engine:
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
-        num_decode = sum(_is_decode(item) for item in step)
+        decodes = [item for item in step if _is_decode(item)]
+        num_decode = sum(item.num_tokens for item in decodes)
         for item in step:
             metrics = item.seq.request.metrics
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
-        with torch_alone() if num_decode == len(step) else nullcontext():
+        with torch_alone() if len(decodes) == len(step) else nullcontext():
             looked = self._compute(plan, step)
         computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
-        for seq_id, error in self.scheduler.done(plan, StepDone(computed)):
+        stand = self.answers.accept(looked) if looked is not None else {}
+        for seq_id, error in self.scheduler.done(plan, StepDone(computed, stand=stand)):
             if seq_id in self.lifecycle.sequences:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+        if stand:
+            self._record(stand)
         if self.tiers is not None:
             self.tiers.store()
         if looked is not None:
@@ -353,7 +429,11 @@ class Engine:
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
+            self.verifier.follow([item.seq for item, _, _ in looked.sound])
             self.answers.take(looked)
+        if self.drafter is not None:
+            self.drafter.propose(self.scheduler.running)
+        self.verifier.propose(self.scheduler.running)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
@@ -389,15 +469,16 @@ class Engine:
         try:
             logits, wanted = self.runner.forward(step)
         except Exception as error:
-            if len(step) == 1:
+            if len(step) == 1 and not step[0].row.num_drafts:
                 self.lifecycle.fail(step[0].seq.request, error, "computing")
                 return None
             logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
-            step, logits, wanted = self._forward_each(step)
+            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
         return self.answers.look(step, logits, wanted) if step else None
 
     def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
-        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more.
+        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
+        without its drafts, which may be to blame.
 
         Returns: those that can be computed, and what forward would have returned for them.
         """
@@ -412,6 +493,15 @@ class Engine:
                     rows.append(logits.clone())  # CUDA graphs write into the same place again
                     wanted += positions
         return done, torch.cat(rows) if rows else torch.empty(0), wanted
+
+    def _record(self, stand: dict[int, int]) -> None:
+        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
+        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
+        try:
+            self.runner.record(stand)
+        except Exception as error:
+            for seq_id in stand:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
 
     def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
         """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
@@ -433,6 +523,13 @@ class Engine:
             self.memory.pin(seq.seq_id, request.retention, request.tenant)
 
 
+def _verified(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:
+    """What drafts, and what the request is compressed by: one of them is None."""
+    if compressor is not None and compressor.config.verify:
+        return compressor, None
+    return None, compressor
+
+
 def _is_decode(item: Scheduled) -> bool:
-    """Whether its newest token is all that a sequence computes."""
-    return item.num_tokens == 1 and item.row.first >= item.seq.num_prompt
+    """Whether its newest token is all that a sequence computes, and drafts behind it."""
+    return item.num_known == 1 and item.row.first >= item.seq.num_prompt

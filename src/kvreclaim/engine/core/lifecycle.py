@@ -7,17 +7,18 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
-from kvreclaim.compression import Signal
+from kvreclaim.compression import Compressor, Signal
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.answer.beam_search import Hypothesis
 from kvreclaim.engine.answer.detokenizer import Detokenizer
 from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.recipe import snapshot_key
-from kvreclaim.engine.core.request import Request, Scheduled, Sequence
+from kvreclaim.engine.core.request import Request, Scheduled, Sequence, Verify
 from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import chunk_salt, needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
@@ -28,6 +29,22 @@ from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
 from kvreclaim.schedule.victims import Preemption
 
 logger = logging.getLogger(__name__)
+
+
+class Forgets(Protocol):
+    """Who keeps something of sequences (engine/speculate)."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is gone."""
+        ...
+
+
+class Follows(Protocol):
+    """Who has companions of sequences (engine/verify)."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+
+    def leave(self, owner_id: int) -> None: ...
 
 
 class Lifecycle:
@@ -59,6 +76,8 @@ class Lifecycle:
         )
         self.tiers: Tiers | None = None
         self.recalls: Recalls | None = None
+        self.drafter: Forgets | None = None
+        self.verifier: Follows | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
         self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
@@ -72,6 +91,8 @@ class Lifecycle:
         if footprint.compress_at and request.compressor is not None:
             salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
+        if request.verify is not None:
+            seq.most_hit = most_hit(request.verify, seq.num_prompt)
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
@@ -79,6 +100,10 @@ class Lifecycle:
         self.requests[request.request_id] = request
         if queued:
             self.queue(request)
+
+    def new_id(self) -> int:
+        """Of a sequence that nobody has queued."""
+        return next(self._seq_ids)
 
     def queue(self, request: Request) -> None:
         """Let its first sequence wait for its turn."""
@@ -147,6 +172,8 @@ class Lifecycle:
         self.signals.fork(parent.seq_id, child.seq_id)
         if self.recalls is not None:
             self.recalls.fork(parent.seq_id, child.seq_id)
+        if self.verifier is not None:
+            self.verifier.fork(parent, child)
 
     def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
         seq = Sequence(
@@ -171,6 +198,8 @@ class Lifecycle:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
         for lost in plan.preempted:
             seq = self.sequences[lost.seq_id]
+            if self.verifier is not None:
+                self.verifier.leave(seq.seq_id)
             if lost.parked and self.tiers is not None:
                 self.tiers.parking.park(seq)
                 self.totals.swaps += 1
@@ -282,6 +311,10 @@ class Lifecycle:
         self.sequences.pop(seq.seq_id, None)
         if self.recalls is not None:
             self.recalls.drop(seq.seq_id)
+        if self.drafter is not None:
+            self.drafter.forget(seq.seq_id)
+        if self.verifier is not None:
+            self.verifier.leave(seq.seq_id)
         try:
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)
@@ -314,7 +347,7 @@ class Lifecycle:
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=salt_of(request),
-            lasting=Signal.TOKEN_SCORES not in needs_of(request.compressor),
+            lasting=Signal.TOKEN_SCORES not in needs_of(compressor_of(request)),
             request=request,
             generator=generator,
             detokenizer=detokenizer,
@@ -330,4 +363,20 @@ def salt_of(request: Request) -> str | None:
     params = request.params
     if request.parent is not None and request.reuse is None:
         return chunk_salt(params.cache_salt)
-    return prefix_salt(params.cache_salt, request.compressor, request.sparse_prefill)
+    return prefix_salt(params.cache_salt, compressor_of(request), request.sparse_prefill)
+
+
+def compressor_of(request: Request) -> Compressor | None:
+    """That the request is compressed by, or that of its companions."""
+    return request.compressor if request.verify is None else request.verify.compressor
+
+
+def most_hit(verify: Verify, num_prompt: int) -> int | None:
+    """Leading tokens that a prefix hit may cover, if companions are to keep what their policy would have
+    kept: of tokens that are hit nobody sees the queries. None: any number."""
+    needs = needs_of(verify.compressor)
+    if Signal.ATTENTION_MASS in needs:
+        return 0
+    if Signal.RECENT_QUERIES in needs:
+        return max(0, num_prompt - verify.compressor.policy.query_window)
+    return None

@@ -185,7 +185,7 @@ class StepStats:
     num_running, num_waiting, blocks_in_use: at the end of the step, after compression and after finished
                         requests left
     num_prefill_tokens: of num_tokens, those of prompts, and of sequences that are computed again
-    num_decode_tokens:  the rest: the newest token of each sequence that generates
+    num_decode_tokens:  the rest: the newest token of each sequence that generates, and drafts behind it
     num_prompts_done:   requests whose whole prompt has been computed now for the first time
     """
 
@@ -200,6 +200,30 @@ class StepStats:
 
 
 @dataclass(slots=True)
+class SpeculationTotals:
+    """Drafts over the engine's life.
+
+    accepted_at: by the draft's place, so many were accepted there
+    num_failed:  times that drafting failed, and sequences went on without
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    num_failed: int = 0
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Tokens of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+
+@dataclass(slots=True)
 class EngineTotals:
     """Counters over the engine's life.
 
@@ -209,6 +233,8 @@ class EngineTotals:
     recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
     recall_hits: of pages that were back at a pass, those of which a token stayed for good
     cold_dropped: pages that went for lack of cold memory
+    streamed_bytes: of a full cache in host memory: brought to the device; written_bytes: of its blocks that
+                 got tokens, back to the host; stream_buffer_bytes: what the buffers on the device take now
     """
 
     steps: int = 0
@@ -226,6 +252,10 @@ class EngineTotals:
     recall_hits: int = 0
     recall_bytes: int = 0
     cold_dropped: int = 0
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
+    streamed_bytes: int = 0
+    written_bytes: int = 0
+    stream_buffer_bytes: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
     finished: dict[str, int] = field(default_factory=dict)
 

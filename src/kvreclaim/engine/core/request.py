@@ -31,6 +31,11 @@ from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.account import Account
 
+BELIEF_STEP = 0.1
+"""Weight of the newest token in how often drafts are accepted."""
+FULL_ROUNDS = 8
+"""Rounds without a refused draft after which a budget that chooses itself falls."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(schedule.Sequence):
@@ -103,14 +108,32 @@ class Sequence(schedule.Sequence):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scheduled:
-    """A sequence and what it computes in this step."""
+    """A sequence and what it computes in this step. cut: less than was planned, its drafts being left out."""
 
     seq: Sequence
     row: schedule.Row
+    cut: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.row.num_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Of its tokens, those that are no drafts."""
+        return self.row.num_tokens - self.row.num_drafts
+
+    def without_drafts(self) -> Scheduled:
+        """The same with the tokens alone that are known."""
+        if not self.row.num_drafts:
+            return self
+        return Scheduled(self.seq, replace(self.row, num_tokens=self.num_known, num_drafts=0), cut=True)
+
+    @property
+    def tokens(self) -> list[int]:
+        """That are computed, drafts included."""
+        known = self.seq.token_ids[self.row.first : self.row.first + self.num_known]
+        return known + self.seq.draft_ids[: self.row.num_drafts] if self.row.num_drafts else known
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +188,54 @@ class Beams:
 
 
 @dataclass(slots=True, eq=False)
+class Verify:
+    """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
+
+    compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
+    belief:   how often a draft has been accepted lately
+    budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
+              was; empty: it stays
+    is_short: the budget has just risen: companions are to be chosen anew from the full cache
+    """
+
+    compressor: Compressor
+    footprint: schedule.Footprint
+    num_tokens: int
+    budgets: tuple[int, ...] = ()
+    is_short: bool = False
+    num_full: int = 0
+    belief: float = 0.9
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def way(self) -> schedule.Way:
+        return self.compressor.way
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """A round."""
+        self.num_rounds += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        for agreed in [1.0] * accepted + [0.0] * (accepted < drafted):
+            self.belief += BELIEF_STEP * (agreed - self.belief)
+        self.num_full = self.num_full + 1 if accepted == drafted else 0
+        if accepted < drafted:
+            self._step(1)
+        elif self.num_full >= FULL_ROUNDS:
+            self._step(-1)
+
+    def _step(self, by: int) -> None:
+        place = next((i for i, b in enumerate(self.budgets) if b >= self.compressor.config.budget), 0) + by
+        if 0 <= place < len(self.budgets):
+            size = self.footprint.block_size
+            self.compressor = self.compressor.with_budget(self.budgets[place], size)
+            self.footprint = replace(self.footprint, budget=self.compressor.budget)
+            self.is_short, self.num_full = by > 0, 0
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt on its way through the engine.
 
@@ -179,6 +250,7 @@ class Request:
     beams:     None unless it is a beam search
     sparse_prefill: how its prompt is computed; None: by full attention
     reuse:     of its prompt's chunks; None: it has none
+    verify:    None unless a compressed cache drafts for it; compressor is None then
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     """
 
@@ -202,6 +274,7 @@ class Request:
     beams: Beams | None = None
     sparse_prefill: SparsePrefill | None = None
     reuse: Reuse | None = None
+    verify: Verify | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
 
@@ -227,8 +300,9 @@ class Request:
     def collect_metrics(self) -> RequestMetrics:
         """Sum the sequences' figures into the request's."""
         m = self.metrics
-        if self.compressor is not None:
-            m.policy, m.budget = self.compressor.config.policy, self.compressor.budget
+        compressor = self.compressor if self.verify is None else self.verify.compressor
+        if compressor is not None:
+            m.policy, m.budget = compressor.config.policy, compressor.budget
         m.num_prompt_tokens = len(self.prompt_token_ids)
         if self.reuse is not None:
             m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone

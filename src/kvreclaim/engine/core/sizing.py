@@ -29,7 +29,8 @@ SIGNAL_FRACTION = 0.2
 
 def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     """Set max_model_len, num_blocks and max_signal_bytes where they are None. Of the memory are taken first,
-    in a format that has such, rows for blocks that are not full, and a max_signal_bytes that is given.
+    in a format that has such, rows for blocks that are not full, and a max_signal_bytes that is given. Where
+    full caches lie in host memory, max_model_len is no more than these hold.
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -44,6 +45,12 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     block_bytes = form.bytes_per_block(layers, size)
     open_bytes = open_rows(config, form, groups) * form.open_row_bytes(layers, size)
     free = free_memory_bytes(facts.device)
+    if config.full_cache_host_size:
+        host_blocks = full_cache_blocks(config, block_bytes)
+        if config.max_model_len is None:
+            max_model_len = min(max_model_len, host_blocks * size)
+        if facts.device.type == "cpu":
+            free -= host_blocks * block_bytes
     kept_bytes = open_bytes + (config.max_signal_bytes or 0)
     num_blocks = config.num_blocks
     if num_blocks is None:
@@ -51,6 +58,8 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
         chunk = min(config.max_num_batched_tokens, max_model_len)
         each = sum(window.most_blocks(max_model_len, chunk, size) for window in groups.windows)
         num_blocks = min(affordable, (blocks_for(max_model_len, size) + each) * config.max_num_seqs)
+        if config.full_cache_host_size:
+            num_blocks = max(1, num_blocks)
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {config.kv_memory_fraction} of the free memory holds no block of "
@@ -64,15 +73,19 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
-        signal_bytes = min(int(free * SIGNAL_FRACTION), free - num_blocks * block_bytes - open_bytes)
+        left = free - num_blocks * block_bytes - open_bytes
+        signal_bytes = max(0, min(int(free * SIGNAL_FRACTION), left))
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, max_signal_bytes=signal_bytes)
 
 
 def make_memory(
     config: EngineConfig, bytes_per_block: int, num_disk_slots: int, rates: Rates, **others: Any
 ) -> MemoryManager:
-    """With host slots where kv_offloading_size asks for some; others: of MemoryManager."""
+    """With host slots where kv_offloading_size asks for some, of blocks in host memory where
+    full_cache_host_size does; others: of MemoryManager."""
     assert config.num_blocks is not None, "choose_limits sets it"
+    if config.full_cache_host_size:
+        return MemoryManager(full_cache_blocks(config, bytes_per_block), config.block_size, **others)
     if not config.kv_offloading_size:
         return MemoryManager(config.num_blocks, config.block_size, **others)
     num_slots = int(config.kv_offloading_size * 2**30) // bytes_per_block
@@ -105,6 +118,18 @@ def make_memory(
         load_is_worth=load_worth(config, bytes_per_block, rates),
         **others,
     )
+
+
+def full_cache_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    """Blocks of full caches in host memory. Raises: InvalidArgumentError if there is none, or no memory."""
+    field, num_bytes = "full_cache_host_size", int(config.full_cache_host_size * 2**30)
+    require(
+        num_bytes >= bytes_per_block,
+        f"{field} is {config.full_cache_host_size} GiB, less than one block, which takes {bytes_per_block} "
+        "bytes; raise it, or leave it out.",
+        field,
+    )
+    return num_bytes // bytes_per_block
 
 
 def load_wait(config: EngineConfig) -> Callable[[int], float]:

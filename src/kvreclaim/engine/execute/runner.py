@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,79 +12,38 @@ from torch import Tensor
 
 from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.engine.execute.latent import latent_parts
+from kvreclaim.engine.execute.paged import PagedKVBatch
+from kvreclaim.engine.execute.streamed import StreamedBatches
 from kvreclaim.engine.recall.refresh import Refresher
+from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.engine.tiers.tiers import Tiers
 from kvreclaim.engine.ways.chunks import Bringer, Scout, expanded, has_chunks
 from kvreclaim.engine.ways.pages import block_row, slots_are_positions
-from kvreclaim.engine.ways.parts import Part, attend_all
 from kvreclaim.engine.ways.split import has_head_tables, split
 from kvreclaim.engine.ways.windows import window_batches
+from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import Place
-from kvreclaim.model.attention import AttentionCall, LatentCall
+from kvreclaim.model.attention import AttentionCall, KVBatch
 from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedKVBatch:
-    """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch).
+class Watcher(Protocol):
+    """Sees the attention calls of a step, whatever policies ask (engine/verify)."""
 
-    layers:   every layer of the model, at `places` in the tables
-    batches:  of each table; the first one's is that of compression, observers and parts, whose layers are the
-              layers of the cache
-    observer: sees every call, if policies of the step need signals
-    parts:    make the batch up; none if it is attended as a whole
-    """
-
-    ops: Backend
-    cache: KVCache
-    layers: tuple[LayerCache, ...]
-    places: tuple[Place, ...]
-    batches: tuple[AttentionBatch, ...]
-    observer: Observer | None = None
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def batch(self) -> AttentionBatch:
-        return self.batches[0]
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer, place = call.served_by(self.layers[call.layer]), self.places[call.layer]
-        if place.table:
-            batch = self.batches[place.table]
-            self.ops.write_kv(layer, call.k, call.v, batch.slot_mapping)
-            return self.ops.paged_attention(call.q, layer, batch)
-        if place.layer != call.layer:
-            call = replace(call, layer=place.layer)
-        self.ops.write_kv(layer, call.k, call.v, self.batch.slot_mapping)
-        if self.observer is not None:
-            self.observer.see(call)
-        if self.parts:
-            return attend_all(self.parts, call)
-        return self.ops.paged_attention(call.q, layer, self.batch)
-
-    def attend_latent(self, call: LatentCall) -> Tensor:
-        """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
-        parts = () if self.parts else latent_parts(call, self.batch)
-        if not parts:
-            return call.weights.finish(self.attend(call.absorbed()))
-        new = call.call
-        layer = new.served_by(self.layers[new.layer])
-        self.ops.write_kv(layer, new.k, new.v, self.batch.slot_mapping)
-        if self.observer is not None:
-            self.observer.see(call.absorbed())
-        out = new.q.new_empty((*new.q.shape[:2], call.weights.w_uv.shape[1]))
-        for part in parts:
-            part.attend(call, self.ops, layer, out)
-        return out
+    def watch(
+        self, step: list[Scheduled], batch: AttentionBatch | None
+    ) -> list[Callable[[AttentionCall], None]]:
+        """batch: where the tokens go on the device; None: to the host."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +65,8 @@ class ModelRunner:
 
     graphs: replays decode steps if there is one (on CUDA)
     tiers:  where the memory has host slots; refresher: where there is cold memory
+    stream: where the cache lies in host memory: brings its layers to the device
+    beside: sees every call of observed steps
     """
 
     def __init__(
@@ -114,6 +77,7 @@ class ModelRunner:
         cache: KVCache,
         backend: Backend,
         signals: Signals,
+        stream: StreamedLayers | None = None,
     ) -> None:
         self.groups, self.layers = groups, groups.layers(cache, backend)
         self.model = loaded.model
@@ -121,12 +85,20 @@ class ModelRunner:
         self.memory = memory
         self.cache = cache
         self.ops = backend
+        on_device = cache.device.type == loaded.facts.device.type
+        self.moves: Backend = backend if on_device else reference
         self.signals = signals
+        self.stream = stream
+        self.streamed = None
+        if stream is not None:
+            self.streamed = StreamedBatches(backend, stream, groups.places, self.device)
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
         self.refresher: Refresher | None = None
+        self.beside: Watcher | None = None
+        self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a plan's blocks ready to be written; to be called once for each plan, before forward.
@@ -134,23 +106,41 @@ class ModelRunner:
         Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the next
         tokens of all sequences go to, whether they take part or not, and for those that are copied.
         """
+        self._late.clear()
         if self.tiers is not None:
             self.tiers.move(plan)
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
-            self.ops.keep_open(self.cache, {*self.memory.unfilled(), *sources})
+            self.moves.keep_open(self.cache, {*self.memory.unfilled(), *sources})
             if self.tiers is not None:
                 self.tiers.parking.fill_rows()
         if plan.copies:
-            self.ops.copy_blocks(self.cache, list(plan.copies))
+            self.moves.copy_blocks(self.cache, list(plan.copies))
             if self.signals.scores is not None:
                 self.signals.scores.copy_blocks(list(plan.copies))
         if plan.fresh:
-            self.ops.prepare_blocks(self.cache, list(plan.fresh))
+            self.moves.prepare_blocks(self.cache, list(plan.fresh))
+
+    def ready(self) -> None:
+        """Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the
+        next tokens of all sequences go to."""
+        if self.cache.open is not None:
+            self.moves.keep_open(self.cache, set(self.memory.unfilled()))
+
+    def make_ready(self, growth: Growth) -> None:
+        """Blocks that have been taken between two steps can be written."""
+        if growth.copies or growth.new_blocks:
+            self.ready()
+        if growth.copies:
+            self.moves.copy_blocks(self.cache, list(growth.copies))
+            if self.signals.scores is not None:
+                self.signals.scores.copy_blocks(list(growth.copies))
+        if growth.new_blocks:
+            self.moves.prepare_blocks(self.cache, list(growth.new_blocks))
 
     @torch.inference_mode()
-    def forward(self, step: list[Scheduled]) -> tuple[Tensor, list[range]]:
-        """Compute the step and write its K/V.
+    def forward(self, step: list[Scheduled], *, observed: bool = True) -> tuple[Tensor, list[range]]:
+        """Compute the step and write its K/V. observed: what policies ask to be kept is.
 
         Returns: logits [rows, V], at most as many rows as the step has tokens, and, for each scheduled
         sequence, the token positions whose rows it owns, in order (position p predicts token p + 1); one of
@@ -162,44 +152,81 @@ class ModelRunner:
         for item in reusing:
             self.bringer.bring(item)
         runs = expanded(step) if reusing else step
-        inputs, watched = self._inputs(step, runs), any(is_watched(item.seq) for item in step)
+        inputs = self._inputs(step, runs)
+        watched = observed and any(is_watched(item.seq) for item in step)
         logits = self._replay(step, inputs, watched)
         if logits is not None:
             return logits, inputs.wanted
+        if self.streamed is not None:
+            watches = self.beside.watch(runs, None) if self.beside is not None and observed else []
+            return self._stream(self.streamed, inputs, watches), inputs.wanted
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
         if self.refresher is not None:
             observer = self.refresher.beside(observer, runs)
+        beside = self.beside.watch(runs, batch) if self.beside is not None and observed else []
+        if beside:
+            observer = observer or Observer(())
+            observer = replace(observer, writes=(*observer.writes, *beside))
         if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
             observer = scout.beside(observer)
         try:
             parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
-            output = self.model(
-                input_ids=torch.tensor([inputs.tokens], device=self.device),
-                position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
-                kv_batch=PagedKVBatch(
-                    self.ops, self.cache, self.layers, self.groups.places, (batch, *others), observer, parts
-                ),
+            places = self.groups.places
+            logits = self._logits(
+                inputs,
+                PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts),
             )
             if observer is not None:
                 observer.commit()
+                if observer.late is not None:
+                    self._late.append(observer.late)
             for item in reusing:
                 self.bringer.bring_last(item)
         except Exception:
             self.signals.forget(step)
             raise
-        return output.logits[0], inputs.wanted
+        return logits, inputs.wanted
+
+    def _stream(
+        self, streamed: StreamedBatches, inputs: _Inputs, watches: list[Callable[[AttentionCall], None]]
+    ) -> Tensor:
+        """The logits over a cache in host memory, which is written when all went well."""
+        try:
+            logits = self._logits(inputs, streamed.begin(inputs.slots, tuple(watches)))
+            streamed.stream.commit()
+        except Exception:
+            streamed.stream.abandon()
+            raise
+        return logits
+
+    def _logits(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
+        output = self.model(
+            input_ids=torch.tensor([inputs.tokens], device=self.device),
+            position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(np.concatenate(inputs.rows)).to(self.device),
+            kv_batch=kv_batch,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def record(self, stand: Mapping[int, int]) -> None:
+        """Of the rows with drafts that have been computed so many stand: nothing is kept of the others."""
+        for late in self._late:
+            late.record(stand)
+        self._late.clear()
+        for seq_id in stand:
+            self.signals.digests.cut(seq_id, self.memory.table(seq_id).physical_len // self.cache.block_size)
 
     def _inputs(self, step: list[Scheduled], runs: list[Scheduled]) -> _Inputs:
         """runs: the step's items, or the runs of tokens that are computed of each, in their order"""
         inputs, last = _Inputs(), {}
         for run in runs:
             seq, start = run.seq, run.row.first
-            inputs.tokens += seq.token_ids[start : start + run.num_tokens]
-            slots = self._slots(run)
+            inputs.tokens += run.tokens
+            slots = self.slots(run)
             end = slots.seq_len + slots.shift
             inputs.slots.append(slots)
             inputs.positions.append(np.arange(end - run.num_tokens, end))
@@ -228,7 +255,8 @@ class ModelRunner:
             return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))
         return None
 
-    def _slots(self, item: Scheduled) -> SequenceSlots:
+    def slots(self, item: Scheduled) -> SequenceSlots:
+        """Where a sequence's keys lie when an item of it has been computed."""
         table = self.memory.table(item.seq.seq_id)
         relative = slots_are_positions(item.seq)
         return SequenceSlots(
@@ -242,13 +270,14 @@ class ModelRunner:
 
 
 def _wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk whose logits are needed: the last known token's, and every one that
-    predicts a token whose probability is asked for, of a continuation that is scored or of the prompt."""
-    seq, start = item.seq, item.seq.num_computed
+    """The positions of this chunk whose logits are needed: the last known token's, those of drafts, and every
+    one that predicts a token whose probability is asked for, of a continuation that is scored or of the
+    prompt."""
+    seq, start = item.seq, item.row.first
     request, end, known = seq.request, start + item.num_tokens, len(seq.token_ids)
     if request.scores is not None:
         return range(min(end, max(start, seq.num_prompt - 1)), min(end, known - 1))
-    first = end - 1 if end == known else end
+    first = end - 1 - item.row.num_drafts if end >= known else end
     if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
         first = min(first, max(start, len(request.prompt_logprobs) - 1))
     return range(first, end)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from kvreclaim.checks import require
 from kvreclaim.compression import Compressor, LayerSignals, Signal
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.signals.late import LateRows, LateSignals
 from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of, windows_of
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
@@ -22,7 +24,7 @@ from kvreclaim.model.inputs import hand_out_inputs
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.projection import output_projections
 from kvreclaim.ops.backend import Backend
-from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.ops.kv_cache import KVCache
@@ -36,10 +38,12 @@ class Observer:
 
     commit: to be called when all layers have been computed. Queries and scores are written as they come, to
             places that are written again if the step is; sums of attention wait for this
+    late:   of rows with drafts: to be recorded when it is known which of them stand
     """
 
     writes: tuple[Callable[[AttentionCall], None], ...]
     commit: Callable[[], None] = lambda: None
+    late: LateSignals | None = None
 
     def see(self, call: AttentionCall) -> None:
         for write in self.writes:
@@ -137,19 +141,42 @@ class Signals:
         """Where the queries and attention of a step that is watched go. Takes rows for new sequences."""
         starts = np.cumsum([0, *(item.num_tokens for item in step)]).tolist()
         asking = [i for i, item in enumerate(step) if is_watched(item.seq)]
-        writes: list[Callable[[AttentionCall], None]] = []
+        writes = self._score_writes(step, asking, batch)
+        guessed = [i for i in asking if step[i].row.num_drafts]
+        late = self._late([(step[i], batch.sequences[i], starts[i]) for i in guessed])
+        if late is not None:
+            writes.append(late.see)
+        asking = [i for i in asking if not step[i].row.num_drafts]
         by_window: dict[int, list[int]] = {}
         for i in asking:
             for window in windows_of(step[i].seq):
                 by_window.setdefault(window, []).append(i)
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
-        writes += self._score_writes(step, asking, batch)
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not mass:
-            return Observer(tuple(writes))
+            return Observer(tuple(writes), late=late)
         write, commit = self._mass_write([step[i].seq.seq_id for i in mass], mass, batch)
-        return Observer((*writes, write), commit)
+        return Observer((*writes, write), commit, late)
+
+    @torch.inference_mode()
+    def note(
+        self, seq: Sequence, first: int, queries: dict[int, Tensor], slots: SequenceSlots | None
+    ) -> None:
+        """Queries [n, H, D] of each layer, by tokens of a sequence from position `first` on, the last ones in
+        its slots: what its policy asks to be kept of them. None: queries alone."""
+        needs = needs_of(seq.request.compressor)
+        if Signal.RECENT_QUERIES in needs:
+            store = self._query_store(window_of(seq))
+            for layer, own in queries.items():
+                store.write(seq.seq_id, layer, first, own)
+        if Signal.ATTENTION_MASS in needs and slots is not None:
+            self._mass.take(seq.seq_id)
+            self._mass.reserve(slots.seq_len)
+            batch = AttentionBatch.build((slots,), self.cache.block_size, self.cache.device)
+            rows = self._mass.index([seq.seq_id])
+            for layer, own in queries.items():
+                self._mass.add(rows, layer, self.backend.column_sums(own, self.cache.layers[layer], batch))
 
     def forget(self, step: list[Scheduled]) -> None:
         """A step has failed half-way: its tokens may be computed again as if it had not been. Queries are
@@ -265,6 +292,20 @@ class Signals:
             self._queries[window] = QueryStore(window, self.facts, self.room)
         return self._queries[window]
 
+    def _late(self, items: list[tuple[Scheduled, SequenceSlots, int]]) -> LateSignals | None:
+        """Of items with drafts whose policies keep queries or attention; with each its first row."""
+        found = []
+        for item, slots, start in items:
+            needs, seq_id = needs_of(item.seq.request.compressor), item.seq.seq_id
+            asks = Signal.RECENT_QUERIES in needs
+            queries = self._query_store(window_of(item.seq)) if asks else None
+            mass = self._mass if Signal.ATTENTION_MASS in needs else None
+            if queries is None and mass is None:
+                continue
+            rows = torch.arange(start, start + item.num_tokens, device=self.cache.device)
+            found.append(LateRows(seq_id, item.row.first, rows, queries, mass, partial(_as_last, slots)))
+        return LateSignals(found, self.cache, self.backend) if found else None
+
     def _query_write(
         self, window: int, items: list[tuple[Scheduled, int]]
     ) -> Callable[[AttentionCall], None]:
@@ -330,11 +371,12 @@ class Signals:
             compressor = step[i].seq.request.compressor
             if compressor is not None and Signal.TOKEN_SCORES in compressor.policy.needs:
                 members.setdefault(compressor, []).append(i)
-        return [self._score_write(compressor, places, batch) for compressor, places in members.items()]
+        return [self.score_write(compressor, places, batch) for compressor, places in members.items()]
 
-    def _score_write(
+    def score_write(
         self, compressor: Compressor, members: list[int], batch: AttentionBatch
     ) -> Callable[[AttentionCall], None]:
+        """What scores the tokens of a step's sequences, and puts the scores beside their slots."""
         rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
         store, stats, slots = self.scores, compressor.stats, batch.slot_mapping[rows]
         assert store is not None, "check has made it"
@@ -375,3 +417,8 @@ class Signals:
             self.room.change(0, sum(tensor.nbytes for tensor in found))
             shown[signal] = found
         return shown[signal]
+
+
+def _as_last(slots: SequenceSlots, num_rows: int) -> SequenceSlots:
+    """A sequence of which so many rows of a step have been computed, the last of them now."""
+    return replace(slots, query_len=1, seq_len=slots.seq_len - slots.query_len + num_rows)

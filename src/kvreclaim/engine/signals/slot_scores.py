@@ -56,6 +56,12 @@ class SlotScores:
         source, target = torch.tensor(pairs, device=self._blocks.device).unbind(1)
         self._blocks[:, target] = self._blocks[:, source]
 
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Scores of some slots [T] beside others [T], too."""
+        size = self.block_size
+        found = self._blocks[:, source // size, :, source % size]
+        self._blocks[:, target // size, :, target % size] = found
+
     def compact(self, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
         """As Backend.compact."""
         rows = kept.expand(len(self._blocks), -1, -1)

@@ -116,6 +116,13 @@ class QueryStore(RowStore):
         self.take(seq_id)
         self._first.setdefault(seq_id, position)
 
+    def write(self, seq_id: int, layer: int, first: int, queries: Tensor) -> None:
+        """Queries [n, H, D] of one layer from position `first` on; only the last `window` are kept."""
+        self.begin(seq_id, first)
+        skipped = max(0, len(queries) - self.window)
+        places = torch.arange(first + skipped, first + len(queries), device=self.tensor.device) % self.window
+        self.row(seq_id)[layer, places] = queries[skipped:].to(self.tensor.dtype)
+
     def copy(self, parent_id: int, child_id: int) -> None:
         super().copy(parent_id, child_id)
         if parent_id in self._first:
@@ -213,6 +220,11 @@ class DigestStore(RowStore):
         missing = range(self._known.get(seq_id, 0), num_blocks)
         self._known[seq_id] = num_blocks
         return missing
+
+    def cut(self, seq_id: int, num_blocks: int) -> None:
+        """Of a sequence's blocks only the first ones are full after all."""
+        if seq_id in self._known:
+            self._known[seq_id] = min(self._known[seq_id], num_blocks)
 
     def drop(self, seq_id: int) -> None:
         super().drop(seq_id)

@@ -230,7 +230,10 @@ def uneven_part(
     at once, and sent to the device together."""
     size, heads, device = cache.block_size, cache.num_kv_heads, cache.device
     cells = [head_cells(item.seq, memory, cache) for item in items]
-    physical = [memory.table(item.seq.seq_id).physical_len + item.num_tokens for item in items]
+    behind = [item.row.first - item.seq.num_computed + item.num_tokens for item in items]
+    physical = [
+        memory.table(item.seq.seq_id).physical_len + new for item, new in zip(items, behind, strict=True)
+    ]
     lengths = np.concatenate(
         [head_lengths(item.seq.state.cells, n, cache) for item, n in zip(items, physical, strict=True)],
         axis=1,

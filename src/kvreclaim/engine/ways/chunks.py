@@ -36,7 +36,13 @@ def has_chunks(item: Scheduled) -> bool:
 def expanded(step: Sequence[Scheduled]) -> list[Scheduled]:
     """A step with an item for each run of tokens that are computed."""
     return [
-        Scheduled(item.seq, Row(item.seq.seq_id, run.start, len(run))) for item in step for run in _runs(item)
+        part
+        for item in step
+        for part in (
+            [Scheduled(item.seq, Row(item.seq.seq_id, run.start, len(run))) for run in _runs(item)]
+            if has_chunks(item)
+            else [item]
+        )
     ]
 
 

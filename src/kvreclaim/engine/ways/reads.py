@@ -47,7 +47,7 @@ class SparseReads:
         self.cache, self.ops, self.store, self.compressor = cache, ops, store, compressor
         size, device = cache.block_size, cache.device
         self.query_lens = [item.num_tokens for item in items]
-        starts = [item.seq.num_computed for item in items]
+        starts = [item.row.first for item in items]
         ends = [start + length for start, length in zip(starts, self.query_lens, strict=True)]
         self._seq_ids = [item.seq.seq_id for item in items]
         rows = [block_row(item.seq, memory) for item in items]

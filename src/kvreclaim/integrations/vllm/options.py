@@ -24,7 +24,9 @@ from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
-_FIELDS = tuple(f.name for f in fields(CompressionConfig) if f.name not in ("stats", "recall"))
+_OURS = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
+"""Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
+_FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in _OURS)
 _MISSING = {
     Signal.RECENT_QUERIES: "the most recent queries",
     Signal.ATTENTION_MASS: "the attention that each token has received",

@@ -1,0 +1,111 @@
+"""Companions: what a compressed cache holds of a sequence whose full cache is there, too. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic
+
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.changes import Growth
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.ledger import compress
+from kvreclaim.schedule.queue import Seq
+from kvreclaim.schedule.sequence import Status
+from kvreclaim.schedule.step import Pass
+
+
+class Companions(Generic[Seq]):
+    """By the sequence that each one belongs to, its owner; in the order in which they began.
+
+    Nothing of an owner's answer depends on its companion, so companions give way to everything else: the last
+    one first. An owner without one goes on as it is, and may have another one later.
+
+    memory: of the companions' blocks, the owners' own or another one
+    gone:   that have given way, for whoever keeps more of them to forget
+    """
+
+    def __init__(self, memory: MemoryManager) -> None:
+        self.memory = memory
+        self.gone: list[Seq] = []
+        self._held: dict[int, Seq] = {}
+
+    def __iter__(self) -> Iterator[Seq]:
+        return iter(list(self._held.values()))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, owner: Seq) -> Seq | None:
+        """The owner's companion."""
+        return self._held.get(owner.seq_id)
+
+    def begin(self, owner: Seq, companion: Seq) -> None:
+        """A companion that holds nothing yet."""
+        companion.keys = self.memory.keys(companion.token_ids)
+        empty = BlockTable.of_inexact(companion.keys, (), logical_len=0, physical_len=0, exact_len=0)
+        self.memory.adopt(companion.seq_id, empty)
+        self._hold(owner, companion)
+
+    def fork(self, owner: Seq, companion: Seq, parent: Seq) -> None:
+        """A companion that shares all blocks and lengths of another one."""
+        assert parent.keys is not None, f"sequence {parent.seq_id} has not begun"
+        companion.keys = parent.keys.fork(companion.token_ids)
+        companion.num_computed, companion.account = parent.num_computed, parent.account.fork()
+        self.memory.fork(parent.seq_id, companion.seq_id, companion.keys)
+        self._hold(owner, companion)
+
+    def _hold(self, owner: Seq, companion: Seq) -> None:
+        companion.status = Status.RUNNING
+        self._held[owner.seq_id] = companion
+
+    def has_room(self, owner: Seq, footprint: Footprint, num_drafts: int) -> bool:
+        """Whether there are blocks for a companion of this footprint, as far as the owner has come, and for
+        the next token of everybody."""
+        slots = footprint.slots_needed(owner.num_prompt, len(owner.token_ids))
+        if footprint.bounded:
+            slots = max(slots, min(footprint.decode_cap, owner.max_len))
+        spare = len(self._held) + 1
+        return blocks_for(slots + num_drafts, self.memory.block_size) + spare <= self.memory.num_free
+
+    def grow(self, companion: Seq, num_tokens: int) -> Growth | None:
+        """Room for so many tokens; None: there is none."""
+        if not self.memory.can_grow(companion.seq_id, num_tokens):
+            return None
+        return self.memory.grow(companion.seq_id, num_tokens)
+
+    def commit(self, companion: Seq, num_tokens: int) -> None:
+        """So many tokens have been written."""
+        self.memory.commit(companion.seq_id, num_tokens, exact=False)
+        companion.num_computed += num_tokens
+
+    def compress(self, companion: Seq) -> Pass[int] | None:
+        """Its pass, if it is due and blocks can be had; table and lengths are changed at return. Room for
+        drafts goes back first."""
+        self.memory.trim(companion.seq_id)
+        return compress(
+            companion.seq_id,
+            companion.num_computed,
+            companion.num_prompt,
+            companion.footprint,
+            companion.account,
+            self.memory,
+        )
+
+    def give_way(self) -> bool:
+        """Let the last one go. Returns: whether there was one."""
+        if not self._held:
+            return False
+        owner_id = next(reversed(self._held))
+        self.gone.append(self._held[owner_id])
+        self.leave(owner_id)
+        return True
+
+    def leave(self, owner_id: int) -> Seq | None:
+        """An owner has none any more. Returns: the one that it had."""
+        companion = self._held.pop(owner_id, None)
+        if companion is not None:
+            companion.status = Status.ENDED
+            self.memory.free(companion.seq_id)
+        return companion
