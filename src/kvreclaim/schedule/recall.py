@@ -43,7 +43,7 @@ class Recall:
     every: int = 16
     blocks: int = 8
     packing: str = "kmeans"
-    digest: str = "minmax"
+    digest: str = "cuboid_mean"
     source: str = "recent"
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.units import gather_units, read_units, unit_tokens, write_units
+from kvreclaim.schedule.recall import Recall
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,13 @@ class _Packed:
     waits: Tensor
 
 
+def recall_of(job: Job) -> Recall:
+    """How the sequence's evicted tokens come back."""
+    recall = job.compressor.recall
+    assert recall is not None, f"sequence {job.seq.seq_id} does not recall"
+    return recall
+
+
 class RecallPass:
     """Way.COMPACT with recall."""
 
@@ -60,15 +68,13 @@ class RecallPass:
         for job in jobs:
             self._sync(job)
         compressor = jobs[0].compressor
-        assert compressor.recall is not None, "asked of recall alone"
-        keep = compressor.budget - compressor.recall.slots(self.size)
+        keep = compressor.budget - recall_of(jobs[0]).slots(self.size)
         return compressor.choose_all([self.pages.question(job) for job in jobs], keep=keep)
 
     def apply(self, job: Job, choice: Tensor) -> Done:
         pages, seq_id = self.pages, job.seq.seq_id
         heads = pages.cache.num_layers, pages.cache.num_kv_heads
-        recall = job.compressor.recall
-        assert recall is not None, "asked of recall alone"
+        recall = recall_of(job)
         kept = choice.expand(*heads, -1)
         source = pages.index(job)
         target = torch.tensor(job.plan.target_ids, device=source.device)
@@ -111,8 +117,7 @@ class RecallPass:
         positions = torch.full(packed.shape, -1, dtype=torch.int32, device=kept.device)
         positions[..., :num_tokens] = self.pages.positions(job)
         cells = recalls.cells(blocks)
-        recall = job.compressor.recall
-        assert recall is not None, "asked of recall alone"
+        recall = recall_of(job)
         intact = torch.zeros((*kept.shape[:2], recall.blocks), dtype=torch.bool, device=kept.device)
         if table is not None:
             back = packed[..., kept.shape[-1] : kept.shape[-1] + recall.slots(size)]
@@ -137,8 +142,7 @@ class RecallPass:
         age = losers.positions.masked_fill(~losers.packed, -1)
         waits = age.topk(left, dim=-1).indices.sort(-1).values
         packed = losers.packed.scatter(-1, waits, False)
-        recall = job.compressor.recall
-        assert recall is not None, "asked of recall alone"
+        recall = recall_of(job)
         orders = []
         for layer in range(len(count)):
             keys = losers.positions[layer, ..., None]
@@ -158,8 +162,7 @@ class RecallPass:
         are gone, and others have their places."""
         recalls, device = self.recalls, packed.at.device
         heads = table.rows.shape[:2]
-        recall = job.compressor.recall
-        assert recall is not None, "asked of recall alone"
+        recall = recall_of(job)
         broken = ~losers.intact if table.num_pages else torch.zeros_like(losers.intact)
         new = len(packed.at) - int(broken.sum())
         num_pages = table.num_pages + new // (heads[0] * heads[1])
@@ -226,8 +229,7 @@ class RecallPass:
 
     def _come_back(self, job: Job, table: PageTable, losers: _Losers, kept: Tensor, source: Tensor) -> Tensor:
         """Choose the pages that are back from now on. Returns: [L, K, R] bool, blocks that hold others."""
-        pages, recall, seq = self.pages, job.compressor.recall, job.seq
-        assert recall is not None, "asked of recall alone"
+        pages, recall, seq = self.pages, recall_of(job), job.seq
         found = []
         for layer in range(len(kept)):
             tokens = PagedTokens(pages.cache.layers[layer], source, job.num_slots)
