@@ -102,8 +102,6 @@ class Answers:
         for item, _ in drafted:
             accepted = stand.get(item.seq.seq_id, 1) - 1
             self.totals.speculation.note(item.row.num_drafts, accepted)
-            if item.seq.request.verify is not None:
-                item.seq.request.verify.note(item.row.num_drafts, accepted)
         return stand
 
     def _agrees(self, item: Scheduled, depth: int, drawn: Drawn | Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,9 @@ from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.account import Account
 
-BELIEF_STEP = 0.1
+PROBABLE = (0.5, 0.9)
+"""Drafts are told apart by how probable they are: below, between and above these."""
+BELIEF_STEP = 0.05
 """Weight of the newest token in how often drafts are accepted."""
 FULL_ROUNDS = 8
 """Rounds without a refused draft after which a budget that chooses itself falls."""
@@ -192,10 +195,10 @@ class Verify:
     """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
 
     compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
-    belief:   how often a draft has been accepted lately
     budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
               was; empty: it stays
     is_short: the budget has just risen: companions are to be chosen anew from the full cache
+    beliefs:  how often drafts have been accepted lately, by how probable they were (PROBABLE)
     """
 
     compressor: Compressor
@@ -204,7 +207,7 @@ class Verify:
     budgets: tuple[int, ...] = ()
     is_short: bool = False
     num_full: int = 0
-    belief: float = 0.9
+    beliefs: list[float] = field(default_factory=lambda: [0.85, 0.95, 0.99])
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -213,13 +216,19 @@ class Verify:
     def way(self) -> schedule.Way:
         return self.compressor.way
 
-    def note(self, drafted: int, accepted: int) -> None:
-        """A round."""
+    def belief(self, probability: float) -> float:
+        """In a draft that the compressed cache holds so probable."""
+        return self.beliefs[bisect(PROBABLE, probability)]
+
+    def note(self, probabilities: list[float], accepted: int) -> None:
+        """A round: drafts that were so probable, and how many of them were accepted."""
+        drafted = len(probabilities)
         self.num_rounds += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
-        for agreed in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self.belief += BELIEF_STEP * (agreed - self.belief)
+        for place, probability in enumerate(probabilities[: accepted + 1]):
+            kind = bisect(PROBABLE, probability)
+            self.beliefs[kind] += BELIEF_STEP * ((place < accepted) - self.beliefs[kind])
         self.num_full = self.num_full + 1 if accepted == drafted else 0
         if accepted < drafted:
             self._step(1)

@@ -18,17 +18,19 @@ LEAST_CONFIDENCE = 0.3
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """One sequence that drafts: its companion has room for `most` tokens behind what it holds.
+    """One sequence that drafts: its companion has room for `most` tokens behind what it holds, `first` of
+    them.
 
-    belief: in one token that is drawn with noise, where its probability says nothing: how often such tokens
-            have been accepted
+    confidence: that all of its tokens will be accepted, as far as one can tell from how often tokens that
+                were as probable have been
     """
 
     owner: Sequence
     companion: Sequence
     most: int
-    belief: float
+    first: int
     tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
     confidence: float = 1.0
 
     @property
@@ -37,10 +39,12 @@ class Draft:
 
     def take(self, token: int, probability: float) -> None:
         """The next token."""
+        verify = self.owner.request.verify
+        assert verify is not None, f"sequence {self.owner.seq_id} is not verified"
         self.tokens.append(token)
+        self.probabilities.append(probability)
         self.companion.token_ids.append(token)
-        greedy = self.owner.request.params.temperature == 0
-        self.confidence *= probability if greedy else self.belief
+        self.confidence *= verify.belief(probability)
 
 
 def draft_all(drafts: list[Draft], runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
@@ -65,13 +69,14 @@ def _drawn(going: list[Draft], logits: Tensor, eos_token_ids: frozenset[int]) ->
     """Give each its token. Returns: those whose logits are numbers."""
     best = logits.max(-1)
     sound = best.values.isfinite().tolist()
-    probabilities = (best.values.float() - logits.float().logsumexp(-1)).exp().tolist()
     asks = [draft.companion.sample_row(eos_token_ids) for draft in going]
     found = draw(logits, best.indices.tolist(), list(range(len(going))), asks)
+    drawn = [0 if isinstance(each, Exception) else each.token for each in found]
+    chosen = logits.float().log_softmax(-1)[range(len(drawn)), drawn].exp().tolist()
     left = []
-    for draft, is_sound, drawn, probability in zip(going, sound, found, probabilities, strict=True):
-        if is_sound and not isinstance(drawn, Exception):
-            draft.take(drawn.token, probability)
+    for draft, is_sound, each, probability in zip(going, sound, found, chosen, strict=True):
+        if is_sound and not isinstance(each, Exception):
+            draft.take(each.token, probability)
             left.append(draft)
     return left
 

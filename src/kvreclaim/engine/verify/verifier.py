@@ -38,6 +38,7 @@ class Verifier:
         self.companions, self.runner = following.companions, following.runner
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
         self._readers: dict[int, Sequence] = {}
+        self._drafts: dict[int, Draft] = {}
 
     def watch(self, step: list[Scheduled], batch: AttentionBatch | None) -> list[Watch]:
         """What is to see the attention calls of a step of owners and others."""
@@ -47,7 +48,12 @@ class Verifier:
 
     def follow(self, computed: Iterable[Sequence]) -> None:
         """These have advanced; companions come as far as their owners are."""
-        self.following.follow(computed)
+        owners = [seq for seq in computed if is_owner(seq)]
+        for owner in owners:
+            draft = self._drafts.pop(owner.seq_id, None)
+            if draft is not None and owner.num_computed > draft.first:
+                verify_of(owner).note(draft.probabilities, owner.num_computed - draft.first - 1)
+        self.following.follow(owners)
 
     def propose(self, running: ListLike[Sequence]) -> None:
         """Draft for every owner whose companion has come as far as itself."""
@@ -59,6 +65,7 @@ class Verifier:
             draft_all(drafts, self.runner, self._eos_token_ids)
             for draft in drafts:
                 draft.owner.draft_ids = draft.tokens
+                self._drafts[draft.owner.seq_id] = draft
         except Exception as error:
             self.following.failed("drafting for %d sequences", len(drafts), error)
             for owner in filter(is_owner, running):
@@ -78,7 +85,7 @@ class Verifier:
         most = most_drafts(companion, most, self.companions.memory, form)
         while most and not self.following.has_room(companion, most):
             most //= 2
-        draft = Draft(owner, companion, most, verify.belief)
+        draft = Draft(owner, companion, most, companion.num_computed)
         if not most:
             self._end(draft)
         return [draft] if most else []
@@ -120,5 +127,6 @@ class Verifier:
     def leave(self, owner_id: int) -> None:
         """An owner has lost its blocks, or ended, or its companion is of no use."""
         self.following.leave(owner_id)
+        self._drafts.pop(owner_id, None)
         if (reader := self._readers.pop(owner_id, None)) is not None:
             self.runner.signals.drop(reader.seq_id)
