@@ -230,6 +230,14 @@ class EngineConfig:
     kv_offloading_eviction_policy: str = option(
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
+    kv_cold_size: float = option(
+        0.0,
+        "GiB of host memory for the evicted tokens of requests with recall; beyond it the pages that promise "
+        "least go for good. 0: no recall.",
+        low=0.0,
+        high=float(1 << 20),
+        panel=TIERS,
+    )
     speculative_config: str | None = option(
         None,
         "JSON of how tokens are guessed that the model then checks, several at once, such as "
@@ -269,6 +277,12 @@ class EngineConfig:
             f"{self.kv_offloading_size:g}, but there are no tiers below a cache that lies in host memory "
             "itself; leave one of them out.",
             "full_cache_host_size",
+        )
+        require(
+            not (self.full_cache_host_size and self.kv_cold_size),
+            f"full_cache_host_size is {self.full_cache_host_size:g}, kv_cold_size {self.kv_cold_size:g}, but "
+            "a cache that lies in host memory loses nothing that could be recalled; leave one of them out.",
+            "kv_cold_size",
         )
         require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
@@ -467,6 +481,14 @@ class CompressionSettings:
         "File of query statistics; the one beside the weights where not said.",
         flags=("--kv-compression-stats",),
         typed_as=str,
+    )
+    recall: str | None = option(
+        None,
+        "Evicted tokens wait in host memory (kv_cold_size) and come back when queries want them: at passes "
+        "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
+        "query(blocks=8).",
+        flags=("--kv-recall", "--recall"),
+        kw_only=True,
     )
     auto_budget: bool | None = field(default=None, kw_only=True)
     """That budget was "auto"; set by it."""

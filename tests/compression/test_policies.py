@@ -10,6 +10,7 @@ from kvreclaim.compression import (
     CompressionConfig,
     CompressionPolicy,
     Compressor,
+    LayerSignals,
     Signal,
     make_policy,
     registry,
@@ -115,7 +116,11 @@ def test_knorm_is_published_with_small_norms_kept():
 def test_recency_is_exact_for_a_million_tokens():
     facts = dataclasses.replace(layer_facts(head_dim=2), num_heads=1, num_kv_heads=1)
     view = layer_view(facts, None, num_tokens=1_000_001)
-    assert StreamingLLM().score(view)[0, -1] == 1_000_000
+    slots = dataclasses.replace(view, signals=LayerSignals())
+    assert StreamingLLM().score(slots)[0, -1] == 1_000_000
+    places = torch.arange(1_000_000, -1, -1, dtype=torch.int32)[None]
+    recalled = dataclasses.replace(view, signals=LayerSignals(positions=places))
+    assert StreamingLLM().score(recalled)[0, :2].tolist() == [1_000_000, 999_999]
 
 
 class TestEvictOnly:

@@ -36,6 +36,7 @@ ENGINE = (
     "max_model_len",
     "spread_compression",
     "enforce_eager",
+    "kv_cold_size",
 )
 
 

@@ -19,7 +19,13 @@ from kvreclaim.compression.policy import (
     Mode,
     score_all,
 )
-from kvreclaim.compression.refusals import STATISTICS, check_policy, layer_stats
+from kvreclaim.compression.refusals import (
+    STATISTICS,
+    check_policy,
+    check_recall,
+    layer_stats,
+    require_centers,
+)
 from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.compression.stats_digest import stats_digest
@@ -85,11 +91,17 @@ class Compressor:
         self.select_top = select_top
         self.policy: CompressionPolicy = config.make_policy()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
+        self.recall = config.recalled
         check_policy(self.policy, facts)
+        if self.recall is not None:
+            check_recall(self.policy, self.recall, facts)
+            self.mode = Mode.PER_LAYER_HEAD
         self._rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
         self.stats: tuple[LayerStats, ...] | None = None
-        if self.policy.needs & STATISTICS:
+        if self.policy.needs & STATISTICS or (self.recall is not None and self.recall.needs_mixture):
             self.stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
+            if self.recall is not None and self.recall.needs_mixture:
+                require_centers(self.policy, self.stats)
         windows = [layer.softmax.window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
         alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
@@ -160,7 +172,7 @@ class Compressor:
         """The slots that stay of each of several sequences, as if it were asked about alone.
 
         Args:
-            keep:  tokens kept; None: the budget, which it must not be below
+            keep:  tokens kept; None: the budget, below which it must not be without recall
             check: as for select: what becomes of a NaN
 
         Returns: [L | 1, K | 1, min(keep, T)] int64 ascending each, by mode. Sliding layers do not vote in
@@ -168,7 +180,8 @@ class Compressor:
         Raises: InvalidArgumentError if the policy gives scores of a wrong shape or NaN.
         """
         keep = self.budget if keep is None else keep
-        assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
+        at_least = self.budget if self.recall is None else 1
+        assert keep >= at_least, f"{keep} tokens to keep, below the budget of {self.budget}"
         over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.way.evicts]
         votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
         alike: dict[tuple[int, int], list[int]] = {}

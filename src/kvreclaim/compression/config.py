@@ -14,6 +14,7 @@ from kvreclaim.compression.stats import RECALIBRATE, QueryStats
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
+from kvreclaim.schedule.recall import Recall, parse_recall
 from kvreclaim.schedule.way import Way
 
 MAX_KEPT: Final = 16
@@ -38,6 +39,8 @@ class CompressionConfig(CompressionSettings):
     protect_prompt: prompt tokens go only if there is no other way to keep sinks and recent tokens
     mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own, the only one where
                     whole blocks go, heads keep unequal numbers or nothing is evicted but reads are sparse
+    recall:         "pass" | "tokens:N" | "query": evicted tokens are kept in pages on the host and come back
+                    when queries want them (schedule.recall); None: they are gone
     verify:         the compressed cache only drafts; the full one is kept, too, and says the output, which is
                     that of a request without compression: docs/lossless.md
     verify_tokens:  drafted at most between two verifications
@@ -67,6 +70,24 @@ class CompressionConfig(CompressionSettings):
         if not isinstance(self.options, Mapping):
             raise InvalidArgumentError(f"options is {self.options!r}; it must map option names to values.")
         object.__setattr__(self, "options", dict(self.options))
+        recall = self.recalled
+        require(
+            recall is None or not self.verify,
+            "verify is set beside recall, but a cache that only drafts has no cold pages; leave one out.",
+            "recall",
+        )
+        require(
+            recall is None or self.mode in (None, Mode.PER_LAYER_HEAD),
+            f"mode is {self.mode!r}, but under recall each KV head holds its own tokens; leave mode, or "
+            "recall, out.",
+            "recall",
+        )
+        require(
+            recall is None or not self.protect_prompt,
+            "protect_prompt goes by the leading slots, and recalled tokens stand behind others; leave it or "
+            "recall out.",
+            "recall",
+        )
         if self.policy == AUTO:
             require(not self.options, "options belong to a policy, and policy is 'auto'; name one, or none.")
             return
@@ -76,6 +97,11 @@ class CompressionConfig(CompressionSettings):
                 f"mode is {self.mode!r}, but policy {policy.name} decides itself who shares a kept set; "
                 "leave mode out."
             )
+
+    @property
+    def recalled(self) -> Recall | None:
+        """How evicted tokens come back; None: they do not."""
+        return None if self.recall is None else parse_recall(self.recall)
 
     def resolved(self, stats: QueryStats | None, whose: str) -> CompressionConfig:
         """With a policy that has a name of its own in the place of "auto"; itself otherwise.
@@ -118,4 +144,5 @@ class CompressionConfig(CompressionSettings):
             sinks=self.sinks,
             recent=self.recent,
             protect_prompt=self.protect_prompt,
+            recall=self.recalled,
         )

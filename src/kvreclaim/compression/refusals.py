@@ -8,6 +8,7 @@ from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
+from kvreclaim.schedule.recall import Recall
 from kvreclaim.schedule.way import Way
 
 _PARTS = {
@@ -42,8 +43,40 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
         )
 
 
-def refuse_format(policy: CompressionPolicy, kv_format: KVFormat) -> None:
-    """Raise InvalidArgumentError if the policy does not go with this format of the KV cache."""
+def check_recall(policy: CompressionPolicy, recall: Recall, facts: ModelFacts) -> None:
+    """Raise InvalidArgumentError where evicted tokens of this policy or model cannot come back."""
+    name, problem = policy.name, None
+    if policy.way is not Way.COMPACT:
+        problem = f"policy {name} does not slide equal numbers of tokens together; use one that does"
+    elif policy.cache_relative:
+        problem = f"policy {name} turns keys to their slots, which a page has not; use positions=original"
+    elif policy.prompt_only:
+        problem = f"policy {name} compresses the prompt alone, and no later pass weighs what came back; use "
+        problem += "when=always, or another policy"
+    elif Signal.TOKEN_SCORES in policy.needs:
+        problem = f"policy {name} keeps scores by slot, which do not follow tokens to the host; use surrogate"
+    elif any(layer.softmax.window is not None or layer.softmax.chunk is not None for layer in facts.layers):
+        problem = (
+            f"{facts.name!r} has layers with sliding windows, whose tokens never come back; leave it out"
+        )
+    elif any(layer.latent for layer in facts.layers):
+        problem = f"{facts.name!r} caches latents, of which there are no digests; leave it out"
+    elif len({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in facts.layers}) > 1:
+        problem = f"{facts.name!r} has layers of unequal heads; leave it out"
+    if problem is not None:
+        raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
+    if recall.needs_mixture:
+        _check_rotation(policy, facts)
+
+
+def refuse_format(policy: CompressionPolicy, kv_format: KVFormat, *, recalls: bool = False) -> None:
+    """Raise InvalidArgumentError if the policy, or recall, does not go with this format of the KV cache."""
+    if recalls and kv_format.has_open_blocks:
+        raise InvalidArgumentError(
+            f"recall is refused in {kv_format.name}, whose scales are of a block, not of its tokens; use "
+            "kv_cache_dtype turboquant4, int4, int8, fp8 or a plain format.",
+            field="compression",
+        )
     if policy.cache_relative and not kv_format.is_plain:
         raise InvalidArgumentError(
             f"policy {policy.name} turns keys to new positions at every pass, and in {kv_format.name} each "
@@ -108,6 +141,16 @@ def layer_stats(
             f"{RECALIBRATE}, or use surrogate."
         )
     return tuple(stats.layer(n).to(facts.device) for n in facts.ids)
+
+
+def require_centers(policy: CompressionPolicy, stats: tuple[LayerStats, ...]) -> None:
+    """Raise InvalidArgumentError where recall is to go by a mixture of queries that is not known."""
+    if any(layer.centers is None for layer in stats):
+        raise InvalidArgumentError(
+            f"recall beside policy {policy.name} goes by centres of queries, and the statistics hold none; "
+            f"{RECALIBRATE} with centres, or use source=recent.",
+            field="compression",
+        )
 
 
 def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:

@@ -66,7 +66,7 @@ class EvalPlan:
     sparse_prefill: as in EngineConfig; the first of them, too, is that of what others are compared with
     chunk_reuse:    ways of reusing the chunks of prompts that have some; likewise
     num_examples:   per cell and seed
-    interval, sinks, recent, protect_prompt, mode, stats: as in CompressionConfig
+    interval, sinks, recent, protect_prompt, mode, recall, stats: as in CompressionConfig
     free_running:   also generate where a task scores a gold trace
     batch_size:     examples at once; fewer where the pool holds fewer
     """
@@ -98,6 +98,7 @@ class EvalPlan:
     recent: int = 64
     protect_prompt: bool = False
     mode: str | None = None
+    recall: str | None = None
     stats: Any = None
 
     def __post_init__(self) -> None:

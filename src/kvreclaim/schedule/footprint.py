@@ -17,6 +17,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.protection import kept_prompt_slots
+from kvreclaim.schedule.recall import Recall
 from kvreclaim.schedule.sparse import SparseRows
 from kvreclaim.schedule.way import Way
 
@@ -46,6 +47,7 @@ class Footprint:
     trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
                 everything
     sparse:     the prompt is computed sparsely; what follows is no longer what others find
+    recall:     how evicted tokens come back, in the last blocks of the budget; None: they do not
     lossy_from: leading tokens behind which what is computed is nobody else's; None: all is found by others
     """
 
@@ -66,6 +68,7 @@ class Footprint:
     trailing: Window | None = None
     sparse: SparseRows | None = None
     lossy_from: int | None = None
+    recall: Recall | None = None
 
     def seen_from(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
@@ -147,7 +150,10 @@ class Footprint:
         live = num_computed - account.num_evicted
         if prompt_left > 0:
             return min(prompt_left, max(1, self.prompt_cap - live))
-        return max(1, self._due_at(num_prompt, account.last_computed) - live)
+        until = max(1, self._due_at(num_prompt, account.last_computed) - live)
+        if self.recall is not None and self.recall.between and account.num_evicted:
+            return min(until, self.recall.tokens_until(num_computed))
+        return until
 
     def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
         """Whether the next tokens read some blocks only: what is computed then is not exact."""

@@ -58,6 +58,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         chosen = own.make_policy()
         keeps_all = own.verify or not chosen.way.evicts
         least, window = min(least, own.interval), max(window, chosen.query_window)
+        window = max(window, own.recalled.every if own.recalled is not None else 0)
         most = None if most is None else max(most, own.budget)
     require(
         asked.interval >= least or policy.prompt_only or not policy.way.evicts,
@@ -68,6 +69,12 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         policy.query_window <= window,
         f"policy {asked.policy!r} looks back on {policy.query_window} queries, but this server keeps "
         f"{window} at most; ask for a window of {window} or less.",
+    )
+    recall = asked.recalled
+    require(
+        recall is None or recall.every <= window,
+        f"recall {asked.recall!r} looks back on more queries than the {window} that this server keeps; "
+        "ask for tokens:N with N no larger.",
     )
     require(
         most is None or asked.budget <= most,

@@ -36,6 +36,7 @@ class Question:
     compress_at: int | None = None
     max_len: int | None = None
     sparse: str | None = None
+    recall: str | None = None
     verify: int = 0
 
     @property

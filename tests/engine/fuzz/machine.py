@@ -103,6 +103,7 @@ class Machine:
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
+        heads = facts.layers[0].num_kv_heads
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -124,6 +125,7 @@ class Machine:
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
+            kv_cold_size=setup.cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
@@ -151,6 +153,7 @@ class Machine:
             kernels=setup.kernels,
             compress_at=self.compress_at(ask, prompt),
             sparse=ask.sparse,
+            recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
             verify=verify,
         )
 
@@ -169,6 +172,7 @@ class Machine:
             interval=question.interval,
             sinks=1,
             recent=2,
+            recall=question.recall,
             verify=question.verify > 0,
             verify_tokens=question.verify or 1,
         )
@@ -198,6 +202,7 @@ class Machine:
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
                 compressed_prefix_fraction=0.0,
+                cold_units=100_000,
             )
             self._roomy[key] = self.engine(setup)
         llm = self._roomy[key]

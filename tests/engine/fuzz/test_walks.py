@@ -10,13 +10,27 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from operations import FORMATS, KINDS, POLICIES, Abort, Ask, Brittle, NotFinite, Raise, Reset, Setup, Step
+from operations import (
+    FORMATS,
+    KINDS,
+    POLICIES,
+    RECALLS,
+    Abort,
+    Ask,
+    Brittle,
+    NotFinite,
+    Raise,
+    Reset,
+    Setup,
+    Step,
+)
 from walk import Walk
 from world import World
 
 from kvreclaim.engine.execute import streamed
 
-SEEDS = (1020, 1021, 1022, 1023, 1024, 1026, 1027, 1028, 1029, 1030)
+SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1040, 1042)
+"""Of walks in which something happens."""
 STEPS = 40
 LOSSY = Walk(
     Setup(num_blocks=40, max_num_batched_tokens=40),
@@ -104,6 +118,7 @@ def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeyp
     setup = replace(
         drawn.setup,
         on_host=True,
+        cold_units=0,
         shadow=False,
         host_slots=0,
         disk_slots=0,
@@ -133,7 +148,7 @@ def test_random_walks_that_verify(on_host, machine, oracle):
         if on_host:
             form = "int8" if setup.kv_format == "kivi4" else setup.kv_format
             setup = replace(setup, on_host=True, host_slots=0, disk_slots=0, kv_format=form)
-            setup = replace(setup, preemption_mode="auto")
+            setup = replace(setup, preemption_mode="auto", cold_units=0)
         policies = cycle(POLICIES[seed % 5 :: 3])
         operations = tuple(
             replace(each, policy=next(policies), verify=1 + i % 7, compress_at=None, sparse=None, reuse=None)
@@ -160,6 +175,7 @@ ASK = st.builds(
     tail=st.lists(st.sampled_from([5, 9]), max_size=4).map(tuple),
     policy=st.none() | st.sampled_from(POLICIES),
     interval=st.integers(4, 7),
+    recall=st.none() | st.sampled_from(RECALLS),
     kind=st.sampled_from(KINDS),
     max_tokens=st.integers(1, 12),
     priority=PICK,
@@ -172,6 +188,7 @@ SETUP = st.builds(
     num_blocks=st.integers(8, 30),
     max_num_seqs=st.integers(3, 6),
     max_num_batched_tokens=st.sampled_from([6, 16, 40]),
+    cold_units=st.sampled_from([0, 4000]),
     least_shared=st.sampled_from([1, 4, 64]),
     scheduling_policy=st.sampled_from(["fcfs", "priority", "cache"]),
 )

@@ -15,6 +15,7 @@ from machine import Brittle as BrittlePolicy
 from machine import Machine
 from operations import Abort, Ask, Brittle, NotFinite, Operation, Raise, Reset, Setup, Step
 from prefill_shadow import PrefillShadow
+from recall_shadow import Recalling
 
 from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.engine.core.engine import Engine
@@ -32,6 +33,10 @@ OFF_NATIVE = 1e-4
 OFF_CODES = 0.2
 """Most that a token held by kivi4 is off, in units of the spread of its head: coded twice, by channel and
 by token."""
+
+
+class _RecallingPrefill(Recalling, PrefillShadow):
+    """Of prompts that are computed sparsely, and evicted tokens that come back."""
 
 
 @dataclass
@@ -66,7 +71,7 @@ class World:
         self.by_id: dict[str, Asked] = {}
         self.shadow: Any = None
         if self.setup.shadow:
-            kind = KiviShadow if self.setup.kv_format == "kivi4" else PrefillShadow
+            kind = KiviShadow if self.setup.kv_format == "kivi4" else _RecallingPrefill
             self.shadow = kind(self.llm, self.patch)
         self._watch()
 
@@ -152,6 +157,8 @@ class World:
         elif ask.policy == "brittle":
             self.harmed = True
             asked.may_fail = "its policy may raise"
+        elif question.recall is not None and self.setup.cold_units < 4000:
+            asked.may_fail = "cold memory may be full"
         self.asked.append(asked)
         self.by_id[name] = asked
         self.counts["asked"] += 1
@@ -186,8 +193,13 @@ class World:
 
     def check(self) -> None:
         """What must hold between any two steps."""
-        memory = self.engine.memory
+        memory, recalls = self.engine.memory, self.engine.recalls
         memory.check()
+        if recalls is not None:
+            assert recalls.tables.keys() <= self.engine.lifecycle.sequences.keys(), (
+                "pages of an ended sequence"
+            )
+            recalls.pool.check([table.held for table in recalls.tables.values()])
         for asked in self.asked:
             error = asked.request.error
             if error is not None and asked.may_fail is None:
@@ -241,6 +253,8 @@ class World:
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
+        self.counts["recalled pages"] += totals.recall_pages
+        self.counts["dropped pages"] += totals.cold_dropped
         self.counts["postponed passes"] += totals.compactions_postponed
         self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens
         self.counts["searches"] += sum(asked.question.kind == "beams" for asked in self.asked)
@@ -274,7 +288,8 @@ class World:
         """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that
         rounds is not: where a number lies between two codes, company decides (docs/formats.md)."""
         special = {GUILTY, POISON} & set(asked.question.prompt)
-        return self.setup.kv_format == "fp32" and asked.regular and not special
+        bounded = asked.question.recall is not None and self.setup.cold_units < 4000
+        return self.setup.kv_format == "fp32" and asked.regular and not special and not bounded
 
     def _check_reuse(self, asked: Asked) -> None:
         """Every token as likely as where chunks were computed alone and the rest behind; if what was reused

@@ -14,7 +14,8 @@ from kvreclaim.options import option
 
 @dataclass(frozen=True)
 class StreamingLLM(CompressionPolicy):
-    """Keeps the first `sinks` and the last `budget - sinks` tokens: score = index of the token.
+    """Keeps the first `sinks` and the last `budget - sinks` tokens: score = index of the token, or its
+    position, where recalled tokens stand behind later ones.
 
     The sinks are protected by CompressionConfig.sinks (4, as published), not by the score.
 
@@ -38,5 +39,7 @@ class StreamingLLM(CompressionPolicy):
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape
+        if view.signals.positions is not None:
+            return view.signals.positions.to(view.source.device, torch.float32)
         recency = torch.arange(num_tokens, dtype=torch.float32, device=view.source.device)
         return recency.expand(num_kv_heads, -1)

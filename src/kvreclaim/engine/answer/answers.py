@@ -14,6 +14,7 @@ from kvreclaim.engine.answer.sampler import Drawn, SampleRow, draw
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import FinishReason
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Sequence
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.ways.job import Job
 from kvreclaim.engine.ways.passes import CompressionPass
 from kvreclaim.memory.blocks import blocks_for
@@ -36,6 +37,7 @@ class Looked:
 class Answers:
     """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
+    refresher: brings pages back between passes, if there is cold memory
     passes: that happened since the engine last emptied it
     """
 
@@ -43,6 +45,7 @@ class Answers:
         self.lifecycle = lifecycle
         self.compression = compression
         self.totals = lifecycle.totals
+        self.refresher: Refresher | None = None
         self.passes: list[tuple[Request, Pass[int]]] = []
         self._ended: list[tuple[Sequence, FinishReason]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
@@ -145,6 +148,11 @@ class Answers:
         computed = {item.seq.seq_id: item.seq for item, _, _ in looked.sound}
         waiting = (seq for seq in self.lifecycle.scheduler.running if seq.seq_id not in computed)
         self.compress([*computed.values(), *(seq for seq in waiting if seq.is_due)])
+        if self.refresher is not None:
+            for seq in computed.values():
+                if seq.finish_reason is None and self.refresher.is_due(seq):
+                    with self.lifecycle.contained(seq.request, "recalling pages of"):
+                        self.refresher.choose(seq)
 
     def _part(self, sequences: list[Sequence]) -> None:
         """Those that others fork from, and that have come to where these part, after a pass that is due."""

@@ -12,6 +12,7 @@ from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import BUDGETS, EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
+from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import WATCHED, needs_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
@@ -102,8 +103,12 @@ def footprint_of(
     if compressor is None:
         return plain
     settings, needs = compressor.config, needs_of(compressor)
-    choices = max(1, settings.interval - config.block_size + 1) if config.spread_compression else 1
+    recall, least = compressor.recall, config.block_size
     window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
+    if recall is not None:  # the recent tokens must not reach the recalled ones, nor a window's queries
+        least = max(least, settings.recent, compressor.policy.query_window)
+        window = max(window, recall.every if recall.needs_queries else 1)
+    choices = max(1, settings.interval - least + 1) if config.spread_compression else 1
     return replace(
         settings.footprint(plain),
         window=None if Signal.ATTENTION_MASS in needs else window,
@@ -161,6 +166,39 @@ def check_sparse_prefill(
         where,
     )
     return rows
+
+
+def check_recall(
+    compressor: Compressor | None,
+    params: SamplingParams,
+    config: EngineConfig,
+    recalls: Recalls | None,
+    compress_at: int | None,
+    searches: bool,
+) -> None:
+    """Raise InvalidArgumentError where what a compression evicts cannot come back in this engine."""
+    if compressor is None or (recall := compressor.recall) is None:
+        return
+    problem = None
+    if recalls is None:
+        problem = "kv_cold_size is 0, so there is no host memory for evicted tokens; start with some GiB"
+    elif recalls.least_rows(recall.blocks) > recalls.pool.num_rows:
+        problem = (
+            f"kv_cold_size {config.kv_cold_size} GiB holds {recalls.pool.num_rows} pages, and one sequence "
+            f"needs {recalls.least_rows(recall.blocks)}; raise it"
+        )
+    elif config.speculative_config is not None:
+        problem = "drafts are computed several at once, and each token has pages of its own; start without "
+        problem += "speculative_config"
+    elif compress_at is not None:
+        problem = "what compress_at leaves is kept for others without its cold pages; leave compress_at out"
+    elif recall.between and (params.n > 1 or searches):
+        problem = (
+            "pages that come back between passes would be written into blocks that outputs share; use recall "
+            "pass, or n=1 without beams"
+        )
+    if problem is not None:
+        raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
 
 
 def check_verify(
@@ -229,6 +267,8 @@ def check_reuse(
         problem = (
             f"policy {compressor.policy.name} needs signals of every token, and reused ones are not computed"
         )
+    elif compressor is not None and compressor.recall is not None:
+        problem = "recall goes by the queries of every token, and reused ones are not computed"
     elif compress_at is not None:
         problem = "compress_at is given, and what it leaves would be found by prompts that reuse nothing"
     elif params.prompt_logprobs is not None:

@@ -25,6 +25,7 @@ from kvreclaim.engine.core.admission import (
     check_length,
     check_priority,
     check_prompt,
+    check_recall,
     check_reuse,
     check_sparse_prefill,
     check_verify,
@@ -46,6 +47,8 @@ from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores, Ver
 from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.recall.recalls import STAGING_BLOCKS, Recalls
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculate.make import make_drafter
 from kvreclaim.engine.tiers.compressed_session import CompressedSessions
@@ -147,9 +150,9 @@ class Engine:
                 facts.layers, config.num_blocks, size, like=like, kv_format=form
             )
         else:
-            rows = open_rows(config, form, groups)
+            rows, staging = open_rows(config, form, groups), STAGING_BLOCKS if config.kv_cold_size else 0
             self.cache = backend.allocate(
-                facts.layers, num_blocks, size, like=like, kv_format=form, open_rows=rows
+                facts.layers, num_blocks + staging, size, like=like, kv_format=form, open_rows=rows
             )
         self.signals = Signals(
             loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
@@ -176,13 +179,29 @@ class Engine:
                 prefixes = make_prefixes(config, hidden, parking, moves, file.namespace)
                 hidden.files = self.tiers.prefixes = prefixes
         pages = Pages(self.memory, self.cache, backend, facts, self.signals)
-        self.compression = CompressionPass(pages, self.totals)
+        self.recalls = self._make_recalls(config)
+        self.lifecycle.recalls = self.recalls
+        self.compression = CompressionPass(pages, self.totals, self.recalls)
         self.answers = Answers(self.lifecycle, self.compression)
+        if self.recalls is not None:
+            refresher = Refresher(self.recalls, self.memory, self.signals)
+            self.runner.refresher = self.answers.refresher = refresher
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
         self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form)
         self.verifier = self._make_verifier()
         self.lifecycle.verifier = self.runner.beside = self.verifier
         self._num_added = 0
+
+    def _make_recalls(self, config: EngineConfig) -> Recalls | None:
+        if not config.kv_cold_size:
+            return None
+        assert config.num_blocks is not None, "the engine's limits are set"
+        max_bytes = int(config.kv_cold_size * 2**30)
+        return Recalls(self.cache, self.backend, self.groups.facts, config.num_blocks, max_bytes, self.totals)
+
+    def cold_bytes(self) -> int:
+        """Host memory that evicted tokens take, of all sequences."""
+        return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
     def _make_verifier(self) -> Verifier:
         """Companions share the pool with everybody, or have it for themselves, where full caches lie in host
@@ -322,6 +341,7 @@ class Engine:
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
+        check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
         max_len = output_limit(*lengths, params.max_tokens, footprint, self._admitting)
         search = None
         if beams is not None:

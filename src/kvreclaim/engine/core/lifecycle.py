@@ -19,6 +19,7 @@ from kvreclaim.engine.core.hidden import Hidden
 from kvreclaim.engine.core.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.core.recipe import snapshot_key
 from kvreclaim.engine.core.request import Request, Scheduled, Sequence, Verify
+from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import chunk_salt, needs_of, prefix_salt
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.tiers.tiers import Tiers
@@ -74,6 +75,7 @@ class Lifecycle:
             max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
         )
         self.tiers: Tiers | None = None
+        self.recalls: Recalls | None = None
         self.drafter: Forgets | None = None
         self.verifier: Follows | None = None
         self.sequences: dict[int, Sequence] = {}
@@ -168,6 +170,8 @@ class Lifecycle:
         """It holds its parent's blocks: it begins with all that goes with them."""
         child.state = parent.state.fork()
         self.signals.fork(parent.seq_id, child.seq_id)
+        if self.recalls is not None:
+            self.recalls.fork(parent.seq_id, child.seq_id)
         if self.verifier is not None:
             self.verifier.fork(parent, child)
 
@@ -234,6 +238,8 @@ class Lifecycle:
         for each in (seq, *seq.followers):
             if self.tiers is not None:
                 self.tiers.parking.drop(each.seq_id)
+            if self.recalls is not None:
+                self.recalls.drop(each.seq_id)
         if seq.request.beams is not None:
             seq.request.beams.rows.clear()
 
@@ -303,6 +309,8 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
+        if self.recalls is not None:
+            self.recalls.drop(seq.seq_id)
         if self.drafter is not None:
             self.drafter.forget(seq.seq_id)
         if self.verifier is not None:

@@ -15,6 +15,7 @@ from kvreclaim.engine.core.request import Scheduled
 from kvreclaim.engine.execute.graphs import DecodeGraphs
 from kvreclaim.engine.execute.paged import PagedKVBatch
 from kvreclaim.engine.execute.streamed import StreamedBatches
+from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
@@ -70,7 +71,7 @@ class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
 
     graphs: replays decode steps if there is one (on CUDA)
-    tiers:  where the memory has host slots
+    tiers:  where the memory has host slots; refresher: where there is cold memory
     stream: where the cache lies in host memory: brings its layers to the device
     beside: sees every call of observed steps
     """
@@ -102,6 +103,7 @@ class ModelRunner:
         self.bringer = Bringer(memory, cache, backend, groups.facts)
         self.graphs: DecodeGraphs | None = None
         self.tiers: Tiers | None = None
+        self.refresher: Refresher | None = None
         self.beside: Watcher | None = None
         self._late: list[LateSignals] = []
 
@@ -168,6 +170,8 @@ class ModelRunner:
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         others = window_batches(step, self.groups, self.memory, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
+        if self.refresher is not None:
+            observer = self.refresher.beside(observer, runs)
         beside = self.beside.watch(runs, batch) if self.beside is not None and observed else []
         if beside:
             observer = observer or Observer(())

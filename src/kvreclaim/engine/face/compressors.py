@@ -86,8 +86,10 @@ class Compressors:
     def _make(self, config: CompressionConfig) -> Compressor:
         config = self.resolved(config)
         policy, source = config.make_policy(), self._source(config)
-        refuse_format(policy, self._kv_format)
-        stats = self._read(source) if source is not None and policy.needs & STATISTICS else None
+        recall = config.recalled
+        refuse_format(policy, self._kv_format, recalls=recall is not None)
+        needs_stats = policy.needs & STATISTICS or (recall is not None and recall.needs_mixture)
+        stats = self._read(source) if source is not None and needs_stats else None
         served = replace(config, stats=source).in_blocks(self._block_size)
         if served.budget != config.budget:
             text = "%s: a budget of %d tokens is served as %d, in blocks of %d"

@@ -29,6 +29,8 @@ def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, bloc
         found += layer.num_kv_heads * num_slots * torch.float32.itemsize
     if compressor.way is Way.READS:
         found += 2 * layer.num_kv_heads * layer.head_dim * (num_slots // block_size) * torch.float32.itemsize
+    if (recall := compressor.recall) is not None and recall.needs_queries:
+        found += recall.every * layer.num_heads * layer.head_dim * facts.dtype.itemsize
     return facts.num_layers * found
 
 
@@ -41,6 +43,9 @@ def is_watched(seq: Sequence) -> bool:
     """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
     tokens, which whoever hits its blocks relies on."""
     compressor = seq.request.compressor
+    recall = None if compressor is None else compressor.recall
+    if recall is not None and (recall.needs_queries or recall.mode == "query"):
+        return True
     if compressor is None or not needs_of(compressor) & WATCHED:
         return False
     if Signal.TOKEN_SCORES in needs_of(compressor):
@@ -52,6 +57,16 @@ def is_watched(seq: Sequence) -> bool:
 def window_of(seq: Sequence) -> int:
     assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
     return seq.request.compressor.policy.query_window
+
+
+def windows_of(seq: Sequence) -> set[int]:
+    """How many recent queries are kept of a sequence: for its policy, for recall."""
+    compressor, found = seq.request.compressor, set()
+    if compressor is not None and Signal.RECENT_QUERIES in needs_of(compressor):
+        found.add(compressor.policy.query_window)
+    if compressor is not None and compressor.recall is not None and compressor.recall.needs_queries:
+        found.add(compressor.recall.every)
+    return found
 
 
 def chunk_salt(salt: str | None) -> str:

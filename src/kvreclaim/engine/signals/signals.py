@@ -15,7 +15,7 @@ from kvreclaim.compression import Compressor, LayerSignals, Signal
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals
-from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of
+from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of, windows_of
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
 from kvreclaim.model.attention import AttentionCall
@@ -149,8 +149,8 @@ class Signals:
         asking = [i for i in asking if not step[i].row.num_drafts]
         by_window: dict[int, list[int]] = {}
         for i in asking:
-            if Signal.RECENT_QUERIES in needs_of(step[i].seq.request.compressor):
-                by_window.setdefault(window_of(step[i].seq), []).append(i)
+            for window in windows_of(step[i].seq):
+                by_window.setdefault(window, []).append(i)
         for window, members in by_window.items():
             writes.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
         mass = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
@@ -220,6 +220,15 @@ class Signals:
             assert num_slots == seq.num_computed, f"{num_slots} slots of {seq.num_computed} tokens are left"
             again = self._one_more_pass(seq, Signal.READ_AGAIN, source)[layer]
         return LayerSignals(queries, mass, positions, projection, future, again)
+
+    def queries_of(self, seq: Sequence, layer: int, window: int) -> Tensor:
+        """[H, n, D] the last n <= window queries of one layer, where they are kept."""
+        return self._queries[window].last(seq.seq_id, layer, seq.num_computed)
+
+    def clear_mass(self, seq: Sequence, layer: int, slots: slice, heads: Tensor) -> None:
+        """Other tokens lie in these slots of KV heads [K] bool now: they begin with no attention."""
+        if seq.seq_id in self._mass:
+            self._mass.row(seq.seq_id)[layer, :, slots].masked_fill_(heads, 0.0)
 
     def positions(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
         """[K, num_slots] int32 logical position of every slot written so far."""

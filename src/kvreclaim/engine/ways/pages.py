@@ -51,7 +51,7 @@ class Pages:
             k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
             return DenseSource(k, v)
 
-        positions = self._positions(job) if self._needs_positions(job) else None
+        positions = self.positions(job) if self._needs_positions(job) else None
         if positions is not None and live is not None:
             positions = positions.take_along_dim(live, -1)
         return Question(
@@ -77,17 +77,19 @@ class Pages:
     def moved(self, job: Job, kept: Tensor) -> None:
         """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
         if self._needs_positions(job) or Signal.POSITIONS in job.compressor.policy.needs:
-            positions = self._positions(job)
+            positions = self.positions(job)
             every_head = kept.expand(*positions.shape[:2], -1)
             job.seq.state.slot_positions = positions.take_along_dim(every_head, -1)
         self.signals.compacted(job.seq, kept)
 
     def _needs_positions(self, job: Job) -> bool:
-        """Whether a sliding window goes by positions that slots do not tell."""
+        """Whether a sliding window, or a policy beside recall, goes by positions that slots do not tell."""
+        if job.compressor.recall is not None:
+            return True
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)
         return windows and not job.compressor.policy.cache_relative
 
-    def _positions(self, job: Job) -> Tensor:
+    def positions(self, job: Job) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""
         layers = range(self.cache.num_layers)
         return torch.stack([self.signals.positions(job.seq, layer, job.num_slots) for layer in layers])

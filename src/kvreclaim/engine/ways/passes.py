@@ -8,6 +8,8 @@ from typing import Any
 
 from kvreclaim.compression import Compressor
 from kvreclaim.engine.core.outputs import EngineTotals
+from kvreclaim.engine.recall.passes import RecallPass
+from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.ways.blocks import Blocks
 from kvreclaim.engine.ways.cells import UnevenPass
 from kvreclaim.engine.ways.compact import Compact
@@ -24,7 +26,7 @@ class CompressionPass:
     moved. Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
     """
 
-    def __init__(self, pages: Pages, totals: EngineTotals) -> None:
+    def __init__(self, pages: Pages, totals: EngineTotals, recalls: Recalls | None = None) -> None:
         self.pages = pages
         self.totals = totals
         self.ways: dict[Way, WayOfPass] = {
@@ -33,6 +35,7 @@ class CompressionPass:
             Way.BLOCKS: Blocks(pages),
             Way.CELLS: UnevenPass(pages),
         }
+        self._recall = None if recalls is None else RecallPass(pages, recalls)
 
     def run(self, jobs: ListLike[Job]) -> list[Done | Exception]:
         """Carry planned passes out.
@@ -44,7 +47,7 @@ class CompressionPass:
         choices = self._choose(jobs)
         scored = time.perf_counter()
         outcomes: list[Done | Exception] = [
-            choice if isinstance(choice, Exception) else _tried(self.ways[job.plan.way].apply, job, choice)
+            choice if isinstance(choice, Exception) else _tried(self._way(job.compressor).apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
         for job in jobs:
@@ -54,6 +57,12 @@ class CompressionPass:
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes
 
+    def _way(self, compressor: Compressor) -> WayOfPass:
+        if compressor.recall is None:
+            return self.ways[compressor.way]
+        assert self._recall is not None, "a request with recall was refused"
+        return self._recall
+
     def _choose(self, jobs: ListLike[Job]) -> list[Any]:
         """What stays of each, or its error. Where those that share a compressor fail together, each is asked
         alone."""
@@ -62,7 +71,7 @@ class CompressionPass:
             members.setdefault(job.compressor, []).append(i)
         found: dict[int, Any] = {}
         for compressor, places in members.items():
-            choose = self.ways[compressor.way].choose
+            choose = self._way(compressor).choose
             together = _tried(choose, [jobs[i] for i in places])
             if isinstance(together, Exception):
                 alone = [_tried(choose, [jobs[i]]) for i in places]

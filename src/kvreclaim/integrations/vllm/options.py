@@ -24,7 +24,7 @@ from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
-_OURS = ("stats", "verify", "verify_tokens", "auto_budget")
+_OURS = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in _OURS)
 _MISSING = {

@@ -99,6 +99,7 @@ GAUGES = (
         "kvreclaim:parked_sequences", "Outputs that gave way and wait with all they held kept on the host."
     ),
     _gauge("kvreclaim:parked_slots", "Host slots that these have for themselves."),
+    _gauge("kvreclaim:cold_bytes", "Host memory that holds evicted tokens which may be recalled."),
     _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk that may be read."),
     _gauge("kvreclaim:compressed_prefix_file_bytes", "Of these, in whole pages."),
     _gauge(
@@ -143,6 +144,10 @@ COUNTERS = (
     _counter("kvreclaim:compactions_postponed", "Passes put off since blocks for private copies lacked."),
     _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and giving blocks back."),
     _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens that stay."),
+    _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head that came back into the cache."),
+    _counter("kvreclaim:recall_bytes", "Their bytes, from the host to the pool."),
+    _counter("kvreclaim:recall_hits", "Of pages that were back at a pass, those of which a token stayed."),
+    _counter("kvreclaim:cold_dropped", "Pages that went for good, since --kv-cold-size was reached."),
     _counter("kvreclaim:engine_steps", "Engine steps."),
     _counter("kvreclaim:engine_step_seconds", "Time spent in engine steps; its rate is the engine's load."),
     _counter(

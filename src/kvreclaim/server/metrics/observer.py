@@ -84,6 +84,7 @@ class MetricsObserver:
         self.blocks_taken = 0
         self.step_s = 0.0
         self.totals = engine.totals  # the engine's own: only ever grows
+        self.cold_bytes = engine.cold_bytes
         self.tier_stats = engine.tier_stats  # asked when somebody wants to know
         self.figures = _read(engine)
         self._max_model_len = engine.max_model_len
@@ -291,4 +292,9 @@ def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
         "kvreclaim:compactions_postponed": totals.compactions_postponed,
         "kvreclaim:compaction_seconds": totals.compact_s,
         "kvreclaim:scoring_seconds": totals.score_s,
+        "kvreclaim:recall_pages": totals.recall_pages,
+        "kvreclaim:recall_bytes": totals.recall_bytes,
+        "kvreclaim:recall_hits": totals.recall_hits,
+        "kvreclaim:cold_dropped": totals.cold_dropped,
+        "kvreclaim:cold_bytes": seen.cold_bytes(),
     }

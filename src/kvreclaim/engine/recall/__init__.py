@@ -1,0 +1,1 @@
+"""Cold pages of evicted tokens, and how they come back."""

@@ -1,0 +1,35 @@
+"""Which pages are back, and in which recall blocks: [.., R] of [.., P] pages, any leading dims."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+PATIENCE = math.log(1.1)
+"""What a page that is back is ahead by, so that pages of nearly equal benefit do not take turns."""
+
+
+def ranked(benefit: Tensor, tries: Tensor, hot: Tensor, stays: Tensor) -> Tensor:
+    """Logarithms of benefit [.., P], halved for each time that a page was back and won nothing; pages that
+    are back still (hot [.., R] where stays) are ahead by a little."""
+    return (benefit - tries * math.log(2.0)).scatter_add(-1, hot, stays * PATIENCE)
+
+
+def best_pages(rank: Tensor, hot: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
+    """The R best pages in their blocks: one that is back keeps its block, the others take those left over.
+
+    Args:
+        rank:  [.., P] fp32; hot: [.., R] int64 before
+        stays: [.., R] bool, whether what each block holds is still that page
+
+    Returns: hot [.., R] after; fresh [.., R] bool, blocks that are to be written.
+    """
+    best = rank.topk(hot.shape[-1], dim=-1).indices
+    same = (best[..., :, None] == hot[..., None, :]) & stays[..., None, :]  # [.., new, block]
+    fresh, comes = ~same.any(-2), ~same.any(-1)
+    order = comes.int().argsort(dim=-1, descending=True, stable=True)  # those that come first, in order
+    queue = best.take_along_dim(order, -1)
+    turn = (fresh.cumsum(-1) - 1).clamp(min=0)
+    return torch.where(fresh, queue.take_along_dim(turn, -1), hot), fresh

@@ -1,0 +1,118 @@
+"""Recall: evicted tokens wait in pages on the host and come back when queries want them. Integers only.
+
+pass               pages are chosen at passes alone
+tokens:16          also behind the prompt, at every multiple of 16 tokens
+query              also behind the prompt, for every token, by its own queries
+query(blocks=8)    options of each, in parentheses: tokens(every=16, blocks=8)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvreclaim.checks import check_choice, check_int, require
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.spec import parse_spec
+
+MODES = ("pass", "tokens", "query")
+PACKINGS = ("time", "pca", "kmeans")
+DIGESTS = ("minmax", "cuboid_mean", "centroid")
+SOURCES = ("recent", "random", "mixture", "both")
+MAX_EVERY = 256
+MAX_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """How evicted tokens come back.
+
+    mode:    when pages are chosen beside passes: never, every so many tokens, for each token
+    every:   tokens between two choices behind the prompt, and the queries that each looks at; in mode "pass"
+             the queries alone, in mode "query" 1
+    blocks:  R, pages that each (layer, KV head) has back at a time; inside the budget
+    packing: which evicted tokens share a page: neighbours in "time", or alike by their keys, along their
+             principal direction ("pca") or by clusters ("kmeans")
+    digest:  of a page's keys, as two corners lo, hi per dim: "minmax" bounds every product, "cuboid_mean" is
+             the mean distance from the middle (ArkVale's estimate), "centroid" the mean
+    source:  whose queries choose at passes: the "recent" ones, the "mixture" of the statistics, the better
+             of "both"; between passes it is always recent ones; or nobody's ("random", a control)
+    """
+
+    mode: str = "pass"
+    every: int = 16
+    blocks: int = 8
+    packing: str = "kmeans"
+    digest: str = "cuboid_mean"
+    source: str = "recent"
+
+    def __post_init__(self) -> None:
+        check_choice("recall", self.mode, MODES)
+        check_int("recall option 'every'", self.every, 1, maximum=MAX_EVERY, field="recall")
+        check_int("recall option 'blocks'", self.blocks, 1, maximum=MAX_BLOCKS, field="recall")
+        check_choice("recall option 'packing'", self.packing, PACKINGS)
+        check_choice("recall option 'digest'", self.digest, DIGESTS)
+        check_choice("recall option 'source'", self.source, SOURCES)
+        require(
+            self.mode != "query" or self.every == 1,
+            f"recall option 'every' is {self.every}, but recall query looks at every token by itself; leave "
+            "it out, or write tokens.",
+            "recall",
+        )
+
+    @property
+    def between(self) -> bool:
+        """Whether pages come back between passes, too."""
+        return self.mode != "pass"
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether recent queries are kept for it; a token's own are at hand."""
+        return self.source in ("recent", "both") or (self.mode == "tokens" and self.source == "mixture")
+
+    @property
+    def needs_mixture(self) -> bool:
+        """Whether statistics with centres choose pages, at passes."""
+        return self.source in ("mixture", "both")
+
+    def slots(self, block_size: int) -> int:
+        """Slots of the budget that hold recalled tokens."""
+        return self.blocks * block_size
+
+    def tokens_until(self, num_computed: int) -> int:
+        """Most tokens behind the prompt that may be computed before pages are chosen again."""
+        assert self.between, "pages are chosen at passes alone"
+        return self.every - num_computed % self.every
+
+    def is_due(self, num_computed: int) -> bool:
+        """Whether pages are chosen before the token at this position is computed."""
+        return self.between and num_computed % self.every == 0
+
+
+def parse_recall(text: object) -> Recall:
+    """What `text` says. Raises: InvalidArgumentError."""
+    given: dict[str, Any] = {}
+    if isinstance(text, str) and text.startswith("tokens:"):
+        count, bracket, rest = text.removeprefix("tokens:").partition("(")
+        require(count.isdecimal(), f"recall is {text!r}; write tokens:16, or another number.", "recall")
+        given["every"], text = int(count), f"tokens{bracket}{rest}"
+    spec = parse_spec(text, "recall")
+    require(
+        spec.name in MODES,
+        f"recall is {text!r}; write pass, tokens:N or query, with options as in query(blocks=8).",
+        "recall",
+    )
+    for option, value in spec.args:
+        if option not in OPTIONS or option in given or (option == "every" and spec.name == "pass"):
+            raise InvalidArgumentError(
+                f"recall {text!r} has {option or value!r} out of place; its options are "
+                f"{', '.join(OPTIONS)}, each once and by name.",
+                field="recall",
+            )
+        given[option] = value
+    if spec.name == "query":
+        given.setdefault("every", 1)
+    return Recall(spec.name, **given)
+
+
+OPTIONS = ("every", "blocks", "packing", "digest", "source")
