@@ -27,6 +27,8 @@ Document = tuple[list[int], int]
 """A prompt, and how many tokens its answer has."""
 BUDGETS = (64, 128, 256, 512)
 DRAFTS = 16
+SEQUENCES = 32
+"""At once: of a step without drafts, as many rows are computed as each would be alone."""
 TEMPERATURES = (0.0, 0.8)
 POLICY = "query_mixture"
 
@@ -43,7 +45,8 @@ def run(documents: Sequence[Document], dtypes: Sequence[str] = ("float32", "bflo
     """
     rows = []
     for dtype in dtypes:
-        full = LLM(demo_model(), dtype=dtype, num_blocks=8192, max_num_seqs=64, enable_prefix_caching=False)
+        limits = {"num_blocks": 8192, "max_num_seqs": SEQUENCES, "enable_prefix_caching": False}
+        full = LLM(demo_model(), dtype=dtype, **limits)
         for temperature in TEMPERATURES:
             params = [
                 SamplingParams(temperature=temperature, seed=n, max_tokens=length, ignore_eos=True)
