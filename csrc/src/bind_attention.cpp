@@ -120,6 +120,7 @@ void sum_columns(nb::handle q, nb::handle sums, const Cache& cache, int64_t laye
 }  // namespace
 
 void bind_attention(nb::module_& m) {
+  m.attr("exact_queries") = kExactQueries;
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<int64_t>(), nb::arg("block_size"))
       .def("add", add, nb::arg("block_ids"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("shift"),

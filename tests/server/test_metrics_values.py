@@ -270,6 +270,7 @@ TIERS = [
     *("kvreclaim:compressed_prefix_read_bytes_total", "kvreclaim:compressed_prefix_hits_total"),
     *("kvreclaim:compressed_prefix_corrupt_total", "kvreclaim:compressed_prefix_failed_total"),
     *("kvreclaim:compressed_prefix_dropped_total", "kvreclaim:compressed_prefix_evictions_total"),
+    *("kvreclaim:stream_buffer_bytes", "kvreclaim:streamed_bytes_total", "kvreclaim:written_bytes_total"),
 ]
 
 
@@ -375,6 +376,15 @@ def test_outputs_that_are_parked() -> None:
     assert not out % size
     assert back <= scrape.value("vllm:kv_offload_load_bytes_total")
     assert out <= scrape.value("vllm:kv_offload_store_bytes_total")
+
+
+def test_what_a_full_cache_on_the_host_moves() -> None:
+    world = World(LLM(demo_model(), full_cache_host_size=8e6 / GIB, block_size=16))
+    world.add("a", 40, max_tokens=4, temperature=0, ignore_eos=True)
+    scrape, totals = world.run(consistent), world.llm.engine.totals
+    for name in ("stream_buffer_bytes", "streamed_bytes_total", "written_bytes_total"):
+        moved = getattr(totals, name.removesuffix("_total"))
+        assert scrape.value(f"kvreclaim:{name}") == moved > 0
 
 
 def test_time_that_blocks_stayed() -> None:

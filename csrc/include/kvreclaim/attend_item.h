@@ -88,7 +88,7 @@ inline void close_groups(const AttentionArgs& a, const Item& item, const RowGrou
 
 // Few rows over a cache that is read as it lies: what counts is how a thread walks through memory.
 KVR_INLINE bool takes_tiles(const AttentionArgs& a, const SequenceView& seq) {
-  return reads_direct(a.cache) && seq.query_len * group_size(a) <= kRowBlock;
+  return reads_direct(a.cache) && deciding_rows(a, seq) <= kRowBlock;
 }
 
 // What a part costs before its first token, and how its pieces lie in memory, counts.
@@ -101,11 +101,11 @@ KVR_INLINE int64_t item_heads(const AttentionArgs& a, const SequenceView& seq) {
   return takes_long_parts(a, seq) ? head_run(a.cache) : 1;
 }
 
-// An item of `run` heads, the first of which is item.head; is_whole: it has all rows of a sequence.
-inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool is_whole, float* partials) {
+// An item of `run` heads, the first of which is item.head; is_decode: one of few rows, as matrices tell them.
+inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool is_decode, float* partials) {
   HeadRows heads[kMaxRun];
   if (takes_matrices(a))
-    run_matrices(a, item, run, is_whole, heads);
+    run_matrices(a, item, run, is_decode, heads);
   else if (takes_integers(a, item.seq))
     run_integers(a, item, run, heads);
   else if (takes_fp8(a, item.seq))
@@ -116,7 +116,7 @@ inline void run_item(const AttentionArgs& a, const Item& item, int64_t run, bool
     run_tiles<true>(a, item, run, heads);
   else
     run_tiles<false>(a, item, run, heads);
-  const int64_t step = item.rows * (a.cache.v_dim + 2);
+  const int64_t step = item.seq.query_len * group_size(a) * (a.cache.v_dim + 2);
   for (int64_t h = 0; h < run; ++h)
     close_groups(a, of_head(item, h), heads[h].groups, heads[h].count,
                  partials == nullptr ? nullptr : partials + h * step);

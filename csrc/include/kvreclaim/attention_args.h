@@ -12,12 +12,17 @@ struct SlotTable {
   int64_t stride_layer, stride_head, slots;
 };
 
+// More queries than these of a sequence are a prefill. A row of fewer is the same, to the bit, as if it were its
+// sequence's only one in the call: rows that are drafts of a decode step.
+constexpr int64_t kExactQueries = 33;
+
 struct SequenceView {
   const int32_t* block_ids;
   int64_t first_row;  // of the queries, in the flat token dim
   int64_t query_len, seq_len, shift;
   SlotTable<uint8_t> evicted;
   SlotTable<int32_t> positions;
+  int64_t index = 0;  // in its batch; the kernel sets it in its own copies
 };
 
 struct AttentionArgs {

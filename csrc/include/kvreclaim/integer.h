@@ -1,5 +1,5 @@
 // Decode attention over int8, int4, turboquant4 and kivi4 by integer products, where the CPU has the instruction;
-// elsewhere such caches go through panels. One query token per item, so that all its rows see the same slots.
+// elsewhere such caches go through panels.
 #pragma once
 
 #include "kvreclaim/integer_loops.h"
@@ -17,7 +17,7 @@ constexpr bool has_integers(Format f) {
 KVR_INLINE bool takes_integers(const AttentionArgs& a, const SequenceView& seq) {
   const CacheView& c = a.cache;
   const int64_t multiple = is_grouped(c.format) ? kGroup : kChunk;
-  return has_integers(c.format) && !c.latent && a.q.type != Type::kF32 && seq.query_len == 1 &&
+  return has_integers(c.format) && !c.latent && a.q.type != Type::kF32 && seq.query_len <= kExactQueries &&
          c.k_dim % multiple == 0 && c.v_dim % multiple == 0 && c.k_dim <= kMaxIntegerDims &&
          c.v_dim <= kMaxIntegerDims && group_size(a) <= kMaxRows;
 }
@@ -50,22 +50,30 @@ inline void pack_query(const float* row, int64_t dims, int64_t r, int64_t count,
   if constexpr (has_two_bytes(F)) to.q_sums[r] = (float)_mm512_reduce_add_epi32(sum);
 }
 
-// Slots of the tile at slot `at` that the item's rows see, a bit each.
-inline uint64_t seen_slots(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
-                           const TileMask& mask) {
-  bool hides;
-  const RowBounds bounds = bounds_of(a, item, group, 0, at, mask, hides);
-  if (!hides) return ~0ull;
-  uint64_t seen = 0;
-  alignas(64) float probe[kTile] = {};
-  mask_row(probe, bounds, mask);
-  for (int t = 0; t < kTile; ++t) seen |= (uint64_t)(probe[t] == 0.0f) << t;
+// Slots of the tile at slot `at` that each row of a group sees, a bit each.
+inline SeenSlots seen_slots(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
+                            const TileMask& mask) {
+  SeenSlots seen{true, 0, {}};
+  for (int64_t r = 0; r < group.count; ++r) {
+    const bool is_new = r == 0 || group.end[r] != group.end[r - 1];  // query
+    seen.by[r] = is_new ? ~0ull : seen.by[r - 1];
+    bool hides;
+    const RowBounds bounds = bounds_of(a, item, group, r, at, mask, hides);
+    if (is_new && hides) {
+      alignas(64) float probe[kTile] = {};
+      mask_row(probe, bounds, mask);
+      seen.by[r] = 0;
+      for (int t = 0; t < kTile; ++t) seen.by[r] |= (uint64_t)(probe[t] == 0.0f) << t;
+    }
+    seen.any |= seen.by[r];
+    seen.is_same &= seen.by[r] == seen.by[0];
+  }
   return seen;
 }
 
 template <int R, Format F>
 inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedTile& tile, const CodedTile& next,
-                       uint64_t seen, int64_t tokens, RowGroup& group, const IntegerRows& rows) {
+                       const SeenSlots& seen, int64_t tokens, RowGroup& group, const IntegerRows& rows) {
   alignas(64) float scores[R * kTile];
   alignas(64) int32_t p[kMaxIntegerGroups * R * 2 * kLanes];
   float units[kMaxIntegerGroups * R], alpha[kMaxR], score_units[R];
@@ -83,9 +91,9 @@ inline void coded_rows(const AttentionArgs& a, const CodedItem& at, const CodedT
       softcap_row(scores + r * kTile, a.softcap * kLog2e);
       score_units[r] = 1.0f;
     }
-    if (seen != ~0ull)
+    if (seen.by[r] != ~0ull)
       for (int c = 0; c < kChunks; ++c)
-        _mm512_mask_storeu_ps(scores + r * kTile + c * kLanes, (__mmask16)(~seen >> (16 * c)),
+        _mm512_mask_storeu_ps(scores + r * kTile + c * kLanes, (__mmask16)(~seen.by[r] >> (16 * c)),
                               (__m512)splat(kNegInf));
   }
   const TileWeights weights{p, units, alpha};
@@ -157,8 +165,6 @@ inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, con
   CodedTile tile, next;
   TileMask mask;
   open_mask(a, item, at, mask);
-  const uint64_t seen = seen_slots(a, item, to.groups[0], at, mask);
-  if (seen == 0) return;
   if (F == Format::kKivi4 && has_open_block(a, item, at)) {
     fill_panels(a, item, at, true, panels);
     for (int g = 0; g < to.count; ++g) open_tile_rows(a, item, at, panels, mask, to.groups[g], head.rows[g]);
@@ -170,6 +176,8 @@ inline void coded_step(const AttentionArgs& a, const Item& item, int64_t at, con
   for (int g = 0; g < to.count; ++g) {
     const CodedTile& ahead = g + 1 < to.count ? tile : next;
     RowGroup& group = to.groups[g];
+    const SeenSlots seen = seen_slots(a, item, group, at, mask);
+    if (seen.any == 0) continue;
     switch (group.count) {
       case 1: coded_rows<1, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;
       case 2: coded_rows<2, F>(a, head.at, tile, ahead, seen, tokens, group, head.rows[g]); break;

@@ -180,6 +180,13 @@ KVR_INLINE vf exp2_weight(vf x) {
   return (vf)((vi)p + ((vi)shifted << 23));
 }
 
+// Slots of a tile that a group's rows see, a bit each.
+struct SeenSlots {
+  bool is_same;  // by all rows
+  uint64_t any;  // by one of them
+  uint64_t by[kMaxR];
+};
+
 // What a tile's softmax leaves for its values.
 struct TileWeights {
   int32_t* p;           // [groups][R][2][kLanes]: high bytes, low bytes; word 4 c + i is chunk c's word i
@@ -214,9 +221,10 @@ KVR_INLINE vf integer_weights(const vf (&weights)[kChunks], const GroupParams (&
 }
 
 // Scores -> weights 2^(s - m) times the values' scales, as 16-bit integers in bytes, against the tile's own
-// maximum: against the row's, thousands of small ones would round to nothing.
+// maximum: against the row's, thousands of small ones would round to nothing. A row that sees no slot of the tile is
+// left as it was.
 template <int R, Format F>
-KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const CodedTile& next, uint64_t seen,
+KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const CodedTile& next, const SeenSlots& seen,
                               const float* s, const float* unit, float* offsets, RowGroup& group,
                               const TileWeights& to) {
   using M = Vec<kMaxR>::F;
@@ -230,9 +238,11 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
     best[r] = hmax(top);
     units[r] = unit[r];
   }
-  const M tops = best;  // taken off before scaling: never rounded apart, so no weight is above 1
+  const M none = splat<M>(kNegInf);
+  const M tops = select(best == none, M{}, best);  // taken off before scaling: never rounded apart, no weight is above 1
   best *= units;
-  const M m = vmax(group.m, best), factor = exp2v(group.m - m), share = exp2v(best - m);
+  const M m = vmax(group.m, best), base = select(m == none, M{}, m);
+  const M factor = exp2v(group.m - base), share = exp2v(best - base);
   group.m = m;
   store(to.alpha, factor);
   vf weights[R][kChunks];
@@ -252,17 +262,21 @@ KVR_KERNEL void coded_weights(const CodedItem& at, const CodedTile& tile, const 
   }
   const ScaleTables tables = scale_tables<F>();
   for (int64_t g = 0; g < at.v_groups; ++g) {
-    const int bound = scale_bound<F>(at, tile, g, seen);
-    const vf inverse = splat(kLargestInt16 * power_of_two(-bound));
-    GroupParams own[kChunks];
+    GroupParams stored[kChunks], own[kChunks];
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
-      own[c] = value_params<F>(at, tile, c, g, tables);
-      own[c].scale *= inverse;
+      stored[c] = value_params<F>(at, tile, c, g, tables);
       prefetch(next.p[c] + 64 * g);
     }
+    int bound = 0;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
+      if (r == 0 || !seen.is_same) {
+        bound = scale_bound<F>(at, tile, g, seen.by[r] == 0 ? seen.any : seen.by[r]);
+        const vf inverse = splat(kLargestInt16 * power_of_two(-bound));
+#pragma GCC unroll 4
+        for (int c = 0; c < kChunks; ++c) own[c] = {stored[c].scale * inverse, stored[c].first};
+      }
       const float unit_of_p = share[r] * power_of_two(bound) * (code_unit(F) / kLargestInt16);
       to.unit[g * R + r] = unit_of_p;
       float* sums = offsets + (g * R + r) * kLanes;

@@ -9,7 +9,7 @@
 namespace kvreclaim::KVR_NS {
 
 constexpr int64_t kRowBlock = 64;     // query rows of one item
-constexpr int64_t kMaxRows = 256;     // the same for one query token over panels: all heads of a latent cache
+constexpr int64_t kMaxRows = 256;     // the same where keys are cut: all heads of a latent cache, drafts of a step
 constexpr int64_t kMaxGroups = kMaxRows / kMaxR + 2;
 
 KVR_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -44,6 +44,11 @@ struct HeadRows {
 };
 
 KVR_INLINE int64_t group_size(const AttentionArgs& a) { return a.num_heads / a.cache.heads; }
+
+// Query rows of a KV head that decide which loops run: those of one query where a few have to equal it.
+KVR_INLINE int64_t deciding_rows(const AttentionArgs& a, const SequenceView& seq) {
+  return (seq.query_len <= kExactQueries ? 1 : seq.query_len) * group_size(a);
+}
 
 // First slot that query `i` can see, and one past the last.
 KVR_INLINE int64_t first_slot(const AttentionArgs& a, const SequenceView& seq, int64_t i) {
@@ -125,7 +130,7 @@ KVR_INLINE float query_scale(const AttentionArgs& a) {
 KVR_INLINE bool takes_pairs(const AttentionArgs& a, const SequenceView& seq) {
 #if defined(__AVX512BF16__)
   return a.cache.format == Format::kBF16 && a.q.type == Type::kBF16 && reads_direct(a.cache) &&
-         seq.query_len * group_size(a) <= kRowBlock;
+         deciding_rows(a, seq) <= kRowBlock;
 #else
   (void)a, (void)seq;
   return false;
@@ -137,7 +142,7 @@ KVR_INLINE bool takes_fp8(const AttentionArgs& a, const SequenceView& seq) {
 #if defined(__AVX512BF16__)
   const CacheView& c = a.cache;
   return c.format == Format::kFP8 && !c.latent && a.q.type == Type::kBF16 && c.v_dim % kLanes == 0 &&
-         seq.query_len * group_size(a) <= kRowBlock;
+         deciding_rows(a, seq) <= kRowBlock;
 #else
   (void)a, (void)seq;
   return false;

@@ -13,12 +13,11 @@ namespace kvreclaim::KVR_NS {
 
 // Row r of a KV head is query r / members, head first_head + r % members.
 struct RowMap {
-  int64_t first_row, first_head, members;
-  const SequenceView* seq;
+  int64_t first_row, first_head, members, sequence;  // sequence: its number in the batch
 };
 
 KVR_INLINE RowMap row_map(const SequenceView& seq, int64_t head, int64_t members) {
-  return {seq.first_row, head * members, members, &seq};
+  return {seq.first_row, head * members, members, seq.index};
 }
 
 KVR_INLINE char* row_address(const RowsView& x, const RowMap& map, int64_t r) {
@@ -80,10 +79,15 @@ struct Sums {
 
 KVR_INLINE float exp2_scalar(float x) { return exp2v(Vec<4>::F{} + x)[0]; }
 
-// Adds another part of the same row's keys.
+// Adds another part of the same row's keys. Parts of which it sees nothing leave no trace.
 inline void merge(Sums& into, const Sums& part, int64_t v_dims) {
+  if (part.m == kNegInf) return;
+  if (into.m == kNegInf) {
+    std::memcpy(into.acc, part.acc, v_dims * sizeof(float));
+    into.m = part.m, into.weight = part.weight;
+    return;
+  }
   const float m = into.m > part.m ? into.m : part.m;
-  if (m == kNegInf) return;
   const float a = exp2_scalar(into.m - m), b = exp2_scalar(part.m - m);
   for (int64_t d = 0; d < v_dims; ++d) into.acc[d] = into.acc[d] * a + part.acc[d] * b;
   into.weight = into.weight * a + part.weight * b;
@@ -120,7 +124,7 @@ template <class Args>
 inline void write_row(const Args& a, const RowMap& map, int64_t r, const Sums& sums) {
   float weight = sums.weight, factor = 1.0f;
   if (a.sinks != nullptr) {
-    const int64_t head = (map.seq - a.sequences) * a.num_heads + map.first_head + r % map.members;
+    const int64_t head = map.sequence * a.num_heads + map.first_head + r % map.members;
     const float sink = a.sinks[head % a.num_sinks] * kLog2e;
     const float m = sums.m > sink ? sums.m : sink;
     factor = exp2_scalar(sums.m - m);

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvreclaim.bench.lossless.plan import LosslessPlan
 from kvreclaim.bench.packed.plan import PackedPlan
 from kvreclaim.bench.plans import (
     KERNELS,
@@ -79,6 +80,22 @@ def decode(
             extra["growth"] = growth_bench.run(plan)
             tables.append(growth_bench.growth_table(extra["growth"]))
         publish(result.rows, tables, json_file, peer_versions=result.versions, **extra)
+
+
+@bench_app.command("verify")
+@takes
+def verify(plan: Annotated[LosslessPlan, Takes(config=LosslessPlan)], json_file: Json = None) -> None:
+    """Verify mode beside the full cache and the lossy one: tokens first, then tokens/s, blocks, bytes."""
+    with ready(plan.threads):
+        from kvreclaim.bench import common
+        from kvreclaim.bench.lossless import equality, speed
+        from kvreclaim.eval.demo_tasks import documents
+
+        compared = equality.run(list(documents(plan.documents))) if plan.documents else []
+        rows = speed.run(plan, common.wide_console(stderr=True))
+        tables = [equality.equality_table(compared)] if compared else []
+        tables += [speed.speed_table(rows)] if rows else []
+        publish(rows, tables, json_file, equality=compared)
 
 
 @bench_app.command("memory")

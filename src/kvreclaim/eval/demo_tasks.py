@@ -1,6 +1,6 @@
 """The demo model's tasks by name, each in any size from 512 to 4,096 tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvreclaim.errors import InvalidArgumentError
@@ -11,6 +11,8 @@ from kvreclaim.eval.recall import ZONES, RecallTask
 from kvreclaim.eval.rsq import RSQTask
 from kvreclaim.eval.variable_tracking import VariableTrackingTask
 
+RETRIEVING = ("chain", "recall", "multi_query", "variable_tracking")
+"""Tasks whose answers hang on tokens far away."""
 MIN_TOKENS = 512
 MAX_TOKENS = 4096
 NOISE = 0.25
@@ -121,3 +123,14 @@ def calibration_documents(
     return [
         made[i % len(made)].sample(seed + i // len(made), Stream.CALIBRATION).document for i in range(num)
     ]
+
+
+def documents(
+    count: int, tasks: Sequence[str] = RETRIEVING, sizes: Sequence[int] = (512, 768)
+) -> Iterator[tuple[list[int], int]]:
+    """So many documents of each of these tasks, of these sizes in turn: the prompt, and how many tokens its
+    answer has."""
+    for name in tasks:
+        for n in range(count):
+            example = DEMO_TASKS[name].make(sizes[n % len(sizes)]).sample(n)
+            yield list(example.prompt), len(example.trace)

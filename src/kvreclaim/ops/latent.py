@@ -22,8 +22,9 @@ PIECE = 256
 """Keys that are expanded at once."""
 MAX_SCORES = 1 << 20
 """Scores held at once (elements); heads are taken in groups of as many as that allows."""
-MIN_QUERIES = 32
-"""Fewer gain nothing, and stay with the others of their step, who are answered by one call for all."""
+MIN_QUERIES = 34
+"""Fewer gain nothing, and stay with the others of their step, who are answered by one call for all: a token
+with up to 32 drafts behind it is computed as tokens alone are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

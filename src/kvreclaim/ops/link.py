@@ -207,6 +207,8 @@ class StreamLink:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.cancel():
             pending.exception()
+            for buffer in range(self.num_buffers):  # whoever gets its memory next comes behind its copies
+                self.lanes.wait_copied(buffer)
         self._fetch = None
 
     def _start(self, turn: int) -> None:

@@ -83,8 +83,8 @@ SPARSE = (
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
     worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most;
-    cold_units: pages of evicted tokens that the host holds."""
+    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
+    blocks lie in host memory; cold_units: pages of evicted tokens that the host holds."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -106,12 +106,13 @@ class Setup:
     windows: str = ""
     plain_windows: bool = False
     drafts: int = 0
+    on_host: bool = False
     cold_units: int = 0
 
     @property
     def recalls(self) -> bool:
         """Whether evicted tokens may come back: elsewhere nobody asks, or most would be refused."""
-        return bool(self.cold_units) and self.kv_format != "kivi4" and not self.drafts
+        return bool(self.cold_units) and self.kv_format != "kivi4" and not (self.drafts or self.on_host)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from itertools import cycle
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,6 +26,8 @@ from operations import (
 )
 from walk import Walk
 from world import World
+
+from kvreclaim.engine.execute import streamed
 
 SEEDS = (1020, 1022, 1026, 1027, 1029, 1033, 1040, 1044, 1054, 1055, 1059, 1066)
 """Of walks in which something happens."""
@@ -103,6 +109,55 @@ ALL_GAVE_WAY = Walk(
 def test_a_random_walk(seed, machine, oracle):
     counts = Walk.of_seed(seed, STEPS).run(machine, oracle)
     assert counts["steps"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeypatch):
+    monkeypatch.setattr(streamed, "PIECE_BYTES", (1, 1 << 11, 1 << 22)[seed % 3])
+    drawn = Walk.of_seed(seed, STEPS)
+    setup = replace(
+        drawn.setup,
+        on_host=True,
+        shadow=False,
+        host_slots=0,
+        disk_slots=0,
+        windows="",
+        plain_windows=False,
+        kv_format="int8" if drawn.setup.kv_format == "kivi4" else drawn.setup.kv_format,
+        kernels="reference",
+        preemption_mode="auto",
+    )
+    operations = tuple(
+        replace(each, policy=None, compress_at=None, sparse=None, reuse=None)
+        if isinstance(each, Ask) and i % 5
+        else each
+        for i, each in enumerate(drawn.operations)
+    )
+    counts = Walk(setup, operations).run(machine, oracle)
+    assert counts["steps"] > 0
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_random_walks_that_verify(on_host, machine, oracle):
+    """Whatever gives way, fails or is aborted: answers are those of requests that nothing compresses."""
+    counts = Counter()
+    for seed in SEEDS:
+        drawn = Walk.of_seed(seed, STEPS)
+        setup = replace(drawn.setup, windows="", plain_windows=False, shadow=False, drafts=seed % 3)
+        if on_host:
+            form = "int8" if setup.kv_format == "kivi4" else setup.kv_format
+            setup = replace(setup, on_host=True, host_slots=0, disk_slots=0, kv_format=form)
+            setup = replace(setup, preemption_mode="auto")
+        policies = cycle(POLICIES[seed % 5 :: 3])
+        operations = tuple(
+            replace(each, policy=next(policies), verify=1 + i % 7, compress_at=None, sparse=None, reuse=None)
+            if isinstance(each, Ask)
+            else each
+            for i, each in enumerate(drawn.operations)
+        )
+        counts += Walk(setup, operations).run(machine, oracle)
+    assert counts["verifications"] > 100
+    assert counts["verified drafts"] > 50
 
 
 @pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED, ALL_GAVE_WAY])

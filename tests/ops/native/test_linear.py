@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kvreclaim.ops.native import extension
 from kvreclaim.ops.native import linear as linear_module
-from kvreclaim.ops.native.linear import linear, max_rows
+from kvreclaim.ops.native.decoder import Norm, Projection
+from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, own_rows
 from kvreclaim.ops.native.norm import rms_norm
 
 # Half a step of rounding, and the error of an fp32 sum of K products of size 1.
@@ -162,3 +163,36 @@ def test_rms_norm(isa: str, dim: int, dtype: torch.dtype) -> None:
     rtol = 1e-5 if dtype == torch.float32 else 2.0**-7
     torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=0.0)
     assert torch.equal(rms_norm(x[3:4], weight, eps), out[3:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [9, 40, 72, 136, 512])
+def test_inside_exact_rows_any_row_is_what_it_is_alone(isa: str, dtype: torch.dtype, rows: int) -> None:
+    x, weight, bias = random(rows, 515, dtype=dtype), random(130, 515, dtype=dtype), random(130, dtype=dtype)
+    fused = Projection(weight, bias, norm=Norm(random(515, dtype=dtype), 1e-6))
+    with exact_rows():
+        together, behind_norm = linear(x, weight, bias), fused(x)
+    assert torch.equal(together, torch.cat([linear(row, weight, bias) for row in x.split(1)]))
+    assert torch.equal(behind_norm, torch.cat([fused(row) for row in x.split(1)]))
+
+
+def test_exact_rows_end_with_their_block() -> None:
+    many = 4096
+    assert own_rows(many, torch.float16) == 0
+    for dtype in DTYPES:
+        before = own_rows(many, dtype)
+        with exact_rows(40):
+            assert own_rows(many, dtype) == max(before, 40)
+        assert own_rows(many, dtype) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_behind_the_exact_ones_are_torchs(isa: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 64), (96, 64)))
+    with exact_rows(40):
+        found = linear(x, weight)
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    if max_rows(dtype) < 300:
+        assert torch.equal(found[40:], torch.nn.functional.linear(x[40:], weight))
+    assert torch.equal(found[:40], alone[:40])

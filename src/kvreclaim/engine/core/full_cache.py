@@ -14,7 +14,6 @@ from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.core.outputs import EngineTotals
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.free_memory import free_host_memory_bytes
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
@@ -98,17 +97,11 @@ def admitting(config: EngineConfig, num_blocks: int) -> EngineConfig:
 def full_cache(
     config: EngineConfig, groups: LayerGroups, backend: Backend, form: KVFormat, like: Tensor, num_blocks: int
 ) -> KVCache:
-    """In host memory. Raises: InvalidArgumentError if that is not there."""
+    """A cache of so many blocks in host memory."""
     layers = groups.facts.layers
-    needed, free = num_blocks * form.bytes_per_block(layers, config.block_size), free_host_memory_bytes()
-    require(
-        needed <= free,
-        f"{FIELD} takes {needed / 2**30:.2f} GiB of host memory, but only {free / 2**30:.2f} GiB are free; "
-        "lower it.",
-        FIELD,
-    )
     cache = host_cache(backend, layers, num_blocks, config.block_size, like=like, kv_format=form)
-    logger.info("full cache in host memory: %d blocks, %.2f GiB", num_blocks, needed / 2**30)
+    num_bytes = num_blocks * cache.bytes_per_block
+    logger.info("full cache in host memory: %d blocks, %.2f GiB", num_blocks, num_bytes / 2**30)
     return cache
 
 

@@ -121,12 +121,20 @@ def make_memory(
 
 
 def full_cache_blocks(config: EngineConfig, bytes_per_block: int) -> int:
-    """Blocks of full caches in host memory. Raises: InvalidArgumentError if there is none, or no memory."""
+    """Blocks of full caches in host memory. Raises: InvalidArgumentError if there is no room for one, or no
+    such memory."""
     field, num_bytes = "full_cache_host_size", int(config.full_cache_host_size * 2**30)
     require(
         num_bytes >= bytes_per_block,
         f"{field} is {config.full_cache_host_size} GiB, less than one block, which takes {bytes_per_block} "
         "bytes; raise it, or leave it out.",
+        field,
+    )
+    free = free_host_memory_bytes()
+    require(
+        num_bytes <= free,
+        f"{field} takes {num_bytes / 2**30:.2f} GiB of host memory, but only {free / 2**30:.2f} GiB are "
+        "free; lower it.",
         field,
     )
     return num_bytes // bytes_per_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -32,8 +33,12 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.native.linear import exact_rows
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
+
+MOST_PLAIN_ROWS = 32
+"""Of a step without drafts, up to which rows are computed as each would be alone."""
 
 
 class Watcher(Protocol):
@@ -50,6 +55,7 @@ class Watcher(Protocol):
 class _Inputs:
     """A step, flat: its tokens, and for each sequence the others' entry.
 
+    num_exact: leading tokens whose rows come out as each would alone, to the bit
     positions: of its tokens; rows: of the flat step whose logits are wanted; wanted: the positions of these
     """
 
@@ -58,6 +64,7 @@ class _Inputs:
     rows: list[np.ndarray] = field(default_factory=list)
     wanted: list[range] = field(default_factory=list)
     slots: list[SequenceSlots] = field(default_factory=list)
+    num_exact: int = 0
 
 
 class ModelRunner:
@@ -202,6 +209,10 @@ class ModelRunner:
         return logits
 
     def _logits(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
+        with exact_rows(inputs.num_exact):
+            return self._model(inputs, kv_batch)
+
+    def _model(self, inputs: _Inputs, kv_batch: KVBatch) -> Tensor:
         output = self.model(
             input_ids=torch.tensor([inputs.tokens], device=self.device),
             position_ids=torch.from_numpy(np.concatenate(inputs.positions))[None].to(self.device),
@@ -237,6 +248,7 @@ class ModelRunner:
             rows = want or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
             inputs.wanted.append(want)
+        inputs.num_exact = _num_exact(step)
         return inputs
 
     def _replay(self, step: list[Scheduled], inputs: _Inputs, watched: bool) -> Tensor | None:
@@ -281,3 +293,12 @@ def _wanted_positions(item: Scheduled) -> range:
     if request.prompt_logprobs is not None and request.lacks_prompt_logprobs:
         first = min(first, max(start, len(request.prompt_logprobs) - 1))
     return range(first, end)
+
+
+def _num_exact(step: list[Scheduled]) -> int:
+    """Of a step's leading tokens, those of sequences that decode: what they draw is the same with drafts and
+    without. Many that draw one token each are left to products that are faster for many rows."""
+    decodes = list(itertools.takewhile(lambda item: item.num_known == 1, step))
+    count = sum(item.num_tokens for item in decodes)
+    guesses = any(item.row.num_drafts or item.seq.request.verify is not None for item in decodes)
+    return count if guesses or count <= MOST_PLAIN_ROWS else 0

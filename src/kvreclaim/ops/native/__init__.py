@@ -1,5 +1,6 @@
 """The ops as C++ kernels for CPUs (csrc/). Importing never fails: see unavailable_reason()."""
 
+from kvreclaim.ops.native.attention import EXACT_QUERIES as EXACT_QUERIES
 from kvreclaim.ops.native.attention import column_sums as column_sums
 from kvreclaim.ops.native.attention import paged_attention as paged_attention
 from kvreclaim.ops.native.extension import describe as describe

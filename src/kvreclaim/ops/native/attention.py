@@ -11,6 +11,10 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import LayerCache
 from kvreclaim.ops.native.extension import batch_view, cache_view, native
 
+EXACT_QUERIES = 33
+"""Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
+token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""
+
 
 def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
     """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
@@ -19,7 +23,8 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     the thread. Where the CPU has AVX-512 VNNI, decode of int8 and int4 with 16-bit queries multiplies
     integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
     Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
-    depends neither on the rest of the batch nor on the number of threads.
+    depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
+    sequence, on the rows beside it. kivi4: while the block that a row ends in stays open.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.v_head_dim))
     native().paged_attention(q, out, *_over(layer, batch))

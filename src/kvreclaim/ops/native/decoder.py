@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops.native.extension import native
-from kvreclaim.ops.native.linear import UNLIMITED, max_rows
+from kvreclaim.ops.native.linear import own_rows
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
@@ -29,8 +29,8 @@ class Norm:
 class Projection:
     """y = residual + f(x) Wᵀ + bias; f: an RMS norm, or SiLU of x's first half times its second, or nothing.
 
-    Every result is rounded to the dtype where the single modules round. Up to max_rows(dtype) rows, and for
-    packed weights always, it is one call of the kernels, whose rows do not depend on each other; above,
+    Every result is rounded to the dtype where the single modules round. The own_rows() of a step, and with
+    packed weights all, are one call of the kernels, whose rows do not depend on each other; for the rest
     torch's product runs.
     """
 
@@ -53,12 +53,12 @@ class Projection:
         self.norm, self.is_gated = norm, is_gated
         self.activations = activations
         if isinstance(weight, Tensor):
-            self.dtype, self.limit, self.out_features = weight.dtype, max_rows(weight.dtype), weight.shape[0]
+            self.dtype, self.out_features = weight.dtype, weight.shape[0]
             what: Any = weight
             like = weight
         else:
             assert like is not None
-            self.dtype, self.limit = like.dtype, UNLIMITED
+            self.dtype = like.dtype
             self.out_features = sum(each.out_features for each in weight)
             what = [each.native for each in weight]
         weights = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -73,17 +73,25 @@ class Projection:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
-        if x.shape[0] <= self.limit:
-            out = x.new_empty((x.shape[0], self.out_features))
-            self._run(x, residual, out)
-            return out
-        assert isinstance(self.weight, Tensor)
+        num_rows = x.shape[0]
+        own = own_rows(num_rows, self.dtype) if isinstance(self.weight, Tensor) else num_rows
+        if not own:
+            found = self._by_torch(x)
+            return found if residual is None else residual + found
+        out = x.new_empty((num_rows, self.out_features))
+        self._run(x[:own], None if residual is None else residual[:own], out[:own])
+        if own < num_rows:
+            found = self._by_torch(x[own:])
+            out[own:] = found if residual is None else residual[own:] + found
+        return out
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, Tensor), "packed weights are the kernels'"
         if self.norm is not None:
             x = rms_norm(x, self.norm.weight, self.norm.eps)
         elif self.is_gated:
             x = gate(x)
-        out = functional.linear(x, self.weight, self.bias)
-        return out if residual is None else residual + out
+        return functional.linear(x, self.weight, self.bias)
 
 
 def gate(x: Tensor) -> Tensor:

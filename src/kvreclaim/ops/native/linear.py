@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -21,19 +24,48 @@ ROWS_FP32 = 32
 """Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""
 UNLIMITED = sys.maxsize
 
+_leading: ContextVar[int] = ContextVar("leading", default=0)
+
+
+@contextmanager
+def exact_rows(num_leading: int = UNLIMITED) -> Iterator[None]:
+    """Inside, the kernels take so many leading rows of every product, however many there are behind them, so
+    that each is, to the bit, what it is alone: rows of decoding beside those of prompts, and rows that carry
+    drafts. For the thread that enters it.
+    """
+    token = _leading.set(num_leading)
+    try:
+        yield
+    finally:
+        _leading.reset(token)
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: x [..., K], weight [N, K], bias [N] -> [..., N], dtype of x.
 
-    Sums in fp32 and rounds once. A row's result does not depend on the other rows, their number or the
-    number of threads, as long as the number stays within max_rows(); above, and for whatever the kernels
-    do not take (other dtypes and devices, gradients, odd strides), torch's own product runs.
+    Sums in fp32 and rounds once. The result of each of the first own_rows() rows does not depend on the other
+    rows, their number or the number of threads; for those behind them, and for whatever the kernels do not
+    take (other dtypes and devices, gradients, odd strides), torch's own product runs.
     """
-    if not _takes(x, weight, bias):
+    num_rows = x.numel() // x.shape[-1]
+    own = own_rows(num_rows, x.dtype) if _takes(x, weight, bias) else 0
+    if not own:
         return functional.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    native().linear(x, weight, bias, out)
+    if own == num_rows:
+        native().linear(x, weight, bias, out)
+        return out
+    rows, found = x.view(num_rows, -1), out.view(num_rows, -1)
+    native().linear(rows[:own], weight, bias, found[:own])
+    found[own:] = functional.linear(rows[own:], weight, bias)
     return out
+
+
+def own_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """Of so many rows of a product, the leading ones that the kernels take: all up to max_rows(), else as
+    many as exact_rows() says."""
+    limit = max_rows(dtype)
+    return num_rows if num_rows <= limit else min(num_rows, _leading.get() if limit else 0)
 
 
 @cache
@@ -61,12 +93,10 @@ def has_bf16_hardware() -> bool:
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    width = x.shape[-1]
     return (
         x.dtype is weight.dtype
         and x.is_cpu
         and weight.is_cpu
-        and x.numel() <= max_rows(x.dtype) * width
         and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
         and weight.is_contiguous()
         and (bias is None or bias.dtype is x.dtype)

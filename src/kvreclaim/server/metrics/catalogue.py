@@ -102,6 +102,10 @@ GAUGES = (
     _gauge("kvreclaim:cold_bytes", "Host memory that holds evicted tokens which may be recalled."),
     _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk that may be read."),
     _gauge("kvreclaim:compressed_prefix_file_bytes", "Of these, in whole pages."),
+    _gauge(
+        "kvreclaim:stream_buffer_bytes",
+        "On the device, of the buffers that layers of a full cache in host memory come through; 0 without.",
+    ),
 )
 
 COUNTERS = (
@@ -202,6 +206,8 @@ COUNTERS = (
     _counter(
         "kvreclaim:compressed_prefix_evictions", "Files of compressed prefixes that made room for others."
     ),
+    _counter("kvreclaim:streamed_bytes", "Of a full cache in host memory, brought to the device."),
+    _counter("kvreclaim:written_bytes", "Of its blocks that got tokens, back to host memory."),
 )
 
 HTTP_COUNTERS = (

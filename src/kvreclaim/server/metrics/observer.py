@@ -258,6 +258,9 @@ def _request_values(seen: MetricsObserver, deferred: int) -> dict[str, Values]:
         "kvreclaim:preemptions": preemptions,
         "kvreclaim:engine_steps": totals.steps,
         "kvreclaim:engine_step_seconds": seen.step_s,
+        "kvreclaim:stream_buffer_bytes": totals.stream_buffer_bytes,
+        "kvreclaim:streamed_bytes": totals.streamed_bytes,
+        "kvreclaim:written_bytes": totals.written_bytes,
     }
 
 
