@@ -103,7 +103,7 @@ class Machine:
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
-        heads = facts.layers[0].num_kv_heads
+        heads, cold_units = facts.layers[0].num_kv_heads, 0 if setup.on_host else setup.cold_units
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -125,7 +125,7 @@ class Machine:
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
-            kv_cold_size=setup.cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
+            kv_cold_size=cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared

@@ -8,6 +8,7 @@ drafts are taken to be accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 from rich.table import Table
@@ -45,7 +46,11 @@ def run(documents: Sequence[Document], dtypes: Sequence[str] = ("float32", "bflo
     """
     rows = []
     for dtype in dtypes:
-        limits = {"num_blocks": 8192, "max_num_seqs": SEQUENCES, "enable_prefix_caching": False}
+        limits: dict[str, Any] = {
+            "num_blocks": 8192,
+            "max_num_seqs": SEQUENCES,
+            "enable_prefix_caching": False,
+        }
         full = LLM(demo_model(), dtype=dtype, **limits)
         for temperature in TEMPERATURES:
             params = [
