@@ -286,10 +286,14 @@ class World:
 
     def _is_comparable(self, asked: Asked) -> bool:
         """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that
-        rounds is not: where a number lies between two codes, company decides (docs/formats.md)."""
+        rounds is not: where a number lies between two codes, company decides (docs/formats.md). Nor is one
+        whose windows hold all tokens, for the host's sake: alone, they have tables of their own, and other
+        layers choose what is evicted."""
         special = {GUILTY, POISON} & set(asked.question.prompt)
         bounded = asked.question.recall is not None and self.setup.cold_units < 4000
-        return self.setup.kv_format == "fp32" and asked.regular and not special and not bounded
+        in_one_table = bool(self.setup.windows and self.setup.host_slots and asked.question.policy)
+        promised = asked.regular and not special and not bounded and not in_one_table
+        return self.setup.kv_format == "fp32" and promised
 
     def _check_reuse(self, asked: Asked) -> None:
         """Every token as likely as where chunks were computed alone and the rest behind; if what was reused
