@@ -202,7 +202,7 @@ class World:
             recalls.pool.check([table.held for table in recalls.tables.values()])
         for asked in self.asked:
             error = asked.request.error
-            chosen_anew = asked.request.reuse is not None and self.harmed  # by a pass that may be made to fail
+            chosen_anew = asked.request.reuse is not None and self.harmed  # by a pass that may fail
             if error is not None and asked.may_fail is None and not chosen_anew:
                 raise AssertionError(f"{asked.request.request_id} failed: {error}; {asked.question}")
         if self.shadow is None:

@@ -24,9 +24,9 @@ from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
 SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
-_OURS = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
+NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
-_FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in _OURS)
+_FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 _MISSING = {
     Signal.RECENT_QUERIES: "the most recent queries",
     Signal.ATTENTION_MASS: "the attention that each token has received",
