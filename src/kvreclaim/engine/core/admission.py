@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import replace
 from zlib import crc32
 
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.config import BUDGETS, EngineConfig, SamplingParams
+from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.recall.recalls import Recalls
 from kvreclaim.engine.signals.needs import WATCHED, needs_of
@@ -199,49 +198,6 @@ def check_recall(
         )
     if problem is not None:
         raise InvalidArgumentError(f"recall {recall.mode!r} is refused: {problem}.", field="compression")
-
-
-def check_verify(
-    compressor: Compressor,
-    groups: LayerGroups,
-    config: EngineConfig,
-    *,
-    others: Mapping[str, bool],
-) -> None:
-    """Raise InvalidArgumentError where a compressed cache cannot draft for the full one. others: of what else
-    the request may ask for and verify does not go with, whether it does."""
-    policy, facts, on_host = compressor.policy, groups.facts, config.full_cache_host_size > 0
-    problems = {
-        f"policy {policy.name} holds on the device as much as the full cache, which full_cache_host_size "
-        "moves to the host; name one that gives blocks back": on_host and not policy.way.reclaims,
-        f"policy {policy.name} keeps scores beside the slots of the full cache, which lie in host memory; "
-        "use another policy": on_host and Signal.TOKEN_SCORES in policy.needs,
-        f"policy {policy.name} evicts nothing, so there is nothing to draft from; name one that does": (
-            policy.way is Way.KEEP
-        ),
-        f"policy {policy.name} turns keys to positions relative to the cache, where exact keys do not fit; "
-        "keep the original positions": policy.cache_relative,
-        f"policy {policy.name} needs the text to come, which nobody knows; use another policy": (
-            Signal.FUTURE_QUERIES in compressor.policy.needs
-        ),
-        f"layers of {facts.name!r} with sliding windows have block tables of their own; start with "
-        "disable_hybrid_kv_cache_manager": bool(groups.windows),
-        f"all layers of {facts.name!r} have sliding windows, so the full cache holds no more than these; "
-        "leave verify out": groups.trailing is not None,
-        **{f"{name} is given; leave one of them out": asked for name, asked in others.items()},
-    }
-    for problem, holds in problems.items():
-        require(not holds, f"verify is True, but {problem}.", "verify")
-
-
-def budgets_of(compressor: Compressor, num_tokens: int) -> tuple[int, ...]:
-    """Steps of a budget that chooses itself, up to the first that holds so many tokens; none where it is
-    given."""
-    config = compressor.config
-    if not config.auto_budget:
-        return ()
-    first = next((i for i, b in enumerate(BUDGETS) if b >= num_tokens), len(BUDGETS))
-    return tuple(b for b in BUDGETS[: first + 1] if b >= config.budget)
 
 
 def check_reuse(

@@ -20,7 +20,6 @@ from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.answer.answers import Answers, Looked
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.core.admission import (
-    budgets_of,
     check_beams,
     check_length,
     check_priority,
@@ -28,7 +27,6 @@ from kvreclaim.engine.core.admission import (
     check_recall,
     check_reuse,
     check_sparse_prefill,
-    check_verify,
     footprint_of,
     output_limit,
 )
@@ -43,8 +41,9 @@ from kvreclaim.engine.core.full_cache import (
 )
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
-from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores, Verify
+from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
 from kvreclaim.engine.core.sizing import make_memory, max_open_snapshots, open_rows
+from kvreclaim.engine.core.verified import divided, verify_of
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.recall.recalls import STAGING_BLOCKS, Recalls
@@ -75,7 +74,6 @@ from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.limits import check_blocks
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -299,7 +297,7 @@ class Engine:
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
-        verified, compressor = _verified(compressor)
+        verified, compressor = divided(compressor)
         tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
         lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
         if request_id in self.requests:
@@ -332,12 +330,9 @@ class Engine:
                 "sparse_prefill": method is not None,
                 "a chunk": chunks is not None,
             }
-            check_verify(verified, self.groups, self.config, others=others)
-            drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
-            check_blocks(drafts, verified.policy.name)
+            most = len(tokens) + (params.max_tokens or 0)
+            verify = verify_of(verified, self.groups, self.config, prompt_token_ids, most, others=others)
             self.signals.check(verified, scored=False)
-            steps = budgets_of(verified, len(tokens) + (params.max_tokens or 0))
-            verify = Verify(verified, drafts, verified.config.verify_tokens, steps)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
@@ -521,13 +516,6 @@ class Engine:
             request.metrics.num_repeated_tokens = table.repeated_len
         if request.retention and (has_begun or item.row.first < seq.num_prompt):
             self.memory.pin(seq.seq_id, request.retention, request.tenant)
-
-
-def _verified(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:
-    """What drafts, and what the request is compressed by: one of them is None."""
-    if compressor is not None and compressor.config.verify:
-        return compressor, None
-    return None, compressor
 
 
 def _is_decode(item: Scheduled) -> bool:

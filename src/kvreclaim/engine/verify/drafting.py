@@ -10,6 +10,7 @@ from torch import Tensor
 from kvreclaim.engine.answer.sampler import draw
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Row
 
 LEAST_CONFIDENCE = 0.3
@@ -53,11 +54,12 @@ def draft_all(drafts: list[Draft], runner: ModelRunner, eos_token_ids: frozenset
     for draft in drafts:
         draft.companion.generator = _copy_of(draft.owner.generator)
     going = [draft for draft in drafts if draft.goes_on]
-    while going:
-        items = [_next_of(draft) for draft in going]
-        runner.ready()
-        logits, _ = runner.forward(items, observed=False)
-        going = [draft for draft in _drawn(going, logits, eos_token_ids) if draft.goes_on]
+    with torch_alone():
+        while going:
+            items = [_next_of(draft) for draft in going]
+            runner.ready()
+            logits, _ = runner.forward(items, observed=False)
+            going = [draft for draft in _drawn(going, logits, eos_token_ids) if draft.goes_on]
 
 
 def _next_of(draft: Draft) -> Scheduled:
