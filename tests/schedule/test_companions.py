@@ -1,0 +1,236 @@
+"""Companions as integers: what they hold of the pool, and who gives way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvreclaim.memory import MemoryManager
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.companions import Companions
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.way import Way
+
+SIZE = 4
+FOOTPRINT = Footprint(Way.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)
+
+
+def sequence(seq_id: int, num_tokens: int = 12, max_len: int = 64) -> Sequence:
+    return Sequence(seq_id, f"r{seq_id}", list(range(num_tokens)), num_tokens, max_len, footprint=FOOTPRINT)
+
+
+def companions(num_blocks: int = 20) -> Companions[Sequence]:
+    return Companions(MemoryManager(num_blocks, SIZE))
+
+
+def begun(held: Companions[Sequence], owner: Sequence, seq_id: int, num_tokens: int = 0) -> Sequence:
+    """A companion that holds so many tokens."""
+    companion = sequence(seq_id, len(owner.token_ids))
+    held.begin(owner, companion)
+    if num_tokens:
+        written(held, companion, num_tokens)
+    return companion
+
+
+def written(held: Companions[Sequence], companion: Sequence, num_tokens: int) -> None:
+    assert held.grow(companion, num_tokens) is not None
+    held.memory.settle()
+    held.commit(companion, num_tokens)
+    held.memory.check()
+
+
+def test_one_that_begins_holds_nothing_and_is_its_owners():
+    held, owner = companions(), sequence(0)
+    companion = begun(held, owner, 10)
+    assert held.get(owner) is companion
+    assert (len(held), list(held)) == (1, [companion])
+    assert companion.status is Status.RUNNING
+    table = held.memory.table(10)
+    assert (table.block_ids, table.logical_len, table.physical_len) == ([], 0, 0)
+    assert held.memory.num_free == 20
+    assert held.get(sequence(1)) is None
+
+
+def test_what_it_writes_is_nobody_elses_hit():
+    held, owner = companions(), sequence(0)
+    companion = begun(held, owner, 10, 12)
+    assert companion.num_computed == 12
+    assert held.memory.num_free == 17
+    match = held.memory.match_prefix(held.memory.keys(list(owner.token_ids)))
+    assert match.num_tokens == 0
+    held.leave(0)
+    assert held.memory.stats().cached == 0
+
+
+def test_a_fork_shares_blocks_lengths_and_what_was_evicted():
+    held, owner, child = companions(), sequence(0), sequence(1)
+    companion = begun(held, owner, 10, 12)
+    companion.account.num_evicted, companion.account.blocks_freed = 3, 2
+    branch = sequence(11)
+    held.fork(child, branch, companion)
+    assert held.memory.table(11).block_ids == held.memory.table(10).block_ids
+    assert held.memory.num_free == 17
+    assert (branch.num_computed, branch.account.num_evicted, branch.account.blocks_freed) == (12, 3, 0)
+    assert held.get(child) is branch
+    held.leave(0)
+    assert held.memory.num_free == 17
+    held.leave(1)
+    assert held.memory.num_free == 20
+    held.memory.check()
+
+
+def test_a_fork_that_grows_leaves_the_others_last_block_alone():
+    held, owner, child = companions(), sequence(0), sequence(1)
+    companion = begun(held, owner, 10, 10)
+    branch = sequence(11)
+    held.fork(child, branch, companion)
+    growth = held.grow(branch, 1)
+    assert growth is not None
+    held.memory.settle()
+    held.commit(branch, 1)
+    ours, theirs = held.memory.table(10).block_ids, held.memory.table(11).block_ids
+    assert ours[:2] == theirs[:2]
+    assert ours[2] != theirs[2]
+    assert held.memory.table(10).physical_len == 10
+    held.memory.check()
+
+
+def test_room_that_there_is_not_changes_nothing():
+    held, owner = companions(3), sequence(0)
+    companion = begun(held, owner, 10, 10)
+    assert held.grow(companion, 3) is None
+    assert held.memory.table(10).physical_len == 10
+    assert (held.memory.num_free, len(held)) == (0, 1)
+    assert held.grow(companion, 2) is not None
+
+
+def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
+    held, owner = companions(), sequence(0)
+    companion = begun(held, owner, 10, 16)
+    assert companion.is_due
+    held.grow(companion, 9)
+    assert held.memory.num_free == 20 - blocks_for(25, SIZE)
+    done = held.compress(companion)
+    assert done is not None
+    assert (done.num_tokens, done.keep, done.logical_len, len(done.source_ids)) == (16, 8, 16, 4)
+    assert done.blocks_freed == 2
+    assert (companion.account.num_evicted, companion.account.compactions) == (8, 1)
+    table = held.memory.table(10)
+    assert (table.physical_len, table.logical_len, len(table.block_ids)) == (8, 16, 2)
+    assert held.memory.num_free == 18
+    assert not companion.is_due
+
+
+def test_a_pass_over_shared_blocks_without_any_free_one_is_put_off():
+    held, owner, child = companions(4), sequence(0), sequence(1)
+    companion = begun(held, owner, 10, 16)
+    held.fork(child, sequence(11), companion)
+    assert held.compress(companion) is None
+    assert companion.account.postponed == 1
+    assert held.memory.table(10).block_ids == held.memory.table(11).block_ids
+    held.memory.check()
+
+
+def test_the_last_one_gives_way_first():
+    held, owners = companions(), [sequence(i) for i in range(3)]
+    ours = [begun(held, owner, 10 + i, 4) for i, owner in enumerate(owners)]
+    for left in (2, 1, 0):
+        assert held.give_way()
+        assert list(held) == ours[:left]
+        assert ours[left].status is Status.ENDED
+        assert held.memory.num_free == 20 - left
+    assert not held.give_way()
+    assert held.gone == ours[::-1]
+
+
+def test_who_comes_back_is_the_last_one_again():
+    held, owners = companions(), [sequence(i) for i in range(2)]
+    for i, owner in enumerate(owners):
+        begun(held, owner, 10 + i, 4)
+    held.leave(0)
+    again = begun(held, owners[0], 12, 4)
+    held.give_way()
+    assert held.gone == [again]
+
+
+def test_who_leaves_has_none_and_may_leave_twice():
+    held, owner = companions(), sequence(0)
+    companion = begun(held, owner, 10, 5)
+    assert held.leave(0) is companion
+    assert (companion.status, held.get(owner), held.leave(0)) == (Status.ENDED, None, None)
+    assert held.gone == []
+    assert held.memory.num_free == 20
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_room_for_the_first_pass_for_drafts_and_for_everybodys_next_token(others):
+    owner = sequence(99, num_tokens=12)
+    # 12 tokens are below the 16 at which it is compressed; 4 drafts more; a block for each one's next token
+    needed = blocks_for(16 + 4, SIZE) + others + 1
+    for spare, answer in ((0, True), (-1, False)):
+        held = companions(others + needed + spare)
+        for i in range(others):
+            begun(held, sequence(i), 10 + i, 1)
+        assert held.has_room(owner, FOOTPRINT, 4) is answer
+
+
+def test_no_more_room_is_asked_for_than_its_owner_will_ever_be_long():
+    held, owner = companions(), sequence(0, num_tokens=5, max_len=6)
+    held = companions(blocks_for(6 + 1, SIZE) + 1)
+    assert held.has_room(owner, FOOTPRINT, 1)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["begin", "fork", "grow", "draft", "way", "leave"]), st.integers(0, 3)),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.integers(4, 24))
+def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
+    """The shadow: by owner, in order, its companion's logical and live tokens."""
+    held, shadow, made = companions(num_blocks), {}, [100]
+    owners = [sequence(i, 40) for i in range(4)]
+    for what, who in steps:
+        owner, companion = owners[who], held.get(owners[who])
+        if what == "begin" and companion is None:
+            made[0] += 1
+            begun(held, owner, made[0])
+            shadow[who] = [0, 0]
+        elif what == "fork" and companion is not None and held.get(owners[(who + 1) % 4]) is None:
+            made[0] += 1
+            held.fork(owners[(who + 1) % 4], sequence(made[0], 40), companion)
+            shadow[(who + 1) % 4] = list(shadow[who])
+        elif what == "grow" and companion is not None:
+            if held.grow(companion, 9) is not None:
+                held.memory.settle()
+                held.commit(companion, 9)
+                shadow[who][0] += 9
+                shadow[who][1] += 9
+            if companion.is_due and held.compress(companion) is not None:
+                shadow[who][1] = 8
+        elif what == "draft" and companion is not None:
+            held.grow(companion, 5)
+            held.memory.settle()
+        elif what == "way" and held.give_way():
+            shadow.popitem()
+        elif what == "leave":
+            assert (held.leave(who) is not None) is (shadow.pop(who, None) is not None)
+        held.memory.check()
+        assert {owner.seq_id: _lengths(held, owner) for owner in owners if held.get(owner)} == shadow
+        rooms = {b for one in held for b in held.memory.table(one.seq_id).block_ids}
+        assert held.memory.num_free == num_blocks - len(rooms)
+    for who in range(4):
+        held.leave(who)
+    assert held.memory.stats().free == num_blocks
+
+
+def _lengths(held: Companions[Sequence], owner: Sequence) -> list[int]:
+    companion = held.get(owner)
+    table = held.memory.table(companion.seq_id)
+    assert table.logical_len == companion.num_computed
+    assert companion.num_computed - companion.account.num_evicted == table.physical_len
+    return [table.logical_len, table.physical_len]
