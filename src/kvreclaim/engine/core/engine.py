@@ -313,6 +313,15 @@ class Engine:
         if method is not None:
             sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
             method = None if sparse is None else method
+        if verified is not None:
+            others = {
+                "a continuation to be scored": continuation is not None,
+                "a beam search": beams is not None,
+                "compress_at": compress_at is not None,
+                "sparse_prefill": method is not None,
+                "a chunk": chunks is not None,
+            }
+            check_verify(verified, self.groups, self.config, others=others)
         footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
         reuse = trial
         if chunks is not None:
@@ -325,14 +334,6 @@ class Engine:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         verify = None
         if verified is not None:
-            others = {
-                "a continuation to be scored": continuation is not None,
-                "a beam search": beams is not None,
-                "compress_at": compress_at is not None,
-                "sparse_prefill": method is not None,
-                "a chunk": chunks is not None,
-            }
-            check_verify(verified, self.groups, self.config, others=others)
             drafts = footprint_of(verified, self.config, prompt_token_ids, None, self.groups)
             check_blocks(drafts, verified.policy.name)
             self.signals.check(verified, scored=False)
