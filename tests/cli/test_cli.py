@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kvreclaim import __version__, demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.compression import QueryStats
+from kvreclaim.engine.core.request import Verify
 from kvreclaim.eval.chain import ChainTask
 
 runner = CliRunner()
@@ -51,6 +52,23 @@ def test_generate_with_compression_reports_blocks_freed(example):
     metrics = {key.strip(): value.strip() for key, value in rows.items()}
     assert int(metrics["blocks_freed"]) > 0
     assert metrics["reclaim_efficiency"] == "1.00"
+
+
+def test_generate_verifies_what_a_compressed_cache_drafts(example, monkeypatch):
+    num_accepted = []
+    note = Verify.note
+
+    def noting(self, probabilities, accepted):
+        num_accepted.append(accepted)
+        note(self, probabilities, accepted)
+
+    monkeypatch.setattr(Verify, "note", noting)
+    arguments = ("generate", *DEMO, "--prompt", example[0], "--max-tokens", 60)
+    plain = run(*arguments)
+    drafted = run(*arguments, "--kv-compression", "query_mixture", "--kv-budget", "auto", "--verify")
+    assert drafted.exit_code == 0, drafted.output
+    assert drafted.stdout == plain.stdout
+    assert sum(num_accepted) > 30
 
 
 def test_generate_goes_on_from_a_session(example, tmp_path):
@@ -98,6 +116,8 @@ def test_generate_from_another_format(example, form):
     [
         (("--kv-compression", "nope"), "nope"),
         (("--kv-compression", "knorm", "--kv-budget", 100), "raise the budget"),
+        (("--kv-compression", "knorm", "--kv-budget", "auto"), "budget is 'auto', but verify is False"),
+        (("--kv-compression", "full", "--verify"), "verify is True, but policy full evicts nothing"),
         (("--model", "no/such/dir"), "no/such/dir"),
         (("--dtype", "int3"), "int3"),
         (("--temperature", -1), "temperature"),

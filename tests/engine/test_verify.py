@@ -142,7 +142,7 @@ def test_prompts_in_chunks_beside_plain_and_compressed_requests(policy, make_llm
 
 def recall_prompt(place: int) -> list[int]:
     """A document of the demo model's, and a question about it."""
-    return DEMO_TASKS["recall"].make(512).sample(place).prompt
+    return list(DEMO_TASKS["recall"].make(512).sample(place).prompt)
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["pool", "host"])

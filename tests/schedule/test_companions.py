@@ -97,6 +97,26 @@ def test_a_fork_that_grows_leaves_the_others_last_block_alone():
     held.memory.check()
 
 
+def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
+    held, owner = companions(), sequence(0)
+    memory = held.memory
+    owner.keys = memory.keys(owner.token_ids)
+    memory.admit(0, memory.match_prefix(owner.keys))
+    memory.grow(0, 12)
+    memory.settle()
+    memory.commit(0, 12)
+    owner.num_computed = 12
+    companion = sequence(10)
+    held.fork(owner, companion, owner)
+    assert memory.table(10).block_ids == memory.table(0).block_ids
+    companion.token_ids += range(50, 58)
+    written(held, companion, 8)
+    assert memory.match_prefix(memory.keys([*range(12), *range(50, 59)])).num_tokens == 12
+    held.leave(0)
+    assert (memory.stats().cached, memory.num_free) == (0, 17)
+    memory.check()
+
+
 def test_room_that_there_is_not_changes_nothing():
     held, owner = companions(3), sequence(0)
     companion = begun(held, owner, 10, 10)

@@ -105,6 +105,34 @@ def test_keeping_everything_is_no_more_than_a_server_does_that_compresses_nothin
     )
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_budget_that_chooses_itself_is_served_with_verify(bounded: Running, path: str) -> None:
+    asked = {"policy": "query_mixture", "interval": 16, "sinks": 2, "recent": 16, "budget": "auto"}
+    answer = ask(bounded, path, {**asked, "verify": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["kv_cache"]["tokens_evicted"] == 0
+    refused = ask(bounded, path, asked)
+    assert refused.status_code == 400
+    assert "budget is 'auto', but verify is False" in refused.json()["error"]["message"]
+
+
+def test_verify_keeps_every_token_where_the_server_would_not() -> None:
+    own, verified = (
+        CompressionConfig("knorm", 64, 16, 2, 16),
+        CompressionConfig("knorm", 64, verify=True, recent=16),
+    )
+    with pytest.raises(
+        InvalidArgumentError, match=r"^verify keeps every token, but this server keeps 64 at most"
+    ):
+        check_limits(verified, own, LIMITS)
+    itself = CompressionConfig("knorm", "auto", 16, 2, 16, verify=True)
+    with pytest.raises(InvalidArgumentError, match=r"^verify keeps every token"):
+        check_limits(itself, own, LIMITS)
+    check_limits(verified, None, LIMITS)
+    check_limits(verified, verified, LIMITS)
+    check_limits(own, verified, LIMITS)
+
+
 def test_a_policy_without_passes_has_no_interval() -> None:
     check_limits(CompressionConfig("full", interval=1), None, ServerConfig(served_model_name=("m",)))
 

@@ -311,16 +311,6 @@ class Engine:
         if method is not None:
             sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
             method = None if sparse is None else method
-        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
-        reuse = trial
-        if chunks is not None:
-            check_reuse(compressor, params, method, self.groups, self.kv_format, self.config, compress_at)
-            reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
-            if reuse is not None and chunks.reuse.tries:
-                whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
-                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
-        if reuse is not None:
-            footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         verify = None
         if verified is not None:
             others = {
@@ -333,6 +323,16 @@ class Engine:
             most = len(tokens) + (params.max_tokens or 0)
             verify = verify_of(verified, self.groups, self.config, prompt_token_ids, most, others=others)
             self.signals.check(verified, scored=False)
+        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
+        reuse = trial
+        if chunks is not None:
+            check_reuse(compressor, params, method, self.groups, self.kv_format, self.config, compress_at)
+            reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
+            if reuse is not None and chunks.reuse.tries:
+                whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
+                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
+        if reuse is not None:
+            footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
