@@ -49,6 +49,7 @@ from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.recall.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.recall.refresh import Refresher
 from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculate.load import Draft
 from kvreclaim.engine.speculate.make import make_drafter
 from kvreclaim.engine.tiers.compressed_session import CompressedSessions
 from kvreclaim.engine.tiers.disk import namespace_of, open_disk, share_bytes
@@ -95,9 +96,10 @@ class Engine:
     """Continuous batching over a paged cache whose compression gives blocks back.
 
     config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
+    draft: the model that config.speculative_config names, if it names one
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: Draft | None = None) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
         self.groups = groups = layer_groups(loaded.facts, config)
@@ -124,7 +126,6 @@ class Engine:
         groups.check(choice, config)
         windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
         self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
-        logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self.backend = backend = choice.backend
         file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
         self.memory = make_memory(
@@ -185,9 +186,11 @@ class Engine:
             refresher = Refresher(self.recalls, self.memory, self.signals)
             self.runner.refresher = self.answers.refresher = refresher
         self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
-        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form)
+        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form, loaded, draft)
         self.verifier = self._make_verifier()
         self.lifecycle.verifier = self.runner.beside = self.verifier
+        self.kernels += "" if self.drafter is None else f"; drafts: {self.drafter.describe()}"
+        logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self._num_added = 0
 
     def _make_recalls(self, config: EngineConfig) -> Recalls | None:

@@ -27,10 +27,11 @@ SIGNAL_FRACTION = 0.2
 """Of the free memory, for what policies ask to be kept."""
 
 
-def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
+def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) -> EngineConfig:
     """Set max_model_len, num_blocks and max_signal_bytes where they are None. Of the memory are taken first,
     in a format that has such, rows for blocks that are not full, and a max_signal_bytes that is given. Where
-    full caches lie in host memory, max_model_len is no more than these hold.
+    full caches lie in host memory, max_model_len is no more than these hold. spoken_for: bytes that are not
+    free, although nobody has taken them yet
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -44,7 +45,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
     layers, size = groups.facts.layers, config.block_size
     block_bytes = form.bytes_per_block(layers, size)
     open_bytes = open_rows(config, form, groups) * form.open_row_bytes(layers, size)
-    free = free_memory_bytes(facts.device)
+    free = max(0, free_memory_bytes(facts.device) - spoken_for)
     if config.full_cache_host_size:
         host_blocks = full_cache_blocks(config, block_bytes)
         if config.max_model_len is None:

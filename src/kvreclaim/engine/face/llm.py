@@ -25,6 +25,7 @@ from kvreclaim.engine.core.sizing import choose_limits
 from kvreclaim.engine.face.chat import Message, render_chat
 from kvreclaim.engine.face.compressors import Compressors
 from kvreclaim.engine.face.pieces import Piece, has_chunks, laid_out
+from kvreclaim.engine.speculate.load import Draft, load_draft
 from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
@@ -83,9 +84,13 @@ class LLM:
         stats_file: Path,
         config: EngineConfig,
         compression: CompressionConfig | None,
+        draft: Draft | None = None,
     ) -> None:
+        """draft: of another engine, whose weights may serve this one, too"""
         self.loaded, self.stats_file = loaded, stats_file
-        self.engine = Engine(loaded, choose_limits(config, loaded.facts))
+        self.draft = load_draft(config, loaded, draft)
+        spoken_for = 0 if self.draft is None else self.draft.kv_bytes
+        self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
         select_top, kv_format = self.engine.backend.select_top, self.engine.kv_format
         block_size = self.engine.config.block_size
         self.compressors = Compressors(
@@ -97,7 +102,8 @@ class LLM:
             self.compressor(self.compression)
 
     def sibling(self, **changes: Any) -> LLM:
-        """Another engine over the same weights, with a pool of its own until nothing refers to it.
+        """Another engine over the same weights, a draft model's included, with a pool of its own until
+        nothing refers to it.
 
         changes: engine options that differ from this one's; what was chosen from the free memory here stays
                  as it was chosen (num_blocks=None chooses the memory of blocks and signals anew)
@@ -115,7 +121,7 @@ class LLM:
                     f"{options[name]!r}; make another LLM."
                 )
         other = LLM.__new__(LLM)
-        other._start(self.loaded, self.stats_file, config, self.compression)
+        other._start(self.loaded, self.stats_file, config, self.compression, self.draft)
         return other
 
     @property

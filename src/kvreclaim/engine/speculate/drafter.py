@@ -60,6 +60,10 @@ class Drafter(ABC):
     def forget(self, seq_id: int) -> None:
         """A sequence is gone."""
 
+    @abstractmethod
+    def describe(self) -> str:
+        """How many drafts by whom, for the line at the start."""
+
 
 class NgramDrafter(Drafter):
     """From what the sequences say themselves."""
@@ -76,3 +80,6 @@ class NgramDrafter(Drafter):
 
     def forget(self, seq_id: int) -> None:
         self._seen.pop(seq_id, None)
+
+    def describe(self) -> str:
+        return f"{self.limit} tokens by ngram of {self.least} to {self.most}"

@@ -148,6 +148,11 @@ COUNTERS = (
     _counter("kvreclaim:recall_bytes", "Their bytes, from the host to the pool."),
     _counter("kvreclaim:recall_hits", "Of pages that were back at a pass, those of which a token stayed."),
     _counter("kvreclaim:cold_dropped", "Pages that went for good, since --kv-cold-size was reached."),
+    _counter("vllm:spec_decode_num_drafts", "Sequences in steps that computed drafts of theirs."),
+    _counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and computed."),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that the model has drawn, too."),
+    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by place in their draft.", "position"),
+    _counter("kvreclaim:drafts_failed", "Times that drafting failed, and sequences went on without."),
     _counter("kvreclaim:engine_steps", "Engine steps."),
     _counter("kvreclaim:engine_step_seconds", "Time spent in engine steps; its rate is the engine's load."),
     _counter(

@@ -297,4 +297,18 @@ def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
         "kvreclaim:recall_hits": totals.recall_hits,
         "kvreclaim:cold_dropped": totals.cold_dropped,
         "kvreclaim:cold_bytes": seen.cold_bytes(),
+        **_draft_values(seen),
+    }
+
+
+def _draft_values(seen: MetricsObserver) -> dict[str, Values]:
+    drafts = seen.totals.speculation
+    return {
+        "vllm:spec_decode_num_drafts": drafts.num_drafts,
+        "vllm:spec_decode_num_draft_tokens": drafts.num_draft_tokens,
+        "vllm:spec_decode_num_accepted_tokens": drafts.num_accepted_tokens,
+        "vllm:spec_decode_num_accepted_tokens_per_pos": {
+            str(place): count for place, count in enumerate(drafts.accepted_at)
+        },
+        "kvreclaim:drafts_failed": drafts.num_failed,
     }
