@@ -89,10 +89,10 @@ def verify(plan: Annotated[LosslessPlan, Takes(config=LosslessPlan)], json_file:
     with ready(plan.threads):
         from kvreclaim.bench import common
         from kvreclaim.bench.lossless import equality, speed
-        from kvreclaim.eval.demo_tasks import documents
+        from kvreclaim.eval.demo_tasks import documents, unfinished
 
         compared = equality.run(list(documents(plan.documents))) if plan.documents else []
-        rows = speed.run(plan, common.wide_console(stderr=True))
+        rows = speed.run(plan, common.wide_console(stderr=True), unfinished)
         tables = [equality.equality_table(compared)] if compared else []
         tables += [speed.speed_table(rows)] if rows else []
         publish(rows, tables, json_file, equality=compared)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
 from kvreclaim.eval.example import Kind, SizedTask, Stream
@@ -134,3 +135,14 @@ def documents(
         for n in range(count):
             example = DEMO_TASKS[name].make(sizes[n % len(sizes)]).sample(n)
             yield list(example.prompt), len(example.trace)
+
+
+def unfinished(num_tokens: int, count: int) -> list[list[int]]:
+    """Documents whose answers have begun, cut to so many tokens."""
+    task = DEMO_TASKS["recall"].make(MAX_TOKENS)
+    require(
+        num_tokens <= MAX_TOKENS,
+        f"context is {num_tokens} tokens, but a document of the demo model has {MAX_TOKENS} at most; lower "
+        "it, or name another model.",
+    )
+    return [list(task.sample(n).document[:num_tokens]) for n in range(count)]

@@ -10,6 +10,8 @@ from kvreclaim.bench.plans import DTYPES, THREADS
 from kvreclaim.checks import require
 from kvreclaim.options import check_options, option
 
+DEMO = "demo"
+"""The demo model, which is given documents of its own kind."""
 SYSTEMS = ("full", "lossy", "verify", "full-host", "verify-host")
 """Where the full cache lies: in the pool or on the host; lossy: there is none."""
 
@@ -22,7 +24,9 @@ class LosslessPlan:
     tokens:  drawn by each sequence; the first ones, up to the slowest prompt, are not timed
     """
 
-    model: Path | None = option(None, "Model directory; the real model, else the demo model, where not said.")
+    model: Path | None = option(
+        None, f"Model directory, or {DEMO}; the real model, else the demo model, where not said."
+    )
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
     threads: int = option(2, THREADS, low=1)
     contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")

@@ -3,9 +3,10 @@ host. Prompts are computed once; every run finds them in the prefix cache, so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
 from time import perf_counter
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from kvreclaim import demo_model, real_model
 from kvreclaim.bench.common import Row, alternate, sheet
-from kvreclaim.bench.lossless.plan import LosslessPlan
+from kvreclaim.bench.lossless.plan import DEMO, LosslessPlan
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
@@ -37,18 +38,26 @@ class Timed:
     rounds: int
 
 
-def run(plan: LosslessPlan, console: Console) -> list[Row]:
-    """Returns: a row for each context, batch and system: tokens_per_s, ratio to "full", device_blocks,
+Prompts = Callable[[int, int], list[list[int]]]
+"""(tokens, how many) -> prompts of the demo model's own kind."""
+
+
+def run(plan: LosslessPlan, console: Console, own: Prompts) -> list[Row]:
+    """own: prompts for the demo model.
+
+    Returns: a row for each context, batch and system: tokens_per_s, ratio to "full", device_blocks,
     moved_bytes per token, per_verification, accepted, equal (sequences that draw the full cache's tokens)."""
     rows: list[Row] = []
     for context in plan.contexts if plan.rounds else ():
         for batch in plan.batches:
-            rows += _measure(plan, context, batch, console)
+            rows += _measure(plan, context, batch, console, own)
     return rows
 
 
-def _measure(plan: LosslessPlan, context: int, batch: int, console: Console) -> list[Row]:
-    model = plan.model or real_model() or demo_model()
+def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own: Prompts) -> list[Row]:
+    is_demo = plan.model == Path(DEMO) or (plan.model is None and real_model() is None)
+    model = demo_model() if is_demo else plan.model or real_model()
+    assert model is not None, "one of them is there"
     length = context + plan.tokens
     known = LLM(model, dtype=plan.dtype, num_blocks=64).loaded.facts.max_position
     needed = batch * (blocks_for(length, 16) + 4)
@@ -60,7 +69,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console) -> 
         max_model_len=length,
         hf_overrides=yarn(known, length),
     )
-    prompts = _prompts(pool, context, batch)
+    prompts = own(context, batch) if is_demo else _prompts(pool, context, batch)
     console.print(f"{batch} x {context}: computing the prompts")
     _draw(pool, prompts, None, 1)
     hosted = None
