@@ -75,7 +75,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
     hosted = None
     if any("host" in name for name in plan.systems):
         size = needed * pool.engine.cache.bytes_per_block
-        device_blocks = batch * (blocks_for(plan.budget + 256, 16) + 4)
+        device_blocks = batch * (blocks_for(plan.budget + 256, 16) + 4) + blocks_for(plan.budget + 2048, 16)
         hosted = pool.sibling(full_cache_host_size=size / 2**30, num_blocks=device_blocks)
         for prompt in prompts:
             graft(pool, hosted, prompt)
