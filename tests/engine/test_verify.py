@@ -73,6 +73,32 @@ def test_whatever_a_request_asks_for(asked, make_llm):
         assert_left_nothing(verified)
 
 
+@pytest.mark.parametrize(
+    ("policy", "host"),
+    [(policy, host) for policy in ("snapkv", "query_mixture", "h2o") for host in (False, True)]
+    + [("quest", False)],
+)
+def test_of_prompts_that_are_found_as_much_is_found_as_without_drafts(policy, host, make_llm):
+    """What is computed anew, in other pieces, may be rounded otherwise; attention that is added up needs all,
+    and from the host whatever asks for queries."""
+    llm = make_llm(dtype="bfloat16")
+    llm = on_host(llm) if host else llm
+    llm.generate(PROMPTS, GREEDY)
+    expected = llm.generate(PROMPTS, GREEDY)
+    speculation = llm.engine.totals.speculation
+    found = llm.generate(PROMPTS, GREEDY, drafting(policy))
+    assert speculation.num_draft_tokens > 0
+    assert speculation.num_failed == 0
+    assert_left_nothing(llm)
+    if policy == "h2o" or (host and policy == "snapkv"):
+        assert {out.metrics.num_cached_tokens for out in found} == {0}
+    else:
+        assert said(found) == said(expected)
+        assert [out.metrics.num_cached_tokens for out in found] == [
+            out.metrics.num_cached_tokens for out in expected
+        ]
+
+
 def test_strings_that_end_an_answer_within_a_draft():
     llm = LLM(demo_model(), num_blocks=200, device="cpu")
     plain = llm.generate([recall_prompt(0)], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))[

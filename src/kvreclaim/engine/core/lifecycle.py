@@ -92,7 +92,7 @@ class Lifecycle:
             salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
         if request.verify is not None:
-            seq.most_hit = most_hit(request.verify, seq.num_prompt)
+            seq.most_hit = most_hit(request.verify, self.scheduler.companions.memory is self.memory)
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
@@ -371,12 +371,12 @@ def compressor_of(request: Request) -> Compressor | None:
     return request.compressor if request.verify is None else request.verify.compressor
 
 
-def most_hit(verify: Verify, num_prompt: int) -> int | None:
-    """Leading tokens that a prefix hit may cover, if companions are to keep what their policy would have
-    kept: of tokens that are hit nobody sees the queries. None: any number."""
+def most_hit(verify: Verify, forks: bool) -> int | None:
+    """Leading tokens that a prefix hit may cover; None: any number. Of tokens that are hit nobody sees the
+    queries: attention cannot be added up, and companions that follow from the first token on, rather than
+    fork what is there, would have no queries at their passes. A fork does with those behind the hit: fewer
+    than its policy looks at, but the full cache stays the one that others have computed, to the bit.
+    """
     needs = needs_of(verify.compressor)
-    if Signal.ATTENTION_MASS in needs:
-        return 0
-    if Signal.RECENT_QUERIES in needs:
-        return max(0, num_prompt - verify.compressor.policy.query_window)
-    return None
+    is_blind = Signal.ATTENTION_MASS in needs or (Signal.RECENT_QUERIES in needs and not forks)
+    return 0 if is_blind else None

@@ -75,6 +75,7 @@ class Following:
             companion = None
         verify.is_short = False
         if companion is None:
+            self._note_prompt(owner)
             return self._begin(owner) if self._can_begin(owner) else None
         adjust(companion, owner)
         companion.token_ids[companion.num_computed :] = owner.token_ids[companion.num_computed :]
@@ -88,12 +89,15 @@ class Following:
             return from_first or self._forks
         if not self._forks:
             return from_first or not needs & QUERIES
-        if owner.num_computed < owner.num_prompt:
-            if needs & QUERIES:
-                unborn = self._unborn.setdefault(owner.seq_id, self.new(owner))
-                self._tell(owner, unborn, self.asked.first(owner))
-            return False
-        return True
+        return owner.num_computed >= owner.num_prompt
+
+    def _note_prompt(self, owner: Sequence) -> None:
+        """Keep the queries of a prompt that is not through for the companion that is to be forked then."""
+        needs = needs_of(verify_of(owner).compressor)
+        adds_up = Signal.ATTENTION_MASS in needs
+        if self._forks and not adds_up and needs & QUERIES and owner.num_computed < owner.num_prompt:
+            unborn = self._unborn.setdefault(owner.seq_id, self.new(owner))
+            self._tell(owner, unborn, self.asked.first(owner))
 
     def _begin(self, owner: Sequence) -> Sequence | None:
         verify = verify_of(owner)
