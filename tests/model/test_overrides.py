@@ -26,17 +26,18 @@ def test_as_if_the_file_said_so(tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "file")
     config = json.loads((path / "config.json").read_text())
     known = config["max_position_embeddings"]
-    changes = yarn(known, 3 * known + 1)
-    assert changes["max_position_embeddings"] == 4 * known
+    length = 3 * known + 1
+    changes = yarn(known, length)
+    assert changes["max_position_embeddings"] == length
     config["rope_parameters"] |= changes["rope_parameters"]
-    config["max_position_embeddings"] = 4 * known
+    config["max_position_embeddings"] = length
     (tmp_path / "file" / "config.json").write_text(json.dumps(config))
     prompt = tiny.prompts((2 * known,), seed=5)
     plain, said, file = (
-        LLM(where, num_blocks=3 * known // 16, **how)
+        LLM(where, num_blocks=4 * known // 16, **how)
         for where, how in ((path, {}), (path, {"hf_overrides": changes}), (tmp_path / "file", {}))
     )
-    assert said.engine.config.max_model_len == 4 * known
+    assert said.engine.config.max_model_len == length
     want = file.generate(prompt, GREEDY)[0].outputs[0].token_ids
     assert said.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
     assert said.loaded.facts.fingerprint == file.loaded.facts.fingerprint

@@ -47,9 +47,9 @@ def _merged(said: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> d
 
 def yarn(known: int, length: int) -> dict[str, Any]:
     """hf_overrides by which YaRN (arXiv 2309.00071) stretches the positions of a model that knows so many to
-    `length`; empty where they suffice. Attention is of the same kind, over more than it was trained for."""
+    `length` and no further; empty where they suffice. Attention is of the same kind, over more than it was
+    trained for."""
     if length <= known:
         return {}
-    factor = float(-(-length // known))
-    rotation = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": known}
-    return {"rope_parameters": rotation, "max_position_embeddings": int(known * factor)}
+    rotation = {"rope_type": "yarn", "factor": length / known, "original_max_position_embeddings": known}
+    return {"rope_parameters": rotation, "max_position_embeddings": length}
