@@ -40,6 +40,15 @@ struct LinearArgs {
 namespace kvreclaim::KVR_NS::linear_detail {
 
 constexpr int64_t kStep = 2 * kLanes;            // elements of a row that one step reads
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+template <Type T>
+constexpr bool kPairs = T == Type::kBF16;        // products of pairs of bf16, which take x as it is
+#else
+template <Type T>
+constexpr bool kPairs = false;
+#endif
+template <Type T>
+constexpr int64_t kPanelStep = kPairs<T> ? kLanes : kStep;  // words of a step of a row of x
 constexpr bool kManyRegisters = kRegisters >= 32;
 constexpr int kPassRows = kManyRegisters ? 6 : 2;  // rows of x of a tile, at most
 constexpr int kHeldRows = 3;                     // up to here a tile holds x in registers, above the weights
@@ -83,6 +92,27 @@ KVR_INLINE vf half(const char* p) {
   const vu words = load<vu>(p);
   return kHalf == 0 ? even(words) : odd(words);
 }
+
+#if defined(__AVX512BF16__)
+// acc[m * kOut + o] += w[o] * x[m] over a step, by products of pairs.
+template <int kOut, int kIn>
+KVR_INLINE void pair_step(vf* acc, const char* w, int64_t apart, const float* x) {
+  constexpr bool kHeld = kIn <= kHeldRows;
+  __m512bh held[kHeld ? kIn : kOut];
+#pragma GCC unroll 16
+  for (int i = 0; i < (kHeld ? kIn : kOut); ++i)
+    held[i] = load<__m512bh>(kHeld ? (const char*)(x + i * kLanes) : w + i * apart);
+#pragma GCC unroll 16
+  for (int i = 0; i < (kHeld ? kOut : kIn); ++i) {
+    const __m512bh other = load<__m512bh>(kHeld ? w + i * apart : (const char*)(x + i * kLanes));
+#pragma GCC unroll 16
+    for (int j = 0; j < (kHeld ? kIn : kOut); ++j) {
+      vf& sum = acc[kHeld ? j * kOut + i : i * kOut + j];
+      sum = (vf)pairs((__m512)sum, held[j], other);
+    }
+  }
+}
+#endif
 
 // The same pointer, of which the compiler forgets that it has read through it.
 KVR_INLINE const char* forget(const char* p) {
@@ -135,23 +165,31 @@ inline bool streams_alone(int64_t rows) {
 #endif
 }
 
-// acc += the products of kOut weight rows with a panel of kIn rows of x. The words of weights are read twice
-// per step, the second time from the nearest cache, which leaves the registers to the sums.
+// acc += the products of a step. The words of weights are read twice where they are widened, the second time from the
+// nearest cache, which leaves the registers to the sums.
+template <Type T, int kOut, int kIn>
+KVR_INLINE void whole_step(vf* acc, const char* w, int64_t apart, const float* panel) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) return pair_step<kOut, kIn>(acc, w, apart, panel);
+#endif
+  half_step<T, 0, kOut, kIn>(acc, w, apart, panel);
+  half_step<T, 1, kOut, kIn>(acc, forget(w), apart, panel);
+}
+
+// acc += the products of kOut weight rows with a panel of kIn rows of x.
 template <Type T, int kOut, int kIn>
 KVR_INLINE void multiply(vf* acc, const char* w, int64_t row_bytes, int64_t apart, const float* panel, Pass pass) {
   constexpr int64_t kBytes = kStep * size_of(T);
   const int64_t whole = row_bytes / kBytes, rest = row_bytes % kBytes;
-  for (int64_t s = 0; s < whole; ++s, panel += kIn * kStep, w += kBytes) {
+  for (int64_t s = 0; s < whole; ++s, panel += kIn * kPanelStep<T>, w += kBytes) {
     for (int o = pass.index; o < kOut; o += pass.count)
       for (int64_t b = 0; b < kBytes; b += 64) prefetch(w + o * apart + kAhead + b);
-    half_step<T, 0, kOut, kIn>(acc, w, apart, panel);
-    half_step<T, 1, kOut, kIn>(acc, forget(w), apart, panel);
+    whole_step<T, kOut, kIn>(acc, w, apart, panel);
   }
   if (rest > 0) {
     char tail[kOut * kBytes] = {};
     for (int o = 0; o < kOut; ++o) __builtin_memcpy(tail + o * kBytes, w + o * apart, (size_t)rest);
-    half_step<T, 0, kOut, kIn>(acc, tail, kBytes, panel);
-    half_step<T, 1, kOut, kIn>(acc, tail, kBytes, panel);
+    whole_step<T, kOut, kIn>(acc, tail, kBytes, panel);
   }
 }
 
@@ -236,25 +274,26 @@ inline void widen(const LinearArgs& a, int64_t first, int64_t rows, float* to, i
   constexpr int64_t kBytes = kStep * size_of(T);
   const int64_t whole = a.in / kStep, rest = a.in * size_of(T) % kBytes;
   const auto step = [](const char* from, float* at) {
+    if constexpr (kPairs<T>) return store(at, load<vu>(from));
     store(at, half<T, 0>(from));
     store(at + kLanes, half<T, 1>(from));
   };
   for_each_pass(rows, [&](int64_t m0, int64_t count) {
     for (int64_t m = 0; m < count; ++m) {
       const char* row = a.x + (first + m0 + m) * a.x_stride * size_of(T);
-      float* panel = to + m0 * stride + m * kStep;
-      for (int64_t s = 0; s < whole; ++s) step(row + s * kBytes, panel + s * count * kStep);
+      float* panel = to + m0 * stride + m * kPanelStep<T>;
+      for (int64_t s = 0; s < whole; ++s) step(row + s * kBytes, panel + s * count * kPanelStep<T>);
       if (rest == 0) continue;
       char tail[kBytes] = {};
       __builtin_memcpy(tail, row + whole * kBytes, (size_t)rest);
-      step(tail, panel + whole * count * kStep);
+      step(tail, panel + whole * count * kPanelStep<T>);
     }
   });
 }
 
 template <Type T>
 inline void linear_typed(const LinearArgs& a) {
-  const int64_t stride = (a.in + kStep - 1) / kStep * kStep;
+  const int64_t stride = (a.in + kStep - 1) / kStep * kPanelStep<T>;
   float* x = call_scratch(std::min(a.rows, kRowsAtOnce) * stride);
   const int64_t items = a.in * a.out < kSerialWeights || max_threads() == 1 ? 1 : max_threads() * kItemsPerThread;
   const int64_t share = ((a.out + items - 1) / items + kItemOut - 1) / kItemOut * kItemOut;
