@@ -273,7 +273,8 @@ KVR_INLINE V logv(V x) {
 }
 
 #if defined(__AVX512BF16__)
-// a sum and the products of a pair of bf16, rounded to nearest, numbers below the normal ones taken as 0. In assembly, since GCC copies the accumulator of the intrinsic before each use.
+// sum + the products of each lane's two bf16, rounded to nearest; numbers smaller than normal ones count as 0. In
+// assembly, since GCC copies the accumulator of the intrinsic before each use.
 KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
