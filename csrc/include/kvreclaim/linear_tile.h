@@ -34,7 +34,7 @@ constexpr bool kManyRegisters = kRegisters >= 32;
 constexpr int kPassRows = kManyRegisters ? 6 : 2;  // rows of x of a tile, at most
 constexpr int kHeldRows = 3;                      // up to here a tile holds x in registers, above the weights
 // Whether products are those of pairs of bf16, which take x as it is and numbers smaller than normal ones as 0. Weights
-// that are turned to lanes of outputs first, which need no sums over lanes, take twice as long up to 16 rows and gain
+// that are turned to lanes of outputs first, which need no sums over lanes, take twice as long at few rows and gain
 // a tenth at 100 (docs/log.md).
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 template <Type T>
