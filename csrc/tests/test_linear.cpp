@@ -19,14 +19,23 @@ void check_linear(Type type, int64_t rows, int64_t in, int64_t out, bool with_bi
       KVR_CHECK(std::fabs(y.get(m * out + n) - want) <= tolerance, "%ld x %ld -> %ld, row %ld, output %ld: %g, not %g",
                 (long)rows, (long)in, (long)out, (long)m, (long)n, y.get(m * out + n), want);
     }
+  Numbers alone(type, out);
+  const int64_t size = size_of(type);
+  for (int64_t m = 0; m < rows; ++m) {
+    kernels().linear({x.data() + m * stride * size, w.data(), with_bias ? bias.data() : nullptr, alone.data(), 1, in, out,
+                      stride, type});
+    KVR_CHECK(std::memcmp(alone.data(), y.data() + m * out * size, (size_t)(out * size)) == 0,
+              "%ld x %ld -> %ld: row %ld is another one alone", (long)rows, (long)in, (long)out, (long)m);
+  }
 }
 
 KVR_TEST(linear_on_odd_shapes) {
   Random random(3);
-  const int64_t sizes[][2] = {{1, 1}, {31, 3}, {33, 17}, {70, 150}, {96, 64}, {513, 130}};
+  const int64_t sizes[][2] = {{1, 1}, {31, 3}, {33, 17}, {70, 150}, {96, 64}, {513, 130}, {1601, 70}, {3301, 37}};
   for (const auto& size : sizes)
     for (Type type : {Type::kBF16, Type::kF32})
-      for (int64_t rows : {1, 2, 3, 4, 6, 7, 13, 65}) check_linear(type, rows, size[0], size[1], rows % 2 == 0, random);
+      for (int64_t rows : {1, 2, 3, 4, 6, 7, 13, 33, 64, 100, 131})
+        check_linear(type, rows, size[0], size[1], rows % 2 == 0, random);
 }
 
 KVR_TEST(rms_norm_on_odd_shapes) {

@@ -272,6 +272,15 @@ KVR_INLINE V logv(V x) {
   return f + low + exponent * 0.693359375f;
 }
 
+#if defined(__AVX512BF16__)
+// sum + the products of each lane's two bf16, rounded to nearest; numbers smaller than normal ones count as 0. In
+// assembly, since GCC copies the accumulator of the intrinsic before each use.
+KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+#endif
+
 KVR_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace kvreclaim::KVR_NS

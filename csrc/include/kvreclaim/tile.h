@@ -75,12 +75,6 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead,
 }
 
 #if defined(__AVX512BF16__)
-// In assembly, since GCC copies the accumulator of the intrinsic before each use.
-KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-  return sum;
-}
-
 // tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
 template <int R>
 KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,

@@ -19,7 +19,7 @@ from kvreclaim.ops.native.norm import rms_norm
 # Half a step of rounding, and the error of an fp32 sum of K products of size 1.
 TOLERANCE = {torch.bfloat16: (2.0**-8, 2e-5), torch.float32: (1e-6, 2e-5)}
 DTYPES = tuple(TOLERANCE)
-SHAPES = ((1, 1), (3, 5), (7, 33), (64, 64), (37, 100), (130, 515), (96, 1024))
+SHAPES = ((1, 1), (3, 5), (7, 33), (64, 64), (37, 100), (130, 515), (96, 1024), (70, 1601), (37, 3301))
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -48,28 +48,30 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def test_every_number_of_rows(isa: str, size_out: int, size_in: int, dtype: torch.dtype) -> None:
     weight, bias = random(size_out, size_in, dtype=dtype), random(size_out, dtype=dtype)
     x = random(140, size_in, dtype=dtype)
-    for rows in (*range(1, 41), 64, 65, 140):
+    for rows in (*range(1, 41), 64, 65, 100, 140):
         check(run(x[:rows], weight), x[:rows], weight)
         check(run(x[:rows], weight, bias), x[:rows], weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(isa: str, dtype: torch.dtype) -> None:
-    weight, x = random(75, 333, dtype=dtype), random(80, 333, dtype=dtype)
-    alone = torch.cat([run(x[i : i + 1], weight) for i in range(80)])
-    for rows in (2, 3, 4, 7, 16, 64, 80):
+    weight, x = random(75, 333, dtype=dtype), random(140, 333, dtype=dtype)
+    alone = torch.cat([run(x[i : i + 1], weight) for i in range(140)])
+    for rows in (2, 3, 4, 7, 12, 13, 16, 33, 64, 80, 100, 128, 140):
         assert torch.equal(run(x[:rows], weight), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
-    weight, x = random(1000, 256, dtype=dtype), random(5, 256, dtype=dtype)
+    weight = random(1000, 256, dtype=dtype)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        one = run(x, weight)
-        torch.set_num_threads(3)
-        assert torch.equal(run(x, weight), one)
+        for rows in (1, 5, 40):
+            x = random(rows, 256, dtype=dtype)
+            torch.set_num_threads(1)
+            one = run(x, weight)
+            torch.set_num_threads(3)
+            assert torch.equal(run(x, weight), one)
     finally:
         torch.set_num_threads(before)
 
@@ -121,7 +123,8 @@ def test_other_tensors_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limits_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {
         ("amx", True): linear_module.ROWS_WITH_MATRICES,
-        ("avx512bf16", True): linear_module.ROWS_WITH_BF16_HARDWARE,
+        ("avx512bf16", True): linear_module.ROWS_WITH_PAIRS,
+        ("avx512vnni", True): linear_module.ROWS_WITH_BF16_HARDWARE,
         ("avx2", False): sys.maxsize,
     }
     for (isa, has), rows in limits.items():

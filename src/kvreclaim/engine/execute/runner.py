@@ -33,12 +33,13 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.native.linear import exact_rows
+from kvreclaim.ops.native.linear import exact_rows, max_rows
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
 
 MOST_PLAIN_ROWS = 32
-"""Of a step without drafts, up to which rows are computed as each would be alone."""
+"""Of a step without drafts, up to which rows are computed as each would be alone; more where the kernels are
+as fast as torch's products for more rows (ops/native/linear.max_rows)."""
 
 
 class Watcher(Protocol):
@@ -105,6 +106,7 @@ class ModelRunner:
         self.tiers: Tiers | None = None
         self.refresher: Refresher | None = None
         self.beside: Watcher | None = None
+        self._most_plain = max(MOST_PLAIN_ROWS, max_rows(loaded.facts.dtype))
         self._late: list[LateSignals] = []
 
     def prepare(self, plan: StepPlan) -> None:
@@ -248,7 +250,7 @@ class ModelRunner:
             rows = want or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
             inputs.wanted.append(want)
-        inputs.num_exact = _num_exact(step)
+        inputs.num_exact = _num_exact(step, self._most_plain)
         return inputs
 
     def _replay(self, step: list[Scheduled], inputs: _Inputs, watched: bool) -> Tensor | None:
@@ -295,10 +297,10 @@ def _wanted_positions(item: Scheduled) -> range:
     return range(first, end)
 
 
-def _num_exact(step: list[Scheduled]) -> int:
+def _num_exact(step: list[Scheduled], most_plain: int) -> int:
     """Of a step's leading tokens, those of sequences that decode: what they draw is the same with drafts and
-    without. Many that draw one token each are left to products that are faster for many rows."""
+    without. More than most_plain that draw one token each are left to products that are faster for many."""
     decodes = list(itertools.takewhile(lambda item: item.num_known == 1, step))
     count = sum(item.num_tokens for item in decodes)
     guesses = any(item.row.num_drafts or item.seq.request.verify is not None for item in decodes)
-    return count if guesses or count <= MOST_PLAIN_ROWS else 0
+    return count if guesses or count <= most_plain else 0
