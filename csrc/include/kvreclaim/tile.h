@@ -30,20 +30,54 @@ struct Tile {
   const char* v[kChunks];
 };
 
-// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R]. Meanwhile the keys of
-// the tile `ahead` are fetched.
+// Cache lines at one distance from each other.
+struct Lines {
+  const char* from;
+  int64_t step, count;
+};
+
+// Lines of the next tile, which the loops over a tile ask for one by one, each once, evenly over their steps: the
+// memory is never idle, nor asked for more than it can have under way.
+class Ahead {
+ public:
+  static constexpr int kWhole = 256;
+
+  // `lines` ends with one that is never used up. In `steps` steps `count` lines are asked for.
+  void open(const Lines* lines, int64_t count, int64_t steps) {
+    const int64_t rate = (count * kWhole + steps - 1) / steps;
+    rate_ = (int)(rate < kWhole ? rate : (rate + kWhole - 1) / kWhole * kWhole);
+    begin(lines);
+  }
+
+  KVR_INLINE void step() {
+    for (credit_ += rate_; credit_ >= kWhole; credit_ -= kWhole) {
+      prefetch(at_);
+      at_ += lines_->step;
+      if (--left_ == 0) begin(lines_ + 1);
+    }
+  }
+
+ private:
+  KVR_INLINE void begin(const Lines* lines) { lines_ = lines, at_ = lines->from, left_ = lines->count; }
+
+  const Lines* lines_ = nullptr;
+  const char* at_ = nullptr;
+  int64_t left_ = 0;
+  int rate_ = 0, credit_ = 0;
+};
+
+// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R].
 template <int R, bool BF16>
-KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
-                            float* s) {
+KVR_KERNEL void tile_scores(const float* q, const Tile& tile, Ahead& next, int64_t words, int64_t stride, float* s) {
+  Ahead ahead = next;
   constexpr int T = kTokenVecs<R>;
   constexpr int kPerChunk = kChunk / kLanes;
   constexpr int kPasses = kTile / kLanes / T;
   for (int pass = 0; pass < kPasses; ++pass) {
-    const char *base[T], *far[T];
+    const char* base[T];
     for (int t = 0; t < T; ++t) {
       const int vec = pass * T + t;
       base[t] = tile.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
-      far[t] = ahead.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
     }
     vf acc[R][T] = {};
     const float* row = q;
@@ -64,14 +98,14 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead,
         }
         row += R;
       }
-#pragma GCC unroll 4
-      for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
+      ahead.step();
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kLanes, acc[r][t]);
   }
+  next = ahead;
 }
 
 #if defined(__AVX512BF16__)
@@ -83,8 +117,9 @@ KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
 
 // tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
 template <int R>
-KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
-                            float* s) {
+KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, Ahead& next, int64_t words, int64_t stride,
+                            float scale, float* s) {
+  Ahead ahead = next;
   constexpr int T = kTokenVecs<R>, kPasses = kChunks / T;
   for (int pass = 0; pass < kPasses; ++pass) {
     __m512 acc[R][T];
@@ -96,10 +131,8 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahe
     for (int64_t w = 0, at = 0; w < words; ++w, at += stride, row += R) {
       __m512bh k[T];
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
-        prefetch(ahead.k[pass * T + t] + at);
-      }
+      for (int t = 0; t < T; ++t) k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
+      ahead.step();
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)row[r]);
@@ -110,8 +143,9 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahe
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) _mm512_storeu_ps(s + r * kTile + (pass * T + t) * kChunk, acc[r][t]);
+      for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kChunk, (vf)acc[r][t] * scale);
   }
+  next = ahead;
 }
 #endif
 
@@ -123,7 +157,7 @@ struct ValueRows {
   int64_t stride;
   const float* p;      // [R][kTile]
   const float* alpha;  // [R]
-  const Tile& ahead;   // whose values are fetched meanwhile
+  Ahead& next;
 };
 
 // acc[r] = acc[r] * alpha[r] + sum_t p[r * kTile + t] V[t], for C * N words of each row of V from `word` on.
@@ -133,7 +167,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
   using F = typename Vec<N>::F;
   using U = typename Vec<N>::U;
   constexpr int P = BF16 ? 2 : 1;  // values of a word
-  constexpr int kLines = C * N >= 16 ? C * N / 16 : 1;
+  Ahead ahead = in.next;
   float* acc = in.acc + word * P;
   F sum[R][C][P];
 #pragma GCC unroll 8
@@ -148,8 +182,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
     const int64_t left = in.tokens - chunk * kChunk;
     const int64_t count = left < kChunk ? left : kChunk;
     const char* row = in.tile.v[chunk] + word * 4;
-    const char* far = in.ahead.v[chunk] + word * 4;
-    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes, far += in.row_bytes) {
+    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         const U x = load<U>(row + c * (int)sizeof(U));
@@ -160,8 +193,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
           for (int r = 0; r < R; ++r) sum[r][c][h] += v * p[r * kTile];
         }
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
+      ahead.step();
     }
   }
 #pragma GCC unroll 8
@@ -170,6 +202,15 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 2
       for (int h = 0; h < P; ++h) store(acc + r * in.stride + (c * P + h) * N, sum[r][c][h]);
+  in.next = ahead;
+}
+
+// Steps of these loops over a tile with `rows` rows; words: of a row of K and V.
+template <bool BF16>
+inline int64_t tile_steps(int64_t rows, int64_t k_words, int64_t v_words) {
+  const int64_t tokens = kLanes * (rows > 4 ? kTokenVecs<kMaxR> : kTokenVecs<1>);
+  const int64_t wide = kLanes * (BF16 ? 1 : 2) * (rows > 4 ? kWordVecs<kMaxR> : kWordVecs<1>);
+  return kTile / tokens * k_words + (v_words + wide - 1) / wide * kTile;
 }
 
 // All words of the rows of V: wide passes first, narrower ones for the rest.
