@@ -11,7 +11,7 @@ namespace kvreclaim::KVR_NS {
 
 // One group of R rows over the tile at slot `at`.
 template <int R, bool BF16>
-inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, Ahead& ahead,
+inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Ahead& ahead,
                       const TileMask& mask, RowGroup& group, float* scores) {
   const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at);
   if (tokens <= 0) return;
@@ -26,14 +26,15 @@ inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, cons
 // All rows of a head over the tile at slot `at`, `next` being fetched meanwhile.
 template <bool BF16>
 inline void tile_step(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& next,
-                      int64_t steps, HeadRows& to, float* scores) {
+                      HeadRows& to, float* scores) {
   TileMask mask;
   open_mask(a, item, at, mask);
-  Lines lines[kTileLines];
-  Ahead ahead;
-  ahead.open(lines, tile_lines(a.cache, next, true, lines), steps);
+  int64_t rows = 0, asked = 0;
   for (int g = 0; g < to.count; ++g) {
     RowGroup& group = to.groups[g];
+    rows += group.count;
+    const Ahead ahead{next, asked, kTile * rows / item.rows};
+    asked = ahead.end;
     switch (group.count) {
       case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
       case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
@@ -51,16 +52,13 @@ inline void run_tiles(const AttentionArgs& a, const Item& item, int64_t run, Hea
   const int64_t floats = group_floats(a.cache, item.rows);
   float* memory = thread_scratch(run * floats);
   for (int64_t h = 0; h < run; ++h) open_groups(a, of_head(item, h), memory + h * floats, heads[h]);
-  int64_t steps = 0;
-  for (int g = 0; g < heads[0].count; ++g)
-    steps += tile_steps<BF16>(heads[0].groups[g].count, k_words(a.cache), a.cache.v_dim * size_of(a.cache.format) / 4);
   Tile tile, next;
   open_tile(a, item, first_tile(a, item), tile);
   for (int64_t at = first_tile(a, item); at < item.high; at += kTile)
     for (int64_t h = 0; h < run; ++h, tile = next) {
       const bool last = h + 1 == run;
       open_tile(a, of_head(item, last ? 0 : h + 1), last ? smaller(at + kTile, item.high - 1) : at, next);
-      tile_step<BF16>(a, of_head(item, h), at, tile, next, steps, heads[h], scores);
+      tile_step<BF16>(a, of_head(item, h), at, tile, next, heads[h], scores);
     }
 }
 

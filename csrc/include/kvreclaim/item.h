@@ -79,22 +79,6 @@ inline void open_tile(const AttentionArgs& a, const Item& item, int64_t at, Tile
   }
 }
 
-// The lines of a tile's keys, and values, and one that is never used up, in `lines`; returns how many they are.
-inline int64_t tile_lines(const CacheView& c, const Tile& tile, bool with_values, Lines* lines) {
-  constexpr int64_t kLine = 64;
-  int64_t count = 0;
-  const auto add = [&](const char* from, int64_t step, int64_t number) {
-    *lines++ = {from, step, number};
-    count += number;
-  };
-  for (int i = 0; i < kChunks; ++i) add(tile.k[i], k_word_stride(c), k_words(c));
-  const int64_t value_bytes = kChunk * c.v_dim * size_of(c.format);
-  for (int i = 0; i < kChunks && with_values; ++i) add(tile.v[i], kLine, value_bytes / kLine);
-  *lines = {tile.k[0], 0, INT64_MAX};
-  return count;
-}
-constexpr int kTileLines = 2 * kChunks + 1;
-
 inline void open_mask(const AttentionArgs& a, const Item& item, int64_t at, TileMask& mask) {
   const SlotTable<uint8_t>& evicted = item.seq.evicted;
   mask.has_evicted = evicted.data != nullptr && at < evicted.slots;
@@ -184,7 +168,7 @@ inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, bo
 // Scores of R rows over a tile that is read as it lies, before finish_scores.
 template <int R, bool BF16>
 inline void row_scores(const AttentionArgs& a, const SequenceView& seq, const float* q, const Tile& tile,
-                       Ahead& ahead, float* scores) {
+                       const Ahead& ahead, float* scores) {
   const int64_t words = k_words(a.cache), stride = k_word_stride(a.cache);
   (void)seq;
 #if defined(__AVX512BF16__)

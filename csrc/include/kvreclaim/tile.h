@@ -30,54 +30,38 @@ struct Tile {
   const char* v[kChunks];
 };
 
-// Cache lines at one distance from each other.
-struct Lines {
-  const char* from;
-  int64_t step, count;
+// The part of the next tile that a group of rows asks for in its loops: slots first .. end of its values and as many
+// 64ths of the words of its keys. So every line is asked for once, and the memory is never idle for long.
+struct Ahead {
+  const Tile& tile;
+  int64_t first, end;
 };
 
-// Lines of the next tile, which the loops over a tile ask for one by one, each once, evenly over their steps: the
-// memory is never idle, nor asked for more than it can have under way.
-class Ahead {
+// Whether step `i` of `steps` is one in which a part is asked for.
+class AheadSteps {
  public:
-  static constexpr int kWhole = 256;
-
-  // `lines` ends with one that is never used up. In `steps` steps `count` lines are asked for.
-  void open(const Lines* lines, int64_t count, int64_t steps) {
-    const int64_t rate = (count * kWhole + steps - 1) / steps;
-    rate_ = (int)(rate < kWhole ? rate : (rate + kWhole - 1) / kWhole * kWhole);
-    begin(lines);
-  }
-
-  KVR_INLINE void step() {
-    for (credit_ += rate_; credit_ >= kWhole; credit_ -= kWhole) {
-      prefetch(at_);
-      at_ += lines_->step;
-      if (--left_ == 0) begin(lines_ + 1);
-    }
-  }
+  KVR_INLINE AheadSteps(const Ahead& ahead, int64_t steps)
+      : first_(ahead.first * steps / kTile), count_(ahead.end * steps / kTile - first_) {}
+  KVR_INLINE bool has(int64_t i) const { return (uint64_t)(i - first_) < (uint64_t)count_; }
 
  private:
-  KVR_INLINE void begin(const Lines* lines) { lines_ = lines, at_ = lines->from, left_ = lines->count; }
-
-  const Lines* lines_ = nullptr;
-  const char* at_ = nullptr;
-  int64_t left_ = 0;
-  int rate_ = 0, credit_ = 0;
+  int64_t first_, count_;
 };
 
 // s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R].
 template <int R, bool BF16>
-KVR_KERNEL void tile_scores(const float* q, const Tile& tile, Ahead& next, int64_t words, int64_t stride, float* s) {
-  Ahead ahead = next;
+KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Ahead& ahead, int64_t words, int64_t stride,
+                            float* s) {
+  const AheadSteps asks(ahead, words);
   constexpr int T = kTokenVecs<R>;
   constexpr int kPerChunk = kChunk / kLanes;
   constexpr int kPasses = kTile / kLanes / T;
   for (int pass = 0; pass < kPasses; ++pass) {
-    const char* base[T];
+    const char *base[T], *far[T];
     for (int t = 0; t < T; ++t) {
       const int vec = pass * T + t;
       base[t] = tile.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
+      far[t] = ahead.tile.k[vec / kPerChunk];
     }
     vf acc[R][T] = {};
     const float* row = q;
@@ -98,14 +82,16 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, Ahead& next, int64
         }
         row += R;
       }
-      ahead.step();
+      if (asks.has(w)) {
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kLanes, acc[r][t]);
   }
-  next = ahead;
 }
 
 #if defined(__AVX512BF16__)
@@ -117,9 +103,9 @@ KVR_INLINE __m512 pairs(__m512 sum, __m512bh a, __m512bh b) {
 
 // tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
 template <int R>
-KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, Ahead& next, int64_t words, int64_t stride,
+KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Ahead& ahead, int64_t words, int64_t stride,
                             float scale, float* s) {
-  Ahead ahead = next;
+  const AheadSteps asks(ahead, words);
   constexpr int T = kTokenVecs<R>, kPasses = kChunks / T;
   for (int pass = 0; pass < kPasses; ++pass) {
     __m512 acc[R][T];
@@ -132,7 +118,10 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, Ahead& next, in
       __m512bh k[T];
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
-      ahead.step();
+      if (asks.has(w)) {
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) prefetch(ahead.tile.k[pass * T + t] + at);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)row[r]);
@@ -145,7 +134,6 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, Ahead& next, in
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kChunk, (vf)acc[r][t] * scale);
   }
-  next = ahead;
 }
 #endif
 
@@ -157,7 +145,7 @@ struct ValueRows {
   int64_t stride;
   const float* p;      // [R][kTile]
   const float* alpha;  // [R]
-  Ahead& next;
+  const Ahead& ahead;
 };
 
 // acc[r] = acc[r] * alpha[r] + sum_t p[r * kTile + t] V[t], for C * N words of each row of V from `word` on.
@@ -167,7 +155,8 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
   using F = typename Vec<N>::F;
   using U = typename Vec<N>::U;
   constexpr int P = BF16 ? 2 : 1;  // values of a word
-  Ahead ahead = in.next;
+  constexpr int kLines = C * N >= 16 ? C * N / 16 : 1;
+  const AheadSteps asks(in.ahead, kTile);
   float* acc = in.acc + word * P;
   F sum[R][C][P];
 #pragma GCC unroll 8
@@ -182,7 +171,8 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
     const int64_t left = in.tokens - chunk * kChunk;
     const int64_t count = left < kChunk ? left : kChunk;
     const char* row = in.tile.v[chunk] + word * 4;
-    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes) {
+    const char* far = in.ahead.tile.v[chunk] + word * 4;
+    for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes, far += in.row_bytes) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         const U x = load<U>(row + c * (int)sizeof(U));
@@ -193,7 +183,10 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
           for (int r = 0; r < R; ++r) sum[r][c][h] += v * p[r * kTile];
         }
       }
-      ahead.step();
+      if (asks.has(chunk * kChunk + j)) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -202,15 +195,6 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 2
       for (int h = 0; h < P; ++h) store(acc + r * in.stride + (c * P + h) * N, sum[r][c][h]);
-  in.next = ahead;
-}
-
-// Steps of these loops over a tile with `rows` rows; words: of a row of K and V.
-template <bool BF16>
-inline int64_t tile_steps(int64_t rows, int64_t k_words, int64_t v_words) {
-  const int64_t tokens = kLanes * (rows > 4 ? kTokenVecs<kMaxR> : kTokenVecs<1>);
-  const int64_t wide = kLanes * (BF16 ? 1 : 2) * (rows > 4 ? kWordVecs<kMaxR> : kWordVecs<1>);
-  return kTile / tokens * k_words + (v_words + wide - 1) / wide * kTile;
 }
 
 // All words of the rows of V: wide passes first, narrower ones for the rest.
