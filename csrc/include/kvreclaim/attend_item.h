@@ -11,7 +11,7 @@ namespace kvreclaim::KVR_NS {
 
 // One group of R rows over the tile at slot `at`.
 template <int R, bool BF16>
-inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Tile& ahead,
+inline void tile_rows(const AttentionArgs& a, const Item& item, int64_t at, const Tile& tile, const Ahead& ahead,
                       const TileMask& mask, RowGroup& group, float* scores) {
   const int64_t tokens = smaller(kTile, smaller(item.high, group.end[R - 1]) - at);
   if (tokens <= 0) return;
@@ -29,9 +29,12 @@ inline void tile_step(const AttentionArgs& a, const Item& item, int64_t at, cons
                       HeadRows& to, float* scores) {
   TileMask mask;
   open_mask(a, item, at, mask);
+  int64_t rows = 0, asked = 0;
   for (int g = 0; g < to.count; ++g) {
-    const Tile& ahead = g + 1 < to.count ? tile : next;  // the last rows fetch the next tile
     RowGroup& group = to.groups[g];
+    rows += group.count;
+    const Ahead ahead{next, asked, kTile * rows / item.rows};
+    asked = ahead.end;
     switch (group.count) {
       case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
       case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, group, scores); break;

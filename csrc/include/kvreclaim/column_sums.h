@@ -43,7 +43,7 @@ inline void direct_scores(const AttentionArgs& a, const Item& item, const RowGro
   open_tile(a, item, to.first, tile);
   for (int64_t at = to.first; at < item.high; at += kTile, tile = next, s += R * kTile) {
     open_tile(a, item, smaller(at + kTile, item.high - 1), next);
-    row_scores<R, BF16>(a, item.seq, group.q, tile, next, s);
+    row_scores<R, BF16>(a, item.seq, group.q, tile, {next, 0, kTile}, s);
     finish_tile<R>(a, item, group, at, s, top);
   }
 }

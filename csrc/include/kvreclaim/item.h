@@ -108,6 +108,8 @@ KVR_INLINE RowBounds bounds_of(const AttentionArgs& a, const Item& item, const R
 template <int R>
 inline void finish_scores(const AttentionArgs& a, const Item& item, const RowGroup& group, int64_t at,
                           const TileMask& mask, float* scores) {
+  const bool sees_all = group.low[R - 1] <= at && at + kTile <= smaller(item.high, group.end[0]);
+  if (sees_all && a.softcap == 0 && !mask.has_evicted && !mask.has_positions) return;
   for (int r = 0; r < R; ++r) {
     float* s = scores + r * kTile;
     if (a.softcap != 0) softcap_row(s, a.softcap * kLog2e);
@@ -155,23 +157,23 @@ inline void load_rows(const AttentionArgs& a, const RowMap& map, int64_t row, bo
   if (!as_pairs) return load_queries(a.q, a.cache, map, row, query_scale(a), group, spare);
   uint16_t* pairs = reinterpret_cast<uint16_t*>(group.q);
   for (int64_t r = 0; r < group.count; ++r) {
-    unpack_row(a.q, row_address(a.q, map, row + r), a.cache.k_dim, 1.0f, spare, 1);
-    for (int64_t d = 0; d < a.cache.k_dim; ++d) pairs[(d / 2 * group.count + r) * 2 + d % 2] = to_bf16(spare[d]);
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row_address(a.q, map, row + r));
+    for (int64_t d = 0; d < a.cache.k_dim; d += 2) {
+      uint16_t* pair = pairs + d * group.count + 2 * r;
+      pair[0] = from[d * a.q.stride_d], pair[1] = from[(d + 1) * a.q.stride_d];
+    }
   }
 }
 
 // Scores of R rows over a tile that is read as it lies, before finish_scores.
 template <int R, bool BF16>
 inline void row_scores(const AttentionArgs& a, const SequenceView& seq, const float* q, const Tile& tile,
-                       const Tile& ahead, float* scores) {
+                       const Ahead& ahead, float* scores) {
   const int64_t words = k_words(a.cache), stride = k_word_stride(a.cache);
   (void)seq;
 #if defined(__AVX512BF16__)
   if (BF16 && takes_pairs(a, seq)) {
-    pair_scores<R>(reinterpret_cast<const uint32_t*>(q), tile, ahead, words, stride, scores);
-    const float scale = query_scale(a);
-    for (int i = 0; i < R * kTile; i += kLanes) store(scores + i, load<vf>(scores + i) * scale);
-    return;
+    return pair_scores<R>(reinterpret_cast<const uint32_t*>(q), tile, ahead, words, stride, query_scale(a), scores);
   }
 #endif
   tile_scores<R, BF16>(q, tile, ahead, words, stride, scores);

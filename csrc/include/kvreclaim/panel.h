@@ -55,7 +55,8 @@ inline void fill_panels(const AttentionArgs& a, const Item& item, int64_t at, bo
 
 template <int R>
 inline void panel_scores(const AttentionArgs& a, const Panels& panels, const float* q, float* scores) {
-  tile_scores<R, false>(q, panels.tile, panels.tile, head_dim(a.cache), kTile * sizeof(float), scores);
+  const Ahead nothing{panels.tile, 0, 0};
+  tile_scores<R, false>(q, panels.tile, nothing, head_dim(a.cache), kTile * sizeof(float), scores);
 }
 
 template <int R>
@@ -67,7 +68,8 @@ inline void panel_rows(const AttentionArgs& a, const Item& item, int64_t at, con
   finish_scores<R>(a, item, group, at, mask, scores);
   float alpha[kMaxR];
   softmax_rows<R>(scores, group, alpha);
-  all_values<R, false>({panels.tile, tokens, v_dim, 4 * v_dim, group.acc, v_dim, scores, alpha, panels.tile});
+  const Ahead nothing{panels.tile, 0, 0};
+  all_values<R, false>({panels.tile, tokens, v_dim, 4 * v_dim, group.acc, v_dim, scores, alpha, nothing});
 }
 
 inline void run_panels(const AttentionArgs& a, const Item& item, RowGroup* groups, int count, float* scratch) {

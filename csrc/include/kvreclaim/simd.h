@@ -161,6 +161,11 @@ KVR_INLINE auto high_half(V v) {
   return h;
 }
 
+#if defined(__AVX512DQ__)
+KVR_INLINE Vec<8>::F low_half(vf v) { return (Vec<8>::F)_mm512_castps512_ps256((__m512)v); }
+KVR_INLINE Vec<8>::F high_half(vf v) { return (Vec<8>::F)_mm512_extractf32x8_ps((__m512)v, 1); }
+#endif
+
 KVR_INLINE float hsum(Vec<4>::F v) {
   v += __builtin_shufflevector(v, v, 2, 3, 0, 1);
   return v[0] + v[1];

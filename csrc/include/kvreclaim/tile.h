@@ -30,11 +30,29 @@ struct Tile {
   const char* v[kChunks];
 };
 
-// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R]. Meanwhile the keys of
-// the tile `ahead` are fetched.
+// The part of the next tile that a group of rows asks for in its loops: slots first .. end of its values and as many
+// 64ths of the words of its keys. So every line is asked for once, and the memory is never idle for long.
+struct Ahead {
+  const Tile& tile;
+  int64_t first, end;
+};
+
+// Whether step `i` of `steps` is one in which a part is asked for.
+class AheadSteps {
+ public:
+  KVR_INLINE AheadSteps(const Ahead& ahead, int64_t steps)
+      : first_(ahead.first * steps / kTile), count_(ahead.end * steps / kTile - first_) {}
+  KVR_INLINE bool has(int64_t i) const { return (uint64_t)(i - first_) < (uint64_t)count_; }
+
+ private:
+  int64_t first_, count_;
+};
+
+// s[r * kTile + t] = q[., r] . K[., t] for R rows and all tokens of the tile; q is [D][R].
 template <int R, bool BF16>
-KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
+KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Ahead& ahead, int64_t words, int64_t stride,
                             float* s) {
+  const AheadSteps asks(ahead, words);
   constexpr int T = kTokenVecs<R>;
   constexpr int kPerChunk = kChunk / kLanes;
   constexpr int kPasses = kTile / kLanes / T;
@@ -43,7 +61,7 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead,
     for (int t = 0; t < T; ++t) {
       const int vec = pass * T + t;
       base[t] = tile.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
-      far[t] = ahead.k[vec / kPerChunk] + vec % kPerChunk * (int)sizeof(vf);
+      far[t] = ahead.tile.k[vec / kPerChunk];
     }
     vf acc[R][T] = {};
     const float* row = q;
@@ -64,8 +82,10 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead,
         }
         row += R;
       }
+      if (asks.has(w)) {
 #pragma GCC unroll 4
-      for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
+        for (int t = 0; t < T; t += kPerChunk) prefetch(far[t] + at);
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -77,8 +97,9 @@ KVR_KERNEL void tile_scores(const float* q, const Tile& tile, const Tile& ahead,
 #if defined(__AVX512BF16__)
 // tile_scores by products of pairs of bf16: q is [D / 2][R] such pairs, unscaled.
 template <int R>
-KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahead, int64_t words, int64_t stride,
-                            float* s) {
+KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Ahead& ahead, int64_t words, int64_t stride,
+                            float scale, float* s) {
+  const AheadSteps asks(ahead, words);
   constexpr int T = kTokenVecs<R>, kPasses = kChunks / T;
   for (int pass = 0; pass < kPasses; ++pass) {
     __m512 acc[R][T];
@@ -90,9 +111,10 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahe
     for (int64_t w = 0, at = 0; w < words; ++w, at += stride, row += R) {
       __m512bh k[T];
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
-        prefetch(ahead.k[pass * T + t] + at);
+      for (int t = 0; t < T; ++t) k[t] = (__m512bh)_mm512_loadu_si512(tile.k[pass * T + t] + at);
+      if (asks.has(w)) {
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) prefetch(ahead.tile.k[pass * T + t] + at);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -104,7 +126,7 @@ KVR_KERNEL void pair_scores(const uint32_t* q, const Tile& tile, const Tile& ahe
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) _mm512_storeu_ps(s + r * kTile + (pass * T + t) * kChunk, acc[r][t]);
+      for (int t = 0; t < T; ++t) store(s + r * kTile + (pass * T + t) * kChunk, (vf)acc[r][t] * scale);
   }
 }
 #endif
@@ -117,7 +139,7 @@ struct ValueRows {
   int64_t stride;
   const float* p;      // [R][kTile]
   const float* alpha;  // [R]
-  const Tile& ahead;   // whose values are fetched meanwhile
+  const Ahead& ahead;
 };
 
 // acc[r] = acc[r] * alpha[r] + sum_t p[r * kTile + t] V[t], for C * N words of each row of V from `word` on.
@@ -128,6 +150,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
   using U = typename Vec<N>::U;
   constexpr int P = BF16 ? 2 : 1;  // values of a word
   constexpr int kLines = C * N >= 16 ? C * N / 16 : 1;
+  const AheadSteps asks(in.ahead, kTile);
   float* acc = in.acc + word * P;
   F sum[R][C][P];
 #pragma GCC unroll 8
@@ -142,7 +165,7 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
     const int64_t left = in.tokens - chunk * kChunk;
     const int64_t count = left < kChunk ? left : kChunk;
     const char* row = in.tile.v[chunk] + word * 4;
-    const char* far = in.ahead.v[chunk] + word * 4;
+    const char* far = in.ahead.tile.v[chunk] + word * 4;
     for (int64_t j = 0; j < count; ++j, ++p, row += in.row_bytes, far += in.row_bytes) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
@@ -154,8 +177,10 @@ KVR_KERNEL void tile_values(const ValueRows& in, int64_t word) {
           for (int r = 0; r < R; ++r) sum[r][c][h] += v * p[r * kTile];
         }
       }
+      if (asks.has(chunk * kChunk + j)) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
+        for (int i = 0; i < kLines; ++i) prefetch(far + 64 * i);
+      }
     }
   }
 #pragma GCC unroll 8
