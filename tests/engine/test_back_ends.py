@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.linears import NativeLinear
 from kvreclaim.ops import native
+from kvreclaim.ops.native.linear import max_rows
 
 PROMPTS = tiny.prompts((40, 90, 23), seed=8)
 TRACES = tiny.prompts((70, 50, 90), seed=9)
@@ -78,3 +80,19 @@ def test_kernels_that_cannot_run_are_refused_with_the_reason(make_llm) -> None:
         make_llm(kernels="native", block_size=8)
     with pytest.raises(InvalidArgumentError, match="auto, native, triton, reference"):
         make_llm(kernels="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [False, True], ids=["few", "many"])
+def test_sequences_that_decode_together_draw_what_each_draws_alone(dtype, most, make_llm) -> None:
+    """To the bit, up to as many rows as the kernels take on this CPU."""
+    count = min(100, max(32, max_rows(getattr(torch, dtype)))) if most else 20
+    llm = make_llm(dtype=dtype, block_size=16, num_blocks=6 * count, max_num_seqs=count)
+    prompts = tiny.prompts([33] * count, seed=4)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
+    for prompt in prompts:  # of each only the last token is left to compute
+        llm.generate([prompt], replace(params, max_tokens=1))
+    alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    together = [out.outputs[0] for out in llm.generate(prompts, params)]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+    assert [out.logprobs for out in together] == [out.logprobs for out in alone]
