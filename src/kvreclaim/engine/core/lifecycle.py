@@ -92,7 +92,9 @@ class Lifecycle:
             salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
         if request.verify is not None:
-            seq.most_hit = most_hit(request.verify, self.scheduler.companions.memory is self.memory)
+            companions = self.scheduler.companions
+            forks = companions is not None and companions.memory is self.memory
+            seq.most_hit = most_hit(request.verify, forks)
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
