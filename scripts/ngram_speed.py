@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from pydoc_data.topics import topics
+from functools import partial
 
-from kvreclaim import LLM, SamplingParams, real_model
+from kvreclaim import LLM, real_model
+from kvreclaim.bench.common import alternate
+from kvreclaim.bench.lossless.drawing import Drawn, documentation, draw
 
 AGAIN = "\n\nOnce more, the same text, word for word:\n\n"
 FIRST = 16
@@ -20,28 +21,18 @@ FIRST = 16
 
 
 def prompts(llm: LLM, kind: str, batch: int, num_tokens: int) -> list[list[int]]:
-    encode = llm.tokenizer.encode
-    text = encode("\n\n".join(topics[name] for name in sorted(topics)))
-    step = (len(text) - num_tokens) // batch
-    pieces = [text[n * step : n * step + num_tokens] for n in range(batch)]
+    pieces = documentation(llm, num_tokens, batch)
     if kind == "continue":
         return pieces
-    return [piece + encode(AGAIN, add_special_tokens=False) + piece[:FIRST] for piece in pieces]
+    again = llm.tokenizer.encode(AGAIN, add_special_tokens=False)
+    return [piece + again + piece[:FIRST] for piece in pieces]
 
 
-def draw(llm: LLM, asked: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens per second from the end of the last prompt on, and all tokens."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    requests = [llm._add(prompt, params, None) for prompt in asked]
-    while not all(request.prompt_done for request in requests):
-        llm.engine.step()
-    before = sum(request.sequences[0].num_generated for request in requests)
-    started = time.perf_counter()
-    while llm.engine.has_unfinished:
-        llm.engine.step()
-    seconds = time.perf_counter() - started
-    said = [request.sequences[0].token_ids[len(request.prompt_token_ids) :] for request in requests]
-    return (num_tokens * len(asked) - before) / seconds, said
+def describe(mine: list[Drawn], plain: list[Drawn]) -> str:
+    ratio = statistics.median(one.rate / other.rate for one, other in zip(mine, plain, strict=True))
+    drafted, accepted = sum(one.drafted for one in mine), sum(one.accepted for one in mine)
+    equal = all(one.tokens == other.tokens for one, other in zip(mine, plain, strict=True))
+    return f"{ratio:.2f} x plain, accepted {accepted / max(1, drafted):.2f} of {drafted}, equal {equal}"
 
 
 def main() -> None:
@@ -56,39 +47,18 @@ def main() -> None:
     if model is None:
         raise SystemExit("the real model is not there: run `kvreclaim fetch`")
     blocks = max(args.batch) * 4 * (args.num_tokens // 16 + 16)
-    plain = LLM(model, device="cpu", num_blocks=blocks)
-    engines = {
-        count: plain.sibling(speculative_config={"method": "ngram", "num_speculative_tokens": count})
-        for count in args.drafts
-    }
+    engines = {0: LLM(model, device="cpu", num_blocks=blocks)}
+    for count in args.drafts:
+        how = {"method": "ngram", "num_speculative_tokens": count}
+        engines[count] = engines[0].sibling(speculative_config=how)
     for kind in ("continue", "again"):
         for batch in args.batch:
-            asked = prompts(plain, kind, batch, args.num_tokens)
-            ratios: dict[int, list[float]] = {count: [] for count in engines}
-            before = {
-                c: (
-                    e.engine.totals.speculation.num_draft_tokens,
-                    e.engine.totals.speculation.num_accepted_tokens,
-                )
-                for c, e in engines.items()
-            }
-            equal = dict.fromkeys(engines, True)
-            for _ in range(args.rounds):
-                base, said = draw(plain, asked, args.drawn)
-                for count, llm in engines.items():
-                    rate, own = draw(llm, asked, args.drawn)
-                    ratios[count].append(rate / base)
-                    equal[count] &= own == said
-            for count, llm in engines.items():
-                totals = llm.engine.totals.speculation
-                drafted = totals.num_draft_tokens - before[count][0]
-                accepted = totals.num_accepted_tokens - before[count][1]
-                ratio = statistics.median(ratios[count])
-                print(
-                    f"{kind:>8} batch {batch} drafts {count}: {ratio:.2f} x plain, "
-                    f"accepted {accepted / max(1, drafted):.2f} of {drafted}, equal {equal[count]}",
-                    flush=True,
-                )
+            asked = prompts(engines[0], kind, batch, args.num_tokens)
+            runs = {count: partial(draw, llm, asked, None, args.drawn) for count, llm in engines.items()}
+            drawn = alternate(runs, args.rounds)
+            for count in args.drafts:
+                told = describe(drawn[count], drawn[0])
+                print(f"{kind:>8} batch {batch} drafts {count}: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 
-import torch
+from kvreclaim import LLM, CompressionConfig, real_model
+from kvreclaim.bench.common import alternate
+from kvreclaim.bench.lossless.drawing import draw
+from kvreclaim.bench.systems.base import random_prompts
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams, real_model
-
-MODES = (None, "pass", "tokens:16", "tokens:4", "query")
-
-
-def rate(llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, num_tokens: int) -> float:
-    """Tokens per second, from the end of the last prompt on."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    requests = [llm._add(prompt, params, config) for prompt in prompts]
-    while not all(request.prompt_done for request in requests):
-        llm.engine.step()
-    before = sum(request.sequences[0].num_generated for request in requests)
-    started = time.perf_counter()
-    while llm.engine.has_unfinished:
-        llm.engine.step()
-    return (num_tokens * len(prompts) - before) / (time.perf_counter() - started)
+PLAIN = "no recall"
+MODES = ("pass", "tokens:16", "tokens:4", "query")
 
 
 def main() -> None:
@@ -43,19 +32,20 @@ def main() -> None:
         raise SystemExit("the real model is not there: run `kvreclaim fetch`")
     blocks = max(args.batch) * 2 * (args.num_tokens // 16 + 8)
     llm = LLM(model, device="cpu", num_blocks=blocks, kv_cold_size=2.0)
-    generator = torch.Generator().manual_seed(0)
+    configs = {
+        mode: CompressionConfig(
+            args.policy, args.budget, interval=128, recent=64, recall=None if mode == PLAIN else mode
+        )
+        for mode in (PLAIN, *MODES)
+    }
     for batch in args.batch:
-        shape = (batch, args.num_tokens)
-        prompts = torch.randint(llm.loaded.vocab_size, shape, generator=generator).tolist()
-        rates: dict[str | None, list[float]] = {mode: [] for mode in MODES}
-        for _ in range(args.rounds):
-            for mode in MODES:
-                config = CompressionConfig(args.policy, args.budget, interval=128, recent=64, recall=mode)
-                rates[mode].append(rate(llm, prompts, config, args.drawn))
+        prompts = random_prompts(batch, args.num_tokens, llm.loaded.vocab_size, seed=0)
+        runs = {mode: partial(draw, llm, prompts, config, args.drawn) for mode, config in configs.items()}
+        drawn = alternate(runs, args.rounds)
         for mode in MODES:
-            pairs = zip(rates[mode], rates[None], strict=True)
-            ratio = statistics.median(mine / plain for mine, plain in pairs)
-            print(f"batch {batch} {mode or 'no recall':>10}: {ratio:.3f} of the tokens/s without", flush=True)
+            pairs = zip(drawn[mode], drawn[PLAIN], strict=True)
+            ratio = statistics.median(mine.rate / plain.rate for mine, plain in pairs)
+            print(f"batch {batch} {mode:>10}: {ratio:.3f} of the tokens/s without", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.rope import RopeLayout
 
 CENTERS, OFFSETS = 16, 5
+VERIFIED = (5, 9)
+"""Queries of a sequence that verify 4 and 8 drafts."""
 MAX_LAYER_BYTES = 512 * 2**20
 
 
@@ -39,7 +41,7 @@ class Case:
 
 
 def attention(shape: Shape) -> Case:
-    """Decode (queries 1) or a prefill chunk at the end of the context."""
+    """Decode (queries 1), the verification of drafts, or a prefill chunk at the end of the context."""
     q = _queries(shape)
 
     def run(filled: Filled, layer: int) -> Tensor:
@@ -47,7 +49,8 @@ def attention(shape: Shape) -> Case:
 
     seen = shape.context - (shape.queries - 1) / 2
     flops = int(4 * q.numel() * seen)
-    op = "decode attention" if shape.queries == 1 else f"prefill attention, {shape.queries} new"
+    names = {1: "decode attention", **{count: f"verifying attention, {count} new" for count in VERIFIED}}
+    op = names.get(shape.queries, f"prefill attention, {shape.queries} new")
     return Case(op, shape, run, 2 * shape.side_bytes, flops=flops if shape.queries > 1 else 0)
 
 
@@ -173,6 +176,8 @@ def standard(device: str = "cpu", formats: Sequence[str] = ("auto",)) -> Iterato
                 step = Shape(context, batch, head_dim, 2, dtype, layers=layers, device=device)
                 for shape in _stored(step, formats):
                     yield attention(shape)
+                    if batch > 1:
+                        yield from (attention(replace(shape, queries=count)) for count in VERIFIED)
                     if dtype == torch.bfloat16 and batch > 1:
                         yield column_sums(shape)
     for head_dim in (64, 128):

@@ -4,39 +4,21 @@ host. Prompts are computed once; every run finds them in the prefix cache, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from statistics import median
-from time import perf_counter
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from kvreclaim import demo_model, real_model
 from kvreclaim.bench.common import Row, alternate, sheet
+from kvreclaim.bench.lossless.drawing import Drawn, documentation, draw
 from kvreclaim.bench.lossless.plan import DEMO, LosslessPlan
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.overrides import yarn
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One run. device_blocks: in use on the device at most; moved: bytes from the host."""
-
-    tokens: list[list[int]]
-    rate: float
-    device_blocks: int
-    moved: int
-    drafted: int
-    accepted: int
-    rounds: int
-
 
 Prompts = Callable[[int, int], list[list[int]]]
 """(tokens, how many) -> prompts of the demo model's own kind."""
@@ -69,9 +51,9 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
         max_model_len=length,
         hf_overrides=yarn(known, length),
     )
-    prompts = own(context, batch) if is_demo else _prompts(pool, context, batch)
+    prompts = own(context, batch) if is_demo else documentation(pool, context, batch)
     console.print(f"{batch} x {context}: computing the prompts")
-    _draw(pool, prompts, None, 1)
+    draw(pool, prompts, None, 1)
     hosted = None
     if any("host" in name for name in plan.systems):
         size = needed * pool.engine.cache.bytes_per_block
@@ -83,8 +65,8 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
     for name in plan.systems:
         llm = hosted if "host" in name else pool
         assert llm is not None, "made where it is asked for"
-        runs[name] = partial(_draw, llm, prompts, _config(plan, name), plan.tokens)
-    times: dict[str, list[Timed]] = {}
+        runs[name] = partial(draw, llm, prompts, _config(plan, name), plan.tokens)
+    times: dict[str, list[Drawn]] = {}
     for _ in range(plan.rounds):
         for name, found in alternate(runs, 1).items():
             times.setdefault(name, []).extend(found)
@@ -92,7 +74,7 @@ def _measure(plan: LosslessPlan, context: int, batch: int, console: Console, own
     return [_row(plan, context, batch, name, times) for name in plan.systems]
 
 
-def _row(plan: LosslessPlan, context: int, batch: int, name: str, times: dict[str, list[Timed]]) -> Row:
+def _row(plan: LosslessPlan, context: int, batch: int, name: str, times: dict[str, list[Drawn]]) -> Row:
     every, full = times[name], times["full"]
     one = every[-1]
     pairs = zip(every, full, strict=True)
@@ -120,44 +102,6 @@ def _config(plan: LosslessPlan, name: str) -> CompressionConfig | None:
         return None
     verify = name.startswith("verify")
     return CompressionConfig(plan.policy, budget=plan.budget, verify=verify, verify_tokens=plan.drafts)
-
-
-def _prompts(llm: LLM, context: int, batch: int) -> list[list[int]]:
-    """Pieces of the documentation that share nothing."""
-    if llm.loaded.tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (batch, context)
-        return torch.randint(llm.loaded.vocab_size, shape, generator=generator).tolist()
-    text = llm.tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
-    step = max(1, (len(text) - context) // batch)
-    return [(text * (1 + context // len(text)))[n * step : n * step + context] for n in range(batch)]
-
-
-def _draw(llm: LLM, prompts: list[list[int]], config: CompressionConfig | None, num_tokens: int) -> Timed:
-    """The time starts when the last prompt is there."""
-    engine, params = llm.engine, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    requests = [llm._add(prompt, params, config) for prompt in prompts]
-    while not all(request.prompt_done for request in requests):
-        engine.step()
-    seen = sum(request.sequences[0].num_generated for request in requests)
-    totals, blocks = engine.totals.speculation, 0
-    before = totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens
-    moved, pool = engine.totals.streamed_bytes, engine.verifier.companions.memory.pool
-    started = perf_counter()
-    while engine.has_unfinished:
-        engine.step()
-        blocks = max(blocks, pool.num_in_use)
-    elapsed_s = perf_counter() - started
-    tokens = [request.sequences[0].token_ids[len(request.prompt_token_ids) :] for request in requests]
-    return Timed(
-        tokens,
-        (sum(map(len, tokens)) - seen) / elapsed_s if elapsed_s else 0.0,
-        blocks,
-        engine.totals.streamed_bytes - moved,
-        totals.num_draft_tokens - before[1],
-        totals.num_accepted_tokens - before[2],
-        totals.num_drafts - before[0],
-    )
 
 
 def graft(source: LLM, target: LLM, tokens: list[int]) -> None:
