@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, TableState
 
 
 def plan_compaction(
-    seq_id: Id, table: TableState, num_tokens: int, block_size: int, num_free: int
+    seq_id: Id,
+    table: TableState,
+    num_tokens: int,
+    block_size: int,
+    num_free: int,
+    *,
+    open_stays: bool = False,
 ) -> CompactionPlan[Id] | None:
     """Choose ceil(num_tokens / block_size) blocks that may be written.
 
     Own blocks that nobody else refers to and the index does not know come first, in table order. What
     is missing is fresh if the pool has all of it; else own indexed blocks are stripped, from the end
     of the table (the head of the chain stays hittable), and only the remainder is fresh.
+
+    open_stays: the last block is not full, and stays what it is, the last one: nothing in it moves
 
     Returns: the plan, with its targets in the order of the old table (a fresh block stands where the
     first block that could not be used stood); None if there are too few blocks: postpone.
@@ -23,6 +33,12 @@ def plan_compaction(
     assert len(blocks) == len(table.ref_counts) == len(table.indexed), f"sequence {seq_id}: {table}"
     assert 0 <= num_tokens <= len(blocks) * block_size, f"{num_tokens} tokens, {len(blocks)} blocks"
     needed = blocks_for(num_tokens, block_size)
+    if open_stays:
+        assert (table.ref_counts[-1], table.indexed[-1]) == (1, False), f"sequence {seq_id}: {table}"
+        full = TableState(table.block_ids[:-1], table.ref_counts[:-1], table.indexed[:-1])
+        last = num_tokens % block_size
+        plan = plan_compaction(seq_id, full, num_tokens - last, block_size, num_free)
+        return plan and replace(plan, num_tokens=num_tokens, targets=(*plan.targets, blocks[-1]))
     private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []

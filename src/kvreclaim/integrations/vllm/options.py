@@ -30,7 +30,6 @@ _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name 
 _MISSING = {
     Signal.RECENT_QUERIES: "the most recent queries",
     Signal.ATTENTION_MASS: "the attention that each token has received",
-    Signal.POSITIONS: "the position of each kept token",
     Signal.OUTPUT_PROJECTION: "the weights of the output projection",
     Signal.FUTURE_QUERIES: "the queries still to come",
     Signal.READ_AGAIN: "the prompt once more",
@@ -136,9 +135,15 @@ class Options:
         self._check_request(settings)
         return _unless_full(settings)
 
+    @property
+    def has_cells(self) -> bool:
+        """Whether heads may keep unequal numbers of tokens, which attention has to be made ready for."""
+        return self.settings.make_policy().way is Way.CELLS
+
     def bound(self, block_size: int, max_chunk: int) -> int | None:
         """Tokens that one compressed request holds at most; None: its whole length."""
-        return self.settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
+        settings = self.settings.in_blocks(block_size)
+        return settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
 
     def _check_stats(self, where: str) -> None:
         needs = self.settings.make_policy().needs & STATISTICS
@@ -164,6 +169,11 @@ class Options:
                 f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
                 f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
             )
+        require(
+            self.has_cells or settings.make_policy().way is not Way.CELLS,
+            f"policy {settings.policy!r} lets heads keep unequal numbers of tokens, for which this server, "
+            f"started with {own.policy!r}, has not made attention ready; ask for a policy with equal heads.",
+        )
         missing = (settings.make_policy().needs - own.make_policy().needs) & STATISTICS
         require(
             not missing,
@@ -190,8 +200,6 @@ def check_policy(policy: CompressionPolicy) -> None:
     reasons = {
         "evicts whole blocks, and the scheduler cannot know which": way is Way.BLOCKS,
         "moves nothing, so that no block comes back": way is Way.MASK,
-        "lets heads keep unequal numbers of tokens, and vLLM has one length per request": policy.way
-        is Way.CELLS,
         "reads some blocks only, and attention is vLLM's own": way is Way.READS,
         "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
         f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.applier import Applier
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.positions import Positions
 from kvreclaim.integrations.vllm.facts import describe
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
 from kvreclaim.integrations.vllm.scratch import scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.integrations.vllm.v0_32 import attention, probing, signatures, worker_side
+from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, signatures, worker_side
+
+logger = logging.getLogger("vllm.kvreclaim")
 
 
 class WorkerHooks:
@@ -24,8 +30,9 @@ class WorkerHooks:
 
     def init_device(self) -> None:
         """Raises: UnsupportedVllmError if this vLLM's runner is not the one that we were written for."""
-        super().init_device()  # type: ignore[misc]
         worker: Any = self
+        cells_side.register_cells(Options.of_config(worker.vllm_config).has_cells)
+        super().init_device()  # type: ignore[misc]
         signatures.check_worker(worker.model_runner)
 
     def determine_available_memory(self) -> int:
@@ -51,7 +58,9 @@ class WorkerHooks:
             views.prove()
         options = Options.of_config(worker.vllm_config)
         known = describe(runner, options)
-        self.reclaim = Applier(options, known.facts, known.stats, views, worker_side.rows_of(runner))
+        heads = _heads(worker, views) if options.has_cells else None
+        rows = worker_side.rows_of(runner, heads)
+        self.reclaim = Applier(options, known.facts, known.stats, views, rows, heads)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()
@@ -68,7 +77,8 @@ class WorkerHooks:
 
     def kvreclaim_trace(self, on: bool) -> None:
         """Record which positions passes keep, of requests whose first pass is still to come."""
-        self._applier().trace = Trace() if on else None
+        applier = self._applier()
+        applier.trace = Trace(Positions(applier.shape, torch.device("cpu"))) if on else None
 
     def kvreclaim_take_trace(self) -> list[tuple[str, int, torch.Tensor]]:
         """(request, position of the next query, positions kept [L, K, keep] int32) of every pass since the
@@ -83,6 +93,22 @@ class WorkerHooks:
     def _applier(self) -> Applier:
         assert self.reclaim is not None, "asked before the cache is there"
         return self.reclaim
+
+
+def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
+    """Tables of unequal heads; None, said once, where this back-end's attention cannot be proved over cells:
+    heads then keep equally many tokens, by the same ranking and in as many blocks."""
+    rows = worker.vllm_config.scheduler_config.max_num_seqs
+    try:
+        with torch.inference_mode():
+            return cells_side.adopt_cells(worker.model_runner, views, rows)
+    except UnsupportedModelError as reason:
+        logger.warning(
+            "heads keep equally many tokens here, chosen by the same ranking: %s. Policies whose heads keep "
+            "unequal numbers do better elsewhere; another --attention-backend may serve them.",
+            reason,
+        )
+        return None
 
 
 def _scratch(worker: Any) -> int:
