@@ -35,10 +35,7 @@ def plan_compaction(
     needed = blocks_for(num_tokens, block_size)
     if open_stays:
         assert (table.ref_counts[-1], table.indexed[-1]) == (1, False), f"sequence {seq_id}: {table}"
-        full = TableState(table.block_ids[:-1], table.ref_counts[:-1], table.indexed[:-1])
-        last = num_tokens % block_size
-        plan = plan_compaction(seq_id, full, num_tokens - last, block_size, num_free)
-        return plan and replace(plan, num_tokens=num_tokens, targets=(*plan.targets, blocks[-1]))
+        return _before_open(seq_id, table, num_tokens, block_size, num_free)
     private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []
@@ -58,3 +55,14 @@ def _with_fresh(own: list[int], missing: int, blocks: list[int]) -> tuple[int | 
     used = set(own)
     fresh = [place for place in range(len(blocks)) if place not in used][:missing]
     return tuple(blocks[place] if place in used else None for place in sorted([*own, *fresh]))
+
+
+def _before_open(
+    seq_id: Id, table: TableState, num_tokens: int, block_size: int, num_free: int
+) -> CompactionPlan[Id] | None:
+    """The plan of the full blocks, with the last one behind them."""
+    full = TableState(table.block_ids[:-1], table.ref_counts[:-1], table.indexed[:-1])
+    rest = plan_compaction(seq_id, full, num_tokens - num_tokens % block_size, block_size, num_free)
+    if rest is None:
+        return None
+    return replace(rest, num_tokens=num_tokens, targets=(*rest.targets, table.block_ids[-1]))

@@ -98,10 +98,9 @@ class WorkerHooks:
 def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
     """Tables of unequal heads; None, said once, where this back-end's attention cannot be proved over cells:
     heads then keep equally many tokens, by the same ranking and in as many blocks."""
-    rows = worker.vllm_config.scheduler_config.max_num_seqs
     try:
         with torch.inference_mode():
-            return cells_side.adopt_cells(worker.model_runner, views, rows)
+            return cells_side.adopt_cells(worker.model_runner, views)
     except UnsupportedModelError as reason:
         logger.warning(
             "heads keep equally many tokens here, chosen by the same ranking: %s. Policies whose heads keep "

@@ -59,12 +59,12 @@ class HeadTables:
     """Of all requests on this worker.
 
     Args:
-        grid:     where cells lie
-        max_rows: requests in a step, at most
-        fixed:    tokens of a request at most, where buffers must never move (CUDA graphs); None: they grow
+        grid:       where cells lie
+        max_rows:   requests in a step, at most; max_tokens: their tokens
+        fixed:      tokens of a request at most, where buffers must never move (CUDA graphs); None: they grow
     """
 
-    def __init__(self, grid: CellGrid, max_rows: int, fixed: int | None = None) -> None:
+    def __init__(self, grid: CellGrid, max_rows: int, max_tokens: int, fixed: int | None = None) -> None:
         self.grid = grid
         self.fixed = fixed
         self.rows: dict[str, int] = {}
@@ -80,6 +80,8 @@ class HeadTables:
         most = 1 if fixed is None else blocks_for(fixed, grid.block_size)
         self._tables = torch.zeros((layers, max_rows * heads, most), dtype=torch.int32, device=device)
         self._lengths = torch.zeros((layers, max_rows * heads), dtype=torch.int32, device=device)
+        self._starts = torch.zeros(max_rows * heads + 1, dtype=torch.int32, device=device)
+        self._order = torch.zeros(max_tokens * heads, dtype=torch.int64, device=device)
         self._next: tuple[Tensor, int] | None = None
 
     def put(self, request_id: str, cells: Cells) -> None:
@@ -174,15 +176,18 @@ class HeadTables:
         lens = starts.diff()
         every = torch.arange(heads, dtype=torch.int32, device=device)
         inner = (starts[:-1, None] * heads + every * lens[:, None]).flatten()
-        of_rows = torch.cat([inner, starts[-1:] * heads]).int()
+        of_rows = self._starts[: count * heads + 1]
+        torch.cat([inner, starts[-1:] * heads], out=of_rows)
         if max_query_len == 1:
             return of_rows, None
         tokens = torch.arange(num_tokens, device=device)
         owner = torch.bucketize(tokens, starts[1:].long(), right=True).clamp(max=count - 1)
         place = (tokens - starts[owner])[:, None] + every * lens[owner][:, None]
         target = starts[owner][:, None].long() * heads + place
-        order = torch.empty(num_tokens * heads, dtype=torch.int64, device=device)
-        order[target.flatten()] = torch.arange(num_tokens * heads, device=device)
+        source = torch.arange(num_tokens * heads, device=device)
+        nobodys = tokens[:, None] >= starts[-1]  # a graph's padding stays where it is
+        order = self._order[: num_tokens * heads]
+        order[torch.where(nobodys, source.view(-1, heads), target).flatten()] = source
         return of_rows, order
 
     def _make_room(self, row: int, width: int) -> None:

@@ -28,6 +28,7 @@ CELL_BACKENDS = {
     "CPU_ATTN": f"{HERE}.cells_cpu.CellsCPUBackend",
     "FLASH_ATTN": f"{HERE}.cells_flash.CellsFlashBackend",
     "TRITON_ATTN": f"{HERE}.cells_triton.CellsTritonBackend",
+    "FLASHINFER": f"{HERE}.cells_flashinfer.CellsFlashInferBackend",
 }
 """vLLM's name of a back-end -> ours in its place."""
 
@@ -83,6 +84,15 @@ class CellsImpl:
 
     reclaim: LayerCells | None = None
 
+    @property
+    def without_cells(self) -> str | None:
+        """Why this layer cannot attend over cells; None: it can."""
+        return None
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """vLLM: whether output may be asked for in scaled integers; not over cells."""
+        return False
+
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         """Write what rows [T * K, G, D] see into output, of their shape; both contiguous."""
         raise NotImplementedError
@@ -115,7 +125,7 @@ class CellsImpl:
         return output
 
 
-def adopt_cells(runner: Any, views: CacheViews, max_rows: int) -> HeadTables:
+def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
     """Prove the back-ends' attention over cells, and have them attend by the tables that are returned.
 
     Raises: UnsupportedModelError, in words for the middle of a sentence, where heads have to stay equal.
@@ -129,7 +139,8 @@ def adopt_cells(runner: Any, views: CacheViews, max_rows: int) -> HeadTables:
     prove_cells(views, grid, [probing.shape_of(layer) for layer in layers], _attend(layers))
     # CUDA graphs hold the addresses of tables, which are then as large as they may become.
     fixed = None if grid.device.type == "cpu" else int(runner.model_config.max_model_len)
-    heads = HeadTables(grid, max_rows, fixed)
+    scheduler = runner.vllm_config.scheduler_config
+    heads = HeadTables(grid, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, fixed)
     for builder in _builders(runner):
         builder.reclaim = heads
     return heads
@@ -139,6 +150,8 @@ def _check_layer(layer: Any) -> None:
     name = f"{layer.layer_name} ({layer.attn_backend.get_name()})"
     if not isinstance(layer.impl, CellsImpl):
         raise UnsupportedModelError(f"{name}: this back-end's attention takes one block table for all heads")
+    if layer.impl.without_cells is not None:
+        raise UnsupportedModelError(f"{name}: {layer.impl.without_cells}")
     if getattr(layer.impl, "sinks", None) is not None:
         raise UnsupportedModelError(f"{name}: every query head has a sink of its own")
     for scale in (layer._k_scale, layer._v_scale):
