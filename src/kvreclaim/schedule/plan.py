@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, TableState
 
@@ -33,10 +31,20 @@ def plan_compaction(
     assert len(blocks) == len(table.ref_counts) == len(table.indexed), f"sequence {seq_id}: {table}"
     assert 0 <= num_tokens <= len(blocks) * block_size, f"{num_tokens} tokens, {len(blocks)} blocks"
     needed = blocks_for(num_tokens, block_size)
-    if open_stays:
-        assert (table.ref_counts[-1], table.indexed[-1]) == (1, False), f"sequence {seq_id}: {table}"
-        return _before_open(seq_id, table, num_tokens, block_size, num_free)
-    private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
+    assert not open_stays or (table.ref_counts[-1] == 1 and not table.indexed[-1]), f"{seq_id}: {table}"
+    movable = len(blocks) - open_stays
+    chosen = _choose(blocks[:movable], table, needed - open_stays, num_free)
+    if chosen is None:
+        return None
+    targets, strip = chosen
+    return CompactionPlan(seq_id, num_tokens, targets + tuple(blocks[movable:]), strip)
+
+
+def _choose(
+    blocks: list[int], table: TableState, needed: int, num_free: int
+) -> tuple[tuple[int | None, ...], tuple[int, ...]] | None:
+    """Targets and those of them to strip, of the leading blocks of a table; None if there are too few."""
+    private = [place for place in range(len(blocks)) if table.ref_counts[place] == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []
     missing = needed - len(chosen)
@@ -46,8 +54,7 @@ def plan_compaction(
         missing -= len(strip)
         if missing > num_free:
             return None
-    targets = _with_fresh(chosen + strip, missing, blocks)
-    return CompactionPlan(seq_id, num_tokens, targets, tuple(blocks[place] for place in strip))
+    return _with_fresh(chosen + strip, missing, blocks), tuple(blocks[place] for place in strip)
 
 
 def _with_fresh(own: list[int], missing: int, blocks: list[int]) -> tuple[int | None, ...]:
@@ -55,14 +62,3 @@ def _with_fresh(own: list[int], missing: int, blocks: list[int]) -> tuple[int | 
     used = set(own)
     fresh = [place for place in range(len(blocks)) if place not in used][:missing]
     return tuple(blocks[place] if place in used else None for place in sorted([*own, *fresh]))
-
-
-def _before_open(
-    seq_id: Id, table: TableState, num_tokens: int, block_size: int, num_free: int
-) -> CompactionPlan[Id] | None:
-    """The plan of the full blocks, with the last one behind them."""
-    full = TableState(table.block_ids[:-1], table.ref_counts[:-1], table.indexed[:-1])
-    rest = plan_compaction(seq_id, full, num_tokens - num_tokens % block_size, block_size, num_free)
-    if rest is None:
-        return None
-    return replace(rest, num_tokens=num_tokens, targets=(*rest.targets, table.block_ids[-1]))

@@ -1,5 +1,5 @@
-"""FlashInfer in vLLM 0.32 plans its kernels for one table. Over cells vLLM's Triton kernel attends, which reads
-its layouts as they are; an fp8 cache would need its queries in fp8, too: heads stay equal there."""
+"""FlashInfer in vLLM 0.32 plans its kernels for one table. Over cells vLLM's Triton kernel attends, which
+reads its layouts as they are; an fp8 cache would need its queries in fp8, too: heads stay equal there."""
 
 from __future__ import annotations
 
