@@ -54,4 +54,5 @@ def check_mixed(
         check_logprobs(model, prompt, answer.tokens, answer.logprobs, passes)
         uneven.append(is_uneven(passes))
     assert uneven[:2] == [True, False]
-    assert engine.is_empty()
+    if hasattr(engine.engine.engine_core, "engine_core"):  # else the pool is in another process
+        assert engine.is_empty()
