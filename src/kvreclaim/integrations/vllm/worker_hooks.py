@@ -16,7 +16,7 @@ from kvreclaim.integrations.vllm.facts import describe
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
-from kvreclaim.integrations.vllm.scratch import scratch_bytes
+from kvreclaim.integrations.vllm.scratch import cells_bytes, scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, signatures, worker_side
 
@@ -114,14 +114,26 @@ def _scratch(worker: Any) -> int:
     """Bytes of a pass over as many tokens as a request ever holds here. What it hits in the prefix cache is
     not bounded by its budget."""
     config, model = worker.vllm_config, worker.model_config
+    options = Options.of_config(config)
     chunk = config.scheduler_config.max_num_batched_tokens
-    bound = Options.of_config(config).bound(worker.cache_config.block_size, chunk)
+    bound = options.bound(worker.cache_config.block_size, chunk)
     if bound is None or worker.cache_config.enable_prefix_caching:
         bound = model.max_model_len
-    return scratch_bytes(
-        num_layers=model.get_num_layers(worker.parallel_config),
+    layers, kv_heads = (
+        find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
+    )
+    tables = cells_bytes(
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        num_tokens=model.max_model_len,
+        block_size=worker.cache_config.block_size,
+        num_rows=config.scheduler_config.max_num_seqs,
+    )
+    scratch = scratch_bytes(
+        num_layers=layers,
         num_heads=model.get_num_attention_heads(worker.parallel_config),
-        num_kv_heads=model.get_num_kv_heads(worker.parallel_config),
+        num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),
         num_tokens=min(bound, model.max_model_len),
     )
+    return scratch + (tables if options.has_cells else 0)

@@ -19,6 +19,8 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.cell_tables import Cells
 from kvreclaim.ops.moving import move
 
+MAX_ENTRIES = 1 << 23
+"""Of tables that are made at once; about 24 bytes of scratch each."""
 NOBODY = 0
 """The row of requests that no pass has touched."""
 
@@ -140,32 +142,42 @@ class HeadTables:
             known, ahead = announced
             rows[: len(known)] = known
         longest = max_seq_len + ahead
-        tables, lengths = self._fill(rows, block_table, seq_lens, blocks_for(longest, self.grid.block_size))
+        width = blocks_for(longest, self.grid.block_size)
+        if self.fixed is not None:
+            width = min(width, self._tables.shape[-1])
+        tables, lengths = self._fill(rows, block_table, seq_lens, width)
         starts, order = self._queries(query_starts, count, num_tokens, max_query_len)
         return StepCells(
             tables, lengths, starts, order, self.grid.num_heads, max_query_len, self.fixed or longest
         )
 
     def _fill(self, rows: Tensor, block_table: Tensor, seq_lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Every head's cells [L, N * K, W] and tokens [L, N * K], in the buffers that stay where they are."""
-        grid, (layers, heads), count = self.grid, self.grid.shape, len(rows)
-        width = self._tables.shape[-1] if self.fixed is not None else width
+        """Every head's cells [L, N * K, W] and tokens [L, N * K], in the buffers that stay where they are; as
+        many layers at once as scratch allows."""
+        (layers, heads), count = self.grid.shape, len(rows)
         self._grow(count * heads, width)
-        counts, blocks = self._counts[rows], self._blocks[rows]
-        places = torch.arange(width, dtype=torch.int32, device=grid.device)
-        later = places - counts[..., None] + blocks[:, None, None, None]
-        later = later.clamp(0, block_table.shape[1] - 1).long()
-        appended = block_table.gather(1, later.flatten(1)).view_as(later).int()
-        natural = appended * grid.per_block + self._first + self._heads
-        known = self._table[rows][..., places.clamp(max=self._table.shape[-1] - 1)]
-        cells = torch.where(places < counts[..., None], known, natural)
         tables = self._tables[:, : count * heads]  # whole rows: what lies behind is never read
-        tables.view(layers, count, heads, -1)[..., :width].copy_(cells.transpose(0, 1))
-        ahead = (counts - blocks[:, None, None]) * grid.block_size
-        tokens = torch.where(seq_lens[:, None, None] > 0, seq_lens[:, None, None] + ahead, 0)
         lengths = self._lengths[:, : count * heads]
-        lengths.view(layers, count, heads).copy_(tokens.transpose(0, 1))
+        step = max(1, MAX_ENTRIES // (count * heads * width))
+        for some in (slice(start, start + step) for start in range(0, layers, step)):
+            counts, blocks = self._counts[rows, some], self._blocks[rows][:, None, None]
+            cells = self._cells(rows, some, counts, blocks, block_table, width)
+            tables[some].view(-1, count, heads, tables.shape[-1])[..., :width].copy_(cells.transpose(0, 1))
+            tokens = seq_lens[:, None, None] + (counts - blocks) * self.grid.block_size
+            tokens = torch.where(seq_lens[:, None, None] > 0, tokens, 0)  # a graph's padding
+            lengths[some].view(-1, count, heads).copy_(tokens.transpose(0, 1))
         return tables, lengths
+
+    def _cells(
+        self, rows: Tensor, layers: slice, counts: Tensor, blocks: Tensor, block_table: Tensor, width: int
+    ) -> Tensor:
+        """[N, l, K, W] int32: those of the last pass, then each head's own of the blocks that came since."""
+        places = torch.arange(width, dtype=torch.int32, device=self.grid.device)
+        later = (places - counts[..., None] + blocks[..., None]).clamp_(0, block_table.shape[1] - 1)
+        appended = block_table.gather(1, later.flatten(1).long()).view_as(later).int()
+        natural = appended.mul_(self.grid.per_block).add_(self._first[:, layers] + self._heads)
+        known = self._table[rows, layers][..., places.clamp(max=self._table.shape[-1] - 1)]
+        return torch.where(places < counts[..., None], known, natural)
 
     def _queries(
         self, starts: Tensor, count: int, num_tokens: int, max_query_len: int

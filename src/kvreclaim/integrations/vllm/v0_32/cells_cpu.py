@@ -24,6 +24,8 @@ class CellsCPUBuilder(CellsBuilder, CPUAttentionMetadataBuilder):
 class CellsCPUImpl(CellsImpl, CPUAttentionBackendImpl):
     """vLLM's kernel with one KV head, and a row for each (request, KV head)."""
 
+    kernel = "vLLM's CPU kernel"
+
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view, self.reclaim.index

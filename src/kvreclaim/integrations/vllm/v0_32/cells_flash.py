@@ -30,6 +30,8 @@ class CellsFlashBuilder(CellsBuilder, FlashAttentionMetadataBuilder):
 class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
     """vLLM's kernel with one KV head, and a row for each (request, KV head)."""
 
+    kernel = "FlashAttention"
+
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index

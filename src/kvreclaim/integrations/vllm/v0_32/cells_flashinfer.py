@@ -25,6 +25,8 @@ class CellsFlashInferBuilder(CellsBuilder, FlashInferMetadataBuilder):
 class CellsFlashInferImpl(CellsImpl, FlashInferImpl):
     """vLLM's Triton kernel with one KV head, and a row for each (request, KV head)."""
 
+    kernel = "vLLM's Triton kernel"
+
     @property
     def without_cells(self) -> str | None:
         return "the cache is fp8" if is_quantized_kv_cache(self.kv_cache_dtype) else None

@@ -83,6 +83,8 @@ class CellsImpl:
     """Mixed into an implementation of attention. reclaim: set by adopt_cells."""
 
     reclaim: LayerCells | None = None
+    kernel = ""
+    """What attends over cells, in words."""
 
     @property
     def without_cells(self) -> str | None:

@@ -25,6 +25,8 @@ class CellsTritonBuilder(CellsBuilder, TritonAttentionMetadataBuilder):
 class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
     """vLLM's kernel with one KV head, and a row for each (request, KV head)."""
 
+    kernel = "vLLM's Triton kernel"
+
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
