@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,20 +19,24 @@ import pytest
 import torch
 from test_vllm_layouts import FP8, B, D, K, L, cpu_layer, flash_layer, gpu_caches
 from torch import Tensor
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import refusals
 from kvreclaim.integrations.vllm.cells.grid import CellGrid, find_grid
 from kvreclaim.integrations.vllm.cells.heads import StepCells
 from kvreclaim.integrations.vllm.cells.proof import prove_cells
 from kvreclaim.integrations.vllm.layouts import CacheViews
-from kvreclaim.integrations.vllm.v0_32 import attention
+from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
 from kvreclaim.ops.facts import LayerFacts, Softmax
 
 G = 2
 SCALE = 0.11
 SOFTCAP = 30.0
+FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 LAYOUTS = pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 Make = Callable[[CellGrid, int], Any]
 """An implementation of attention with the cells of one layer."""
@@ -174,7 +179,7 @@ def test_a_kernel_that_reads_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPa
 
 def test_flashinfers_layouts_by_tritons_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer itself is not here; what of it the back-end imports is stood in for."""
-    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
+    for name in FLASHINFER:
         monkeypatch.setitem(sys.modules, name, MagicMock())
     from kvreclaim.integrations.vllm.v0_32.cells_flashinfer import CellsFlashInferImpl
 
@@ -244,3 +249,26 @@ def test_caches_that_are_no_cells() -> None:
     turned = [one.view(L, B, K, 16, 2 * D)[0], one.view(L, B, 16, K, 2 * D)[1].transpose(1, 2)]
     with pytest.raises(UnsupportedModelError, match="several strides"):
         find_grid(CacheViews([flash_layer(cache, torch.float32) for cache in turned], B))
+
+
+@pytest.mark.parametrize("name", refusals.BACKENDS)
+def test_the_table_of_the_docs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-end, layouts, dtypes with equal heads and with unequal ones, and what attends."""
+    for module in FLASHINFER:
+        monkeypatch.setitem(sys.modules, module, MagicMock())
+    backend = resolve_obj_by_qualname(cells_side.CELL_BACKENDS[name])
+    [theirs] = [base for base in backend.__bases__ if base.__module__.startswith("vllm")]
+    assert theirs is resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    assert backend.get_name() == name
+    impl = backend.get_impl_cls()
+    dtypes = [d for d in refusals.CACHE_DTYPES if d in theirs.supported_kv_cache_dtypes]
+    without = impl.without_cells.fget
+    assert without is not None
+    unequal = [d for d in dtypes if without(SimpleNamespace(kv_cache_dtype=d)) is None]
+    layouts = [layout.name for layout in theirs.supported_kv_cache_layouts() or ()]
+    row = [f"`{name}`", ", ".join(layouts) or "all", ", ".join(dtypes), ", ".join(unequal), impl.kernel]
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(row)} |" in page.splitlines()
+    names = [layout.name for layout in KVCacheLayout]
+    assert f"*all* are {', '.join(names[:-1])} and {names[-1]}." in page
+    assert set(cells_side.CELL_BACKENDS) == set(refusals.BACKENDS)
