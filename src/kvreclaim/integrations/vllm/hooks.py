@@ -37,12 +37,12 @@ def original_of(function: Any) -> Any:
 def install() -> None:
     """Wrap what every process needs. Imports no module of vLLM's workers: their order matters."""
     from vllm.engine import arg_utils
-    from vllm.v1.core import kv_cache_utils
+
+    from kvreclaim.integrations.vllm import family
 
     wrap(arg_utils.EngineArgs, "create_engine_config", _configuring)
-    name = "_max_memory_usage_bytes_from_groups"
-    if hasattr(kv_cache_utils, name):  # missing: the signature check refuses, if we are asked for
-        wrap(kv_cache_utils, name, _relaxing)
+    if family.is_known():  # refused otherwise, if we are asked for
+        family.module("pool_check").install()
 
 
 def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,31 +62,17 @@ def configure(config: Any) -> None:
 
     Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError.
     """
+    from kvreclaim.integrations.vllm import family, signatures
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
-    from kvreclaim.integrations.vllm.family import find_family
     from kvreclaim.integrations.vllm.options import Options
 
-    family = find_family()
-    family.check_front()
+    signatures.check_front()
+    front = family.module("front")
     options = Options.find(config.additional_config, os.environ)
     assert options is not None
     refuse_config(config)
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}
-    family.take_over(config)
-    family.install_front_end()
-    logger.info("%s", family.describe(config))
-
-
-def _relaxing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The start check's memory of one request: a compressed one never holds more than budget and a chunk."""
-
-    def max_memory_usage_bytes(vllm_config: Any, kv_cache_groups: Any) -> Any:
-        needed = original(vllm_config, kv_cache_groups)
-        if not is_asked_for(vllm_config.additional_config, {}):
-            return needed
-        from kvreclaim.integrations.vllm.family import find_family
-
-        return find_family().capped_bytes(needed, vllm_config, kv_cache_groups)
-
-    return max_memory_usage_bytes
+    front.take_over(config)
+    front.install_front_end()
+    logger.info("%s", front.describe(config))

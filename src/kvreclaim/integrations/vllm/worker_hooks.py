@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvreclaim.integrations.vllm import family, signatures
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.facts import describe
 from kvreclaim.integrations.vllm.layouts import CacheViews
@@ -14,7 +15,11 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
 from kvreclaim.integrations.vllm.scratch import scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.integrations.vllm.v0_32 import attention, probing, signatures, worker_side
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32 import attention, probing, worker_side
+else:
+    attention, probing, worker_side = map(family.module, ("attention", "probing", "worker"))
 
 
 class WorkerHooks:
