@@ -8,11 +8,10 @@ from typing import Any
 
 from kvreclaim.integrations.vllm import family
 
-MODULE: Any = import_module(family.module("pool_check").MODULE)
-NEEDED: str = family.module("pool_check").NAME
-PER_BLOCK = next(
-    name for name in ("_pool_bytes_per_block_from_builder", "_pool_bytes_per_block") if hasattr(MODULE, name)
-)
+NAMES = family.module("pool_check")
+MODULE: Any = import_module(NAMES.MODULE)
+NEEDED: str = NAMES.NEEDED
+PER_BLOCK: str = NAMES.PER_BLOCK
 
 
 def needed(config: Any, groups: list[Any]) -> int:

@@ -19,7 +19,7 @@ class Family:
     """The modules that serve one minor version of vLLM. Where two versions agree, both name the older one's.
 
     package:    has expected.txt, what this version was seen to be
-    pool_check: the start check of the pool
+    pool_check: where vLLM checks at start whether the pool is large enough
     front:      configuration, metrics, a request's own settings
     scheduler:  the hooks of the schedulers, the block pool and the tables
     worker:     the model runners

@@ -38,11 +38,11 @@ def install() -> None:
     """Wrap what every process needs. Imports no module of vLLM's workers: their order matters."""
     from vllm.engine import arg_utils
 
-    from kvreclaim.integrations.vllm import family
+    from kvreclaim.integrations.vllm import family, pool_check
 
     wrap(arg_utils.EngineArgs, "create_engine_config", _configuring)
     if family.is_known():  # refused otherwise, if we are asked for
-        family.module("pool_check").install()
+        pool_check.install()
 
 
 def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
