@@ -1,4 +1,4 @@
-"""Told what a compressed request holds: vLLM's check at start that the pool is large enough for one request."""
+"""Told what a compressed request holds: vLLM's check at start that the pool is large enough for one."""
 
 from __future__ import annotations
 
