@@ -24,7 +24,8 @@ NEWER = """
 
 def test_declarations_are_compared_and_not_their_lines(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("newer_vllm", SCRIPT)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     for name, text in (("older", OLDER), ("newer", NEWER)):
