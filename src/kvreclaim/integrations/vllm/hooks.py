@@ -7,31 +7,15 @@ replaced: the scheduler and the workers are subclasses that the configuration na
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from kvreclaim.integrations.vllm.asking import KEY, is_asked_for
-
-MARK = "_kvreclaim_original"
+from kvreclaim.integrations.vllm.wrapping import wrap
 
 logger = logging.getLogger("vllm.kvreclaim")
-
-
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace owner.name by make(original), once; the original stays reachable under MARK."""
-    original = getattr(owner, name)
-    if not hasattr(original, MARK):
-        wrapped = functools.wraps(original)(make(original))
-        setattr(wrapped, MARK, original)
-        setattr(owner, name, wrapped)
-
-
-def original_of(function: Any) -> Any:
-    """vLLM's own function, whether it is wrapped by us or not."""
-    return getattr(function, MARK, function)
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.hooks import wrap
+from kvreclaim.integrations.vllm.wrapping import wrap
 
 
 def install() -> None:

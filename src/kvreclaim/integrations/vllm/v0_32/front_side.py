@@ -8,9 +8,9 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.hooks import wrap
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
+from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
 
 OURS = "kvreclaim.integrations.vllm"
