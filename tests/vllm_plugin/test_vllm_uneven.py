@@ -4,13 +4,18 @@ the same tokens dropped, and whole blocks come back."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import Engine
 from models import random_prompts
 from oracle import check_logprobs, passes_of
+from uneven import is_uneven
+
+from kvreclaim.compression import QueryStats
 
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 16}
 OUTPUT = 160
@@ -24,27 +29,79 @@ CASES: dict[str, dict[str, Any]] = {
     "smaller-budget": {"policy": "ada_kv(knorm)", "budget": 70, "interval": 33},
     "equal": {"policy": "knorm"},
 }
+LEARNT: dict[str, dict[str, Any]] = {
+    "shares": {},
+    "shares-static": {"policy": "shares(surrogate, by=static)"},
+    "shares-static-random": {"policy": "shares(random, by=static)"},
+    "equal-surrogate": {"policy": "surrogate"},
+    "equal-segments": {"policy": "segments(knorm)"},
+    "shares-protect": {"policy": "shares(protect(knorm, first=40), by=static)"},
+}
+"""What calibration has learnt, and positions."""
+
+
+class Engines:
+    """One engine at a time, for all policies whose statistics it has."""
+
+    def __init__(self, model: Path, stats: Path) -> None:
+        self.model, self.stats = model, stats
+        self.policy: str | None = None
+        self.engine: Engine | None = None
+
+    def having(self, policy: str) -> Engine:
+        """An engine that was started with this policy."""
+        if policy != self.policy:
+            self.close()
+            settings = {"policy": policy, "stats": str(self.stats), **SETTINGS}
+            self.engine, self.policy = Engine(self.model, compression=settings), policy
+        assert self.engine is not None
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = self.policy = None
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path, tiny_stats: Path) -> Iterator[Engine]:
-    settings = {"policy": "shares(query_mixture)", "stats": str(tiny_stats), **SETTINGS}
-    engine = Engine(tiny_model, compression=settings)
-    yield engine
-    engine.close()
+def engines(
+    tiny_model: Path, tiny_stats: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    """A random model's heads need equally much: statistics that say otherwise."""
+    stats = QueryStats.load(tiny_stats)
+    assert stats.head_shares is not None
+    assert stats.surrogate is not None
+    shares, weights = torch.full_like(stats.head_shares, 0.1), stats.surrogate.clone()
+    shares[0, 1], shares[1, 0] = 0.9, 0.4
+    weights[0, 1] *= 3
+    path = tmp_path_factory.mktemp("skewed") / "stats.safetensors"
+    replace(stats, head_shares=shares, surrogate=weights).save(path)
+    engines = Engines(tiny_model, path)
+    yield engines
+    engines.close()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logprobs_are_those_of_what_was_kept(engine: Engine, tiny_model: Path, name: str) -> None:
+def check(engine: Engine, model: Path, name: str, settings: dict[str, Any], seed: int) -> None:
     """Two requests at once: passes in the prompt, between its chunks, and while output is made."""
-    prompts = random_prompts([600, 500], seed=list(CASES).index(name) + 20)
+    prompts = random_prompts([600, 500], seed=seed)
     with engine.traced() as trace:
-        answers = engine.generate(prompts, OUTPUT, settings=CASES[name] or None)
+        answers = engine.generate(prompts, OUTPUT, settings=settings or None)
     for prompt, answer in zip(prompts, answers, strict=True):
         passes = passes_of(trace, answer.request_id)
         assert sum(kept.num_computed < len(prompt) for kept in passes) >= 1
-        check_logprobs(tiny_model, prompt, answer.tokens, answer.logprobs, passes)
-        counts = [(kept.positions >= 0).sum(-1) for kept in passes]
-        if name.startswith("shares"):
-            assert any(int(each.max()) > int(each.min()) for each in counts), "heads are equal"
+        check_logprobs(model, prompt, answer.tokens, answer.logprobs, passes)
+        if name.startswith(("shares", "equal")):
+            assert is_uneven(passes) is name.startswith("shares")
     assert engine.is_empty()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_are_those_of_what_was_kept(engines: Engines, tiny_model: Path, name: str) -> None:
+    engine = engines.having("shares(query_mixture)")
+    check(engine, tiny_model, name, CASES[name], 20 + list(CASES).index(name))
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_what_calibration_has_learnt(engines: Engines, tiny_model: Path, name: str) -> None:
+    engine = engines.having("shares(surrogate, by=static)")
+    check(engine, tiny_model, name, LEARNT[name], 40 + list(LEARNT).index(name))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import family, signatures
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import Positions
@@ -18,7 +19,12 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
 from kvreclaim.integrations.vllm.scratch import cells_bytes, scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, signatures, worker_side
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, worker_side
+else:
+    sides = ("attention", "cells", "probing", "worker")
+    attention, cells_side, probing, worker_side = map(family.module, sides)
 
 logger = logging.getLogger("vllm.kvreclaim")
 

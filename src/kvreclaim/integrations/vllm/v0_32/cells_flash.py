@@ -21,11 +21,6 @@ from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
 class CellsFlashBuilder(CellsBuilder, FlashAttentionMetadataBuilder):
     """vLLM's, with cells."""
 
-    @staticmethod
-    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        """Never: a shared prefix is read from one table for all heads."""
-        return False
-
 
 class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
     """vLLM's kernel with one KV head, and a row for each (request, KV head)."""

@@ -17,6 +17,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
 from kvreclaim.integrations.vllm.cells.proof import prove_cells
@@ -130,11 +131,13 @@ class CellsImpl:
 def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
     """Prove the back-ends' attention over cells, and have them attend by the tables that are returned.
 
-    Raises: UnsupportedModelError, in words for the middle of a sentence, where heads have to stay equal.
+    Raises: UnsupportedModelError, in words for the middle of a sentence, where heads have to stay equal;
+        UnsupportedVllmError.
     """
     layers = probing.attention_layers(runner)
     for layer in layers:
         _check_layer(layer)
+    signatures.check_cells(layers)
     grid = find_grid(views)
     for index, layer in enumerate(layers):
         layer.impl.reclaim = LayerCells(index, grid.view)
