@@ -246,6 +246,15 @@ def _kept(compressor: Compressor, question: HeadsQuestion, scores: Heads, keep: 
     return [[of(layer, head) for head in range(len(rows))] for layer, rows in enumerate(scores)]
 
 
+def prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
+    """[L, K] how many kept slots of each head lie among its first prompt_slots [L, K]."""
+    heads = [slots for rows in kept for slots in rows]
+    ends = np.cumsum([len(slots) for slots in heads])
+    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
+    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
+    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
+
+
 def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:
     """What one KV head and its query heads have of them; sliced, not copied."""
     own = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Signal
-from kvreclaim.compression.uneven import Heads, HeadsQuestion, UnevenChoice, choose_uneven
+from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
@@ -113,7 +113,7 @@ class UnevenPass:
                 [kept[layer][head] for layer, head in heads],
                 [cells[at][: wanted[at]] for at in heads],
             )
-        prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
+        prompt_slots = prompt_left(kept, _prompt_slots(job, tokens.shape))
         state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
         if Signal.POSITIONS in job.compressor.policy.needs:
             of = self._positions(job, tokens)
@@ -144,15 +144,6 @@ def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
     return (
         np.full(shape, job.plan.prompt_slots) if cells is None else cells.prompt_slots + job.plan.prompt_slots
     )
-
-
-def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
-    """[L, K] how many kept slots lie in the prompt."""
-    heads = [slots for rows in kept for slots in rows]
-    ends = np.cumsum([len(slots) for slots in heads])
-    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
-    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
-    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
 
 
 def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:

@@ -158,16 +158,18 @@ class Applier:
     def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
         compressor = self.compressor(settings)
         positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
+        asked = positions is not None or self.trace is not None
         if one.way is Way.CELLS and self.uneven is not None:
-            kept = self.uneven.carry_out(one, compressor, positions, partial(self.clock.watch, one.seq_id))
+            check = partial(self.clock.watch, one.seq_id)
+            kept = self.uneven.carry_out(one, compressor, positions, check, asked)
         else:
             kept = self._compact(one, compressor, positions)
-        if positions is not None:
+        if positions is not None and kept is not None:
             positions.keep(one.seq_id, one.first, one.logical_len, kept)
         self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
         self.figures.tokens_evicted += one.num_tokens - one.keep
         self.figures.compactions += 1
-        if self.trace is not None:
+        if self.trace is not None and kept is not None:
             self.trace.add(one, kept)
 
     def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> Heads:

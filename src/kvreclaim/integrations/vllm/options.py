@@ -23,7 +23,10 @@ from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
-SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
+SUPPORTED = (
+    "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
+    "streaming_llm, or shares(...) around one of them"
+)
 NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvreclaim.compression import Compressor
 from kvreclaim.compression.policy import NO_SIGNALS, LayerSignals
-from kvreclaim.compression.uneven import Heads, HeadsQuestion, choose_uneven
+from kvreclaim.compression.uneven import Heads, HeadsQuestion, choose_uneven, prompt_left
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
@@ -57,11 +57,15 @@ class UnevenPasses:
         compressor: Compressor,
         positions: Positions | None,
         check: Callable[[Tensor], None],
-    ) -> Heads:
-        """Choose, move, note. Returns: the slots that stay of each layer and head, ascending.
+        all_slots: bool,
+    ) -> Heads | None:
+        """Choose, move, note.
 
         positions: of the slots, for policies that need them
         check:     what becomes of a NaN among the scores
+        all_slots: whether anybody asks for what this returns
+
+        Returns: the slots that stay of each layer and head, ascending.
         """
         blocks = self.views.block_ids(one.source_ids)
         open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
@@ -73,6 +77,8 @@ class UnevenPasses:
         targets = np.concatenate([self._as_backend(block) for block in one.target_ids])[:num_targets]
         cells = self._move(asked, choice.kept, targets)
         self.heads.put(one.seq_id, cells)
+        if not all_slots:
+            return None
         tail = torch.arange(open_slots, device=self.grid.device)
         return [
             [torch.cat([slots, tail + int(asked.tokens[n, h])]) for h, slots in enumerate(rows)]
@@ -166,13 +172,7 @@ class _Asked:
 
     def prompt_left(self, kept: Heads) -> np.ndarray:
         """[L, K] leading slots that hold prompt tokens afterwards, those of the open block included."""
-        found = [
-            [int((slots < int(self.prompt[n, h])).sum()) for h, slots in enumerate(rows)]
-            if self.prompt[n].any()
-            else [0] * len(rows)
-            for n, rows in enumerate(kept)
-        ]
-        return np.array(found) + self.prompt_tail
+        return prompt_left(kept, self.prompt) + self.prompt_tail
 
     def _source(self, layer: int, head: int | None) -> KeySource:
         owner = self.owner

@@ -52,6 +52,7 @@ def describe(config: Any) -> str:
     settings = options.settings
     parts = [
         f"{settings.policy}, budget {settings.budget}, interval {settings.interval} tokens",
+        "unequal heads" if options.has_cells else "equal heads",
         f"statistics {options.stats}" if options.stats else "no statistics",
         "requests that ask for it" if options.opt_in else "all requests",
         config.scheduler_config.scheduler_cls.rpartition(".")[2],
