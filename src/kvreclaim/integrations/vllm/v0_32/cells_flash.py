@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from kvreclaim.integrations.vllm.cells.heads import StepCells
+from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
 
 
@@ -33,7 +34,7 @@ class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
         keys, values = (
             canonicalize_singleton_dim_strides(part) for part in view.split(self.head_size, dim=-1)
         )
-        if is_quantized_kv_cache(self.kv_cache_dtype):
+        if self.kv_cache_dtype in FP8:
             keys, values = (part.view(current_platform.fp8_dtype()) for part in (keys, values))
         scales = (step.lengths.shape[1], 1)
         flash_attn.flash_attn_varlen_func(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.flashinfer import (
     FlashInferBackend,
     FlashInferImpl,
@@ -14,6 +13,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 
 from kvreclaim.integrations.vllm.cells.heads import StepCells
+from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.v0_32.cells_triton import attend_unified
 
@@ -29,7 +29,7 @@ class CellsFlashInferImpl(CellsImpl, FlashInferImpl):
 
     @property
     def without_cells(self) -> str | None:
-        return "the cache is fp8" if is_quantized_kv_cache(self.kv_cache_dtype) else None
+        return "the cache is fp8" if self.kv_cache_dtype in FP8 else None
 
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"

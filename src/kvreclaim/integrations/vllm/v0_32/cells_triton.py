@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -15,6 +14,7 @@ from vllm.v1.attention.ops import triton_unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from kvreclaim.integrations.vllm.cells.heads import StepCells
+from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
 
 
@@ -31,7 +31,7 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
         keys, values = view.split(self.head_size, dim=-1)
-        if is_quantized_kv_cache(self.kv_cache_dtype):
+        if self.kv_cache_dtype in FP8:
             keys, values = keys.view(self.fp8_dtype), values.view(self.fp8_dtype)
         is_quantized = self._kv_quant_mode == KVQuantMode.FP8_PER_TENSOR
         scales = (step.lengths.shape[1], 1)
