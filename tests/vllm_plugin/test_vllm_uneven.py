@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from engines import Engine
 from models import random_prompts
-from oracle import check_logprobs, passes_of
+from oracle import BF16, check_logprobs, logprobs_with_drops, passes_of
 from uneven import is_uneven
 
 from kvreclaim.compression import QueryStats
@@ -105,3 +106,48 @@ def test_logprobs_are_those_of_what_was_kept(engines: Engines, tiny_model: Path,
 def test_what_calibration_has_learnt(engines: Engines, tiny_model: Path, name: str) -> None:
     engine = engines.having("shares(surrogate, by=static)")
     check(engine, tiny_model, name, LEARNT[name], 40 + list(LEARNT).index(name))
+
+
+WALKED: tuple[Any, ...] = (
+    None,
+    None,
+    "off",
+    {"policy": "knorm"},
+    {"policy": "ada_kv(keydiff)", "budget": 64, "interval": 32},
+    {"policy": "shares(knorm, floor=0.3)", "protect_prompt": True},
+)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_random_walk(engines: Engines, tiny_model: Path, seed: int) -> None:
+    """Requests of every kind that share heads of their prompts come, run beside each other, and are aborted;
+    who ends says what transformers says with its own tokens dropped."""
+    engine, rng = engines.having("shares(query_mixture)"), Random(seed)
+    heads = random_prompts([320, 500], seed=seed)
+    prompts: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+
+    def stir() -> None:
+        if len(prompts) < 16 and rng.random() < 0.2:
+            [tail] = random_prompts([rng.randrange(1, 200)], seed=1000 * seed + len(prompts))
+            prompt = rng.choice(heads)[: rng.randrange(500)] + tail
+            prompts[engine.add(prompt, rng.randrange(30, 100), settings=rng.choice(WALKED))] = prompt
+        if rng.random() < 0.03:
+            name = rng.choice(list(prompts))
+            aborted.add(name)
+            engine.abort([name])
+
+    with engine.traced() as trace:
+        while len(prompts) < 16:
+            stir()
+            engine.run(after_step=stir)
+    checked = 0
+    for name, prompt in prompts.items():
+        if name in aborted:
+            continue
+        answer, passes = engine.answer(name), passes_of(trace, name)
+        expected = logprobs_with_drops(tiny_model, prompt, answer.tokens, passes)
+        assert float((answer.logprobs - expected).abs().mean()) <= BF16
+        checked += bool(passes)
+    assert checked >= 5
+    assert engine.is_empty()
