@@ -1,4 +1,4 @@
-"""Which cells each head of a compressed sequence holds: numbers only, wherever the cells lie.
+"""Which cells each head of a compressed sequence holds, wherever they lie.
 
 After a pass a sequence holds budget / S blocks, every cell of which serves some head, full. What is computed
 later goes to blocks that are appended, each head in its own cells of them: so all heads' last cells fill up
@@ -7,9 +7,12 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,3 +75,23 @@ def assign_cells(
         table[at] = row[0]
         table[at][: len(row)] = row
     return table, [*givers, *takers]
+
+
+def join_moves(
+    source: Sequence[np.ndarray], kept: Sequence[Tensor], target: Sequence[np.ndarray], block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Several heads' moves as one, over the view in which cells are blocks.
+
+    Args:
+        source: cells of each head in token order; target: those that its kept slots fill
+        kept:   [n] int64 ascending slots of each
+
+    Returns: slots, source cells, target cells, int64, where `kept` is.
+    """
+    device = kept[0].device
+    sources, targets = (
+        torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(device) for cells in (source, target)
+    )
+    firsts = np.cumsum([0, *(len(cells) * block_size for cells in source)]).tolist()
+    slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
+    return slots, sources, targets

@@ -22,7 +22,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells
+from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells, join_moves
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, cell_view, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
@@ -126,13 +126,7 @@ class UnevenPass:
 
     def _move(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
         """Move several heads at once: the slots kept of each one's source cells fill its target cells."""
-        cache = self.pages.cache
-        sources, targets = (
-            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(cache.device)
-            for cells in (source, target)
-        )
-        firsts = np.cumsum([0, *(len(cells) * cache.block_size for cells in source)]).tolist()
-        slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
+        slots, sources, targets = join_moves(source, kept, target, self.pages.cache.block_size)
         self.pages.backend.compact(self.cells, slots[None, None], sources, targets)
         if self.pages.signals.scores is not None:
             self.pages.signals.scores.compact_cells(slots, sources, targets)

@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells
+from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells, join_moves
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.step import Pass
 
@@ -92,30 +92,22 @@ class UnevenPasses:
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
-    def _move(self, asked: _Asked, kept: Heads, targets: np.ndarray) -> Cells:
+    def _move(self, asked: _Asked, kept: Heads, blocks: np.ndarray) -> Cells:
         """Heads are read whole before they are written, a few at a time."""
         size = self.grid.block_size
         wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
         present, held = asked.present, asked.tokens // size
-        table, order = assign_cells(present, held, wanted, self.grid.natural(targets))
+        table, order = assign_cells(present, held, wanted, self.grid.natural(blocks))
         step = max(1, MAX_BYTES // (int(held.max()) * self.grid.cell_bytes))
         for some in (order[start : start + step] for start in range(0, len(order), step)):
-            self._move_heads(
+            slots, sources, targets = join_moves(
                 [present[at][: held[at]] for at in some],
                 [kept[layer][head] for layer, head in some],
                 [table[at][: wanted[at]] for at in some],
+                size,
             )
-        return Cells(table, wanted, len(targets), asked.prompt_left(kept))
-
-    def _move_heads(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
-        """The slots kept of each head's source cells fill its target cells."""
-        sources, targets = (
-            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(self.grid.device)
-            for cells in (source, target)
-        )
-        firsts = np.cumsum([0, *(len(cells) * self.grid.block_size for cells in source)]).tolist()
-        slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
-        self.grid.layout.compact(slots[None], sources, targets)
+            self.grid.layout.compact(slots[None], sources, targets)
+        return Cells(table, wanted, len(blocks), asked.prompt_left(kept))
 
 
 class _Asked:
