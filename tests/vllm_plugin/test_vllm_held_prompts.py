@@ -19,14 +19,14 @@ def test_held_prompts_are_those_of_the_tokens_kept(tiny_model: Path) -> None:
     engine = Engine(
         tiny_model, compression=CASE, num_blocks=24, chunk=CHUNK, max_len=4096, prefill_schedule_interval=3
     )
-    short, long = random_prompts((150, 1000), seed=6)
+    short, long = random_prompts((300, 1000), seed=6)
     computed: list[int] = []
 
     def look() -> None:
         computed.extend(r.num_computed_tokens for r in engine.scheduler.running if r.request_id in inner)
 
     with engine.traced() as trace:
-        names = [engine.add(short, 80)]
+        names = [engine.add(short, 120)]
         engine.step()
         names.append(engine.add(long, 20))
         inner = {request.request_id for request in engine.scheduler.waiting}
