@@ -2,7 +2,7 @@
 
 Two servers with pools of equally many blocks of equal size, and vLLM's own client with the same seed: the
 same prompts, lengths and arrivals for both. They take turns; each turn has another seed. Memory is what
-binds: the pool holds three requests at their ends, and all come within seconds. Ends of text are ignored, so
+binds: the pool holds not three requests at their ends, and all come within seconds. Ends of text are ignored, so
 both sides answer equally many tokens. What the answers are worth is not looked at here.
 """
 
@@ -43,10 +43,10 @@ class Load:
     num_blocks:     as vLLM's --num-gpu-blocks-override, one of them its null block
     """
 
-    requests: int = 10
+    requests: int = 12
     prompt: int = 512
-    output: int = 640
-    spread: float = 0.2
+    output: int = 768
+    spread: float = 0.33
     num_blocks: int = 129
     budget: int = 256
     chunk: int = 512
