@@ -2,8 +2,8 @@
 
 Two servers with pools of equally many blocks of equal size, and vLLM's own client with the same seed: the
 same prompts, lengths and arrivals for both. They take turns; each turn has another seed. Memory is what
-binds: the pool holds not three requests at their ends, and all come within seconds. Ends of text are ignored, so
-both sides answer equally many tokens. What the answers are worth is not looked at here.
+binds: the pool holds less than three requests at their ends, and all come within seconds. Ends of text are
+ignored, so both sides answer equally many tokens. What the answers are worth is not looked at here.
 """
 
 from __future__ import annotations
