@@ -26,7 +26,7 @@ MAX_REQUESTS = 200
 class Compaction:
     """One compression of one sequence.
 
-    blocks:        [n] int32 ids that left its block table
+    blocks:        [n] int32 places in the pool, from 0, of the blocks that left its block table
     before, after: blocks that the sequence held
     num_evicted:   tokens per head
     """
@@ -47,6 +47,7 @@ class Snapshot:
     totals: counters over the engine's life
     tiers:  below the pool; None where there is nothing
     first:  number of the pool's first block
+    look_s: what it took to read
     """
 
     at_s: float
@@ -58,14 +59,15 @@ class Snapshot:
     tiers: dict[str, Any] | None
     compactions: list[Compaction]
     first: int = 0
+    look_s: float = 0.0
 
 
-def compaction_of(request_id: str, done: Pass[Any]) -> Compaction:
-    """What a pass did to the blocks of its sequence."""
+def compaction_of(request_id: str, done: Pass[Any], first: int = 0) -> Compaction:
+    """What a pass did to the blocks of its sequence. first: number of the pool's first block."""
     before, after = np.unique(done.source_ids).astype(np.int32), np.unique(done.target_ids).astype(np.int32)
     return Compaction(
         request_id=request_id,
-        blocks=np.setdiff1d(before, after, assume_unique=True),
+        blocks=np.setdiff1d(before, after, assume_unique=True) - np.int32(first),
         before=len(before),
         after=len(after),
         num_freed=done.blocks_freed,
