@@ -28,10 +28,12 @@ from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.places import STATS_FILE
-from kvreclaim.texts import prose
+from kvreclaim.texts import code, prose
 
 USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
 PREEMPTIONS, FREED = "vllm:num_preemptions_total", "kvreclaim_blocks_freed_total"
+CODE = 200_000
+"""Characters of Python behind the English."""
 LATENCIES = ("ttft", "tpot", "e2el")
 
 
@@ -156,7 +158,8 @@ def _texts(plan: VllmPlan, model: Path) -> Iterator[Path | None]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = tokenizer(prose().evaluation, add_special_tokens=False).input_ids
+    text = f"{prose().evaluation}\n\n{code().evaluation[:CODE]}"
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     rng, entries, at = random.Random(plan.seed), [], 0
     low, high = round(LOAD.output * (1 - LOAD.spread)), round(LOAD.output * (1 + LOAD.spread))
     while at + LOAD.prompt + high <= len(ids):
