@@ -27,7 +27,7 @@ class VllmPlan(ModelPlan):
     rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
     threads: int = option(1, THREADS, low=1)
     plot: Path | None = option(None, "Write the pool over time to this image.")
-    rate: float = option(1.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
+    rate: float = option(4.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
     turns: int = option(2, "Of `serve`, for each side.", low=1)
     prompts: str = option("random", "Of `serve`: random tokens, or text.", choices=PROMPTS)
     goodput: tuple[str, ...] = option(

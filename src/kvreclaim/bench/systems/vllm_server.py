@@ -49,6 +49,7 @@ class VllmServer:
         self._environment = environment(python, threads, pool_bytes) | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_PLUGINS": "kvreclaim" if plugin else "",
+            "VLLM_LOGGING_LEVEL": "INFO",
         }
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from kvreclaim.page.view import CACHED, FREE, IN_USE, SHARED, PoolView, RequestV
 
 if TYPE_CHECKING:
     from kvreclaim.integrations.vllm.live.server import PageServer
+
+REFERENCES, NUMBER = attrgetter("ref_cnt"), attrgetter("block_id")
 
 
 def open_page(scheduler: Any, options: Options, vllm_config: Any) -> PageServer | None:
@@ -52,11 +55,12 @@ def look(scheduler: Any, sights: Sights, told: list[Compaction]) -> Snapshot:
     ledger: Ledger = scheduler.reclaim
     pool, tables = ledger.pool.pool, ledger.pool.tables.req_to_blocks  # type: ignore[attr-defined]
     blocks = pool.blocks
-    refs = np.fromiter((block.ref_cnt for block in blocks), np.int32, len(blocks))
-    hashed = np.fromiter((block.block_hash is not None for block in blocks), np.bool_, len(blocks))
-    state = np.where(hashed, np.uint8(CACHED), np.uint8(FREE))
-    state[refs > 0] = IN_USE
+    refs = np.fromiter(map(REFERENCES, blocks), np.int32, len(blocks))
+    state = np.where(refs > 0, np.uint8(IN_USE), np.uint8(FREE))
     state[refs > 1] = SHARED
+    for place in np.flatnonzero(refs == 0).tolist():
+        if blocks[place].block_hash is not None:
+            state[place] = CACHED
     owner = np.full(len(blocks), -1, np.int32)
     running = list(scheduler.running)
     rows = [_row(tables.get(request.request_id, ())) for request in running]
@@ -80,8 +84,9 @@ def look(scheduler: Any, sights: Sights, told: list[Compaction]) -> Snapshot:
 
 
 def _row(blocks: Any) -> np.ndarray:
-    """Ids of a table without the places of blocks given back, int32."""
-    return np.fromiter((block.block_id for block in blocks if not block.is_null), np.int32)
+    """Ids of a table without the places of blocks given back, where the null block stands, int32."""
+    row = np.fromiter(map(NUMBER, blocks), np.int32, len(blocks))
+    return row[row >= FIRST_BLOCK]
 
 
 def _request(ledger: Ledger, request: Any, num_blocks: int) -> RequestView:
