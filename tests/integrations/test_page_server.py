@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -249,3 +251,25 @@ def test_an_address_that_is_not_to_be_had(pool: ToyPool) -> None:
         serving(pool, PageAddress(0, "nowhere.invalid")),
     ):
         pass
+
+
+def test_each_rank_has_a_port_of_its_own() -> None:
+    assert PageAddress(8700).of_rank(3) == PageAddress(8703)
+    assert PageAddress(0, "::1").of_rank(3) == PageAddress(0, "::1")
+    with pytest.raises(InvalidArgumentError, match="rank 1 would need port 65536; name one"):
+        PageAddress(65_535).of_rank(1)
+
+
+def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
+    modules = "kvreclaim.integrations.vllm.live.sights, kvreclaim.integrations.vllm.options"
+    loaded = f"import sys, {modules}; print(*(name for name in sys.modules if '.live.' in name))"
+    said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
+    assert "live.sights" in said
+    for name in ("server", "http", "feed", "recorder"):
+        assert f"live.{name}" not in said
+
+
+def test_another_address_of_this_machine(pool: ToyPool) -> None:
+    with serving(pool, PageAddress(0, "::1")) as page:
+        assert page.url.startswith("http://[::1]:")
+        assert get(page, "/").status_code == 200
