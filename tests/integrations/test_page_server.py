@@ -214,6 +214,24 @@ def test_what_was_read_while_a_step_began_is_dropped() -> None:
     assert recorder.look_idle() is None
 
 
+def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    delivered: list[Any] = []
+
+    def broken(told: Any) -> Any:
+        raise KeyError("no such thing")
+
+    recorder = Recorder(broken, lambda: False, delivered.append)
+    recorder.watch(True)
+    for _ in range(3):
+        recorder.ask()
+        recorder.begin_step()
+        recorder.end_step()
+    assert delivered == []
+    [line] = caplog.records
+    assert "the engine goes on" in line.getMessage()
+    assert line.exc_info
+
+
 def test_a_viewer_that_does_not_read_holds_nobody_up(page: PageServer, pool: ToyPool) -> None:
     port = int(page.url.split(":")[2][:-1])
     with socket.create_connection(("127.0.0.1", port)) as silent:

@@ -7,12 +7,16 @@ has read if a step began meanwhile.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 from kvreclaim.page.viewer import MAX_PENDING
 from kvreclaim.schedule import Pass
+
+logger = logging.getLogger("vllm.kvreclaim")
 
 FIRST_BLOCK = 1
 """vLLM's block 0 is nobody's, and no part of the pool here."""
@@ -35,6 +39,7 @@ class Recorder:
         self._steps = 0
         self._wanted = False
         self._watched = False
+        self._failed = False
         self._compactions: list[Compaction] = []
 
     # The scheduler's thread.
@@ -51,9 +56,14 @@ class Recorder:
 
     def end_step(self) -> None:
         """Whatever ended in a step has given its blocks back."""
-        if self._wanted:
-            self._wanted = False
+        if not self._wanted:
+            return
+        self._wanted = False
+        try:
             self._deliver(self._look(self._take()))
+        except Exception:  # a mistake of the page must not end everybody's requests
+            logger.exception("kvreclaim: the page's view of the pool has failed; the engine goes on without")
+            self._failed = True
 
     # The page's thread.
 
@@ -65,21 +75,20 @@ class Recorder:
 
     def ask(self) -> None:
         """The next step to end is to deliver."""
-        self._wanted = True
+        self._wanted = not self._failed
 
     def look_idle(self) -> Snapshot | None:
         """The pool, if no request is there; None if one is, or has come while it was read."""
         steps = self._steps
         if not self._is_idle():
             return None
-        try:
-            snapshot = self._look(self._take())
-        except RuntimeError:  # a dictionary changed while it was read
-            return None
-        if self._steps != steps:
-            self._compactions = [*snapshot.compactions, *self._compactions]
-            return None
-        return snapshot
+        told = self._take()
+        with suppress(RuntimeError):  # a dictionary changed while it was read
+            snapshot = self._look(told)
+            if self._steps == steps:
+                return snapshot
+        self._compactions = [*told, *self._compactions]
+        return None
 
     def _take(self) -> list[Any]:
         taken, self._compactions = self._compactions, []
