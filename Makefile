@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm demo-model query-mixtures clean
+.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -149,6 +149,14 @@ $(VLLM_STAMP):
 	$(VLLM_BIN)/python scripts/name_vllm.py
 	@touch $@
 
+# vLLM 0.33, of which PyPI has no CPU build: its own Python over 0.32's kernels, on top of the environment above.
+vllm-env-33: .vllm-env-33/.installed
+
+.vllm-env-33/.installed: .vllm-env/.kvreclaim scripts/newer_vllm.py
+	$(PYTHON) -m venv --clear .vllm-env-33
+	.vllm-env-33/bin/python scripts/newer_vllm.py 0.33.0 .vllm-env
+	@touch $@
+
 # The plugin inside vLLM: a process per file, because vLLM changes torch for good, two at a time, the longest first.
 VLLM_LONGEST := $(patsubst %,tests/vllm_plugin/test_vllm_%.py,tp v2 pool oracle async compiled inert)
 VLLM_ALL := $(wildcard tests/vllm_plugin/test_*.py)
@@ -157,6 +165,9 @@ VLLM_JOBS ?= 2
 export VLLM_TEST_LIMIT_S ?= 600
 
 test-vllm: vllm-env
+test-vllm-33: vllm-env-33
+test-vllm-33: export VLLM_ENV = .vllm-env-33
+test-vllm test-vllm-33:
 	@started=$$(date +%s); printf '%s\n' $(VLLM_TEST_FILES) | xargs -n 1 -P $(VLLM_JOBS) scripts/test_vllm_file; \
 	result=$$?; echo "vLLM tests: $$(($$(date +%s) - started)) s"; exit $$result
 
@@ -171,4 +182,4 @@ query-mixtures: setup
 		--groups temperature centres offsets shared merged form text heads
 
 clean:
-	rm -rf .venv .vllm-env bench_models build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env .vllm-env-33 bench_models build demo_out src/*.egg-info

@@ -16,6 +16,7 @@ from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 from kvreclaim.compression import CompressionConfig, Compressor
 from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.integrations.vllm.applier import Applier
+from kvreclaim.integrations.vllm.cells.positions import Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
@@ -144,7 +145,7 @@ def test_requests_are_forgotten_before_passes() -> None:
 def test_a_trace_follows_positions_through_passes() -> None:
     layers = make_layers("plain")
     applier, _ = make_applier(CacheViews(layers, B))
-    applier.trace = trace = Trace()
+    applier.trace = trace = Trace(Positions((L, K), torch.device("cpu")))
     Book.write(layers, (1, 2, 3), 24)
     applier.begin(output(make_pass("a", (1, 2, 3), (1, 2), 24)))
     first = trace.take()[0][2]
@@ -164,7 +165,7 @@ def test_a_trace_follows_positions_through_passes() -> None:
             assert set(after) <= before | set(range(24, 30))
     applier.begin(output(make_pass("late", (4, 5, 6), (4, 5), 24, first=False), finished={"a"}))
     assert not trace.take()
-    assert not trace.live
+    assert not trace.positions.known
 
 
 def test_a_nan_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:

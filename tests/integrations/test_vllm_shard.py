@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.stats import QueryStats, StatsMetadata
 from kvreclaim.integrations.vllm.shard import Shard
 
@@ -64,6 +65,8 @@ def test_statistics_follow_their_heads(shared: bool, num_kv_heads: int) -> None:
                 assert torch.equal(getattr(mine, name), getattr(theirs, name)[heads]), name
             for name in ("centers", "center_var", "center_weight"):
                 assert torch.equal(getattr(mine, name), getattr(theirs, name)[rows]), name
+            for name in ("surrogate", "surrogate_age", "head_shares"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)[shard.kv_heads]), name
 
 
 def numbered_stats(*, num_layers: int, num_heads: int, num_kv_heads: int, shared: bool) -> QueryStats:
@@ -84,7 +87,14 @@ def numbered_stats(*, num_layers: int, num_heads: int, num_kv_heads: int, shared
     )
     return QueryStats(
         metadata.model_copy(
-            update={"num_centers": centers, "shared_centers": shared, "covariance": True},
+            update={
+                "num_centers": centers,
+                "shared_centers": shared,
+                "covariance": True,
+                "features": 5,
+                "ages": 7,
+                "fractions": FRACTIONS,
+            },
         ),
         q_mean=numbers(num_layers, num_heads, head_dim),
         q_abs_mean=numbers(num_layers, num_heads, head_dim // 2),
@@ -92,4 +102,7 @@ def numbered_stats(*, num_layers: int, num_heads: int, num_kv_heads: int, shared
         center_var=numbers(num_layers, rows, centers, head_dim),
         center_weight=numbers(num_layers, rows, centers),
         q_cov=numbers(num_layers, num_heads, head_dim, head_dim),
+        surrogate=numbers(num_layers, num_kv_heads, 5),
+        surrogate_age=numbers(num_layers, num_kv_heads, 7),
+        head_shares=numbers(num_layers, num_kv_heads, len(FRACTIONS)),
     )

@@ -27,7 +27,7 @@ def plain_writer(cache: Tensor) -> Any:
 
 def paired_writer(cache: Tensor) -> Any:
     """Keys in pairs of dims, as processors with tiles want them; values in pairs of slots, and first."""
-    raw = cache.view(B, K, 2 * S * D)
+    raw = cache.view(-1, K, 2 * S * D)
 
     def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         for row, slot in enumerate(slots.tolist()):
@@ -41,7 +41,7 @@ def paired_writer(cache: Tensor) -> Any:
 
 def transposed_writer(cache: Tensor) -> Any:
     """Keys as [D, S], then values as [S, D]."""
-    raw = cache.view(B, K, 2 * S * D)
+    raw = cache.view(-1, K, 2 * S * D)
 
     def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         for row, slot in enumerate(slots.tolist()):

@@ -116,3 +116,17 @@ def test_our_own_mistakes_are_asserted():
 def test_a_plan_is_data():
     names = [field.name for field in dataclasses.fields(CompactionPlan)]
     assert names == ["seq_id", "num_tokens", "targets", "strip"]
+
+
+@given(tables())
+def test_an_open_block_stays_the_last_one(case):
+    """The others are planned as if it were not there."""
+    table, num_tokens, num_free = case
+    num_tokens -= num_tokens % SIZE
+    closed = plan_compaction(5, table, num_tokens, SIZE, num_free)
+    longer = TableState([*table.block_ids, 100], [*table.ref_counts, 1], [*table.indexed, False])
+    plan = plan_compaction(5, longer, num_tokens + 1, SIZE, num_free, open_stays=True)
+    if closed is None:
+        assert plan is None
+    else:
+        assert plan == dataclasses.replace(closed, num_tokens=num_tokens + 1, targets=(*closed.targets, 100))

@@ -280,7 +280,7 @@ def forced_async() -> Iterator[None]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
-    from kvreclaim.integrations.vllm.v0_32.front_side import take_over
+    from kvreclaim.integrations.vllm import family
 
     load_general_plugins()  # before ours is wrapped around it
     inner = EngineArgs.create_engine_config
@@ -290,7 +290,7 @@ def forced_async() -> Iterator[None]:
         config = inner(self, *args, **kwargs)
         config.scheduler_config.async_scheduling = True
         if KEY in config.additional_config:
-            take_over(config)
+            family.module("front").take_over(config)
         return config
 
     EngineArgs.create_engine_config = create_engine_config

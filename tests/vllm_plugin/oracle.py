@@ -27,8 +27,9 @@ class Kept:
     """What one pass kept.
 
     num_computed: tokens computed when it was made, evicted ones included: the position of the next query
-    positions:    [L, R, keep] integers, the positions kept; R KV heads, or KV heads of every rank one after
-                  the other, rank 0 first. The query heads of a layer are dealt evenly to the R rows.
+    positions:    [L, R, most] integers, the positions kept, -1 behind those of a head that keeps fewer; R KV
+                  heads, or KV heads of every rank one after the other, rank 0 first. The query heads of a
+                  layer are dealt evenly to the R rows.
     """
 
     num_computed: int
@@ -97,8 +98,10 @@ def attention_mask(passes: Sequence[Kept], layer: int, num_heads: int, num_token
     for kept, end in zip(passes, ends, strict=True):
         start, rows = kept.num_computed, kept.positions[layer].long()
         assert int(rows.max()) < start, f"a pass before position {start} kept position {int(rows.max())}"
-        assert bool((rows.diff(dim=-1) > 0).all()), "a pass kept a position twice, or out of order"
-        alive = torch.zeros(len(rows), start, dtype=torch.bool).scatter_(1, rows, True)
+        there = rows >= 0
+        assert bool(((rows.diff(dim=-1) > 0) | ~there[:, 1:]).all()), "a position kept twice, or out of order"
+        alive = torch.zeros(len(rows), start + 1, dtype=torch.bool)
+        alive = alive.scatter_(1, rows.where(there, start), True)[:, :start]
         alive = alive.repeat_interleave(num_heads // len(rows), dim=0)
         seen[:, start:end, :start] = alive[:, None, :]
     return seen
@@ -120,9 +123,17 @@ def passes_of(traces: Sequence[Sequence[tuple[str, int, Tensor]]], request_id: s
         f"workers disagree on when passes were made: {lengths}"
     )
     return [
-        Kept(entries[0][0], torch.cat([positions for _, positions in entries], dim=1))
+        Kept(entries[0][0], _side_by_side([positions for _, positions in entries]))
         for entries in zip(*own, strict=True)
     ]
+
+
+def _side_by_side(ranks: Sequence[Tensor]) -> Tensor:
+    """[L, R, most] of [L, Kl, most of its own] each."""
+    most = max(positions.shape[-1] for positions in ranks)
+    return torch.cat(
+        [torch.nn.functional.pad(each, (0, most - each.shape[-1]), value=-1) for each in ranks], dim=1
+    )
 
 
 def _is(name: str, request_id: str) -> bool:

@@ -55,9 +55,9 @@ def make_scheduler(
     ).create_engine_config()
     config.scheduler_config.async_scheduling = asynchronous
     if options is not None:
-        from kvreclaim.integrations.vllm.v0_32.front_side import take_over
+        from kvreclaim.integrations.vllm import family
 
-        take_over(config)
+        family.module("front").take_over(config)
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=given["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]

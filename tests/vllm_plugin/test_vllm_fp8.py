@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
     not (AMX or torch.cpu._is_avx512_supported()), reason="vLLM's fp8 cache wants AVX-512 or AMX"
 )
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-POLICIES = ("query_mixture", "triattention", "knorm", "streaming_llm")
+UNEVEN = "shares(query_mixture)"
+POLICIES = (UNEVEN, "query_mixture", "triattention", "knorm", "streaming_llm")
 PROMPTS = random_prompts((600, 500), seed=3)
 NUM_TOKENS = 80
 SCALE = 0.25
@@ -49,7 +50,7 @@ def rounding(kind: str) -> Callable[[Tensor], Tensor]:
 def generate(model: Path, stats: Path, kind: str, dtype: str) -> Found:
     """What a fresh engine answers, and keeps, by policy."""
     settings = {
-        "policy": "query_mixture",
+        "policy": UNEVEN,
         "budget": 128,
         "interval": 32,
         "recent": 32,

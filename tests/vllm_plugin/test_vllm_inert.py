@@ -38,7 +38,7 @@ LIMITED = "tests/v1/core/test_kv_cache_utils.py::test_is_kv_cache_spec_uniform"
 """Starts a process with a time limit, which a busy machine does not keep."""
 RUN_OWN_TESTS = """
 import sys
-import vllm.engine.arg_utils, vllm.v1.core.kv_cache_utils  # the installed ones, not those of the checkout
+import vllm.engine.arg_utils, vllm.v1.core.kv_cache_manager  # the installed ones, not those of the checkout
 if sys.argv[1] == "with":
     from kvreclaim.integrations.vllm.plugin import register
     register()
@@ -54,23 +54,27 @@ def _names(model: Path) -> tuple[object, ...]:
     return config.scheduler_config.scheduler_cls, config.parallel_config.worker_cls, config.compute_hash()
 
 
+def wrapped() -> tuple[object, object]:
+    """The two functions that the plugin wraps, as they are now."""
+    import start_check
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs.create_engine_config, getattr(start_check.MODULE, start_check.NEEDED)
+
+
 @pytest.fixture(scope="module")
 def before(tiny_model) -> Iterator[dict[object, object]]:
     """Everything without the plugin; then it is registered, which must have an effect to mean anything."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core import kv_cache_utils
-
-    own = EngineArgs.create_engine_config, kv_cache_utils._max_memory_usage_bytes_from_groups
+    own = wrapped()
     traces: dict[object, object] = {("scheduler", seed): history(tiny_model, seed) for seed in SEEDS}
     traces |= {("async", seed): history(tiny_model, seed, asynchronous=True) for seed in SEEDS}
     traces |= {("pool", seed): list(pool_history(seed)) for seed in SEEDS}
     traces["config"] = _names(tiny_model)
-    assert own == (EngineArgs.create_engine_config, kv_cache_utils._max_memory_usage_bytes_from_groups)
+    assert own == wrapped()
     from kvreclaim.integrations.vllm.plugin import register
 
     register()
-    assert EngineArgs.create_engine_config is not own[0]
-    assert kv_cache_utils._max_memory_usage_bytes_from_groups is not own[1]
+    assert all(now is not before for now, before in zip(wrapped(), own, strict=True))
     return traces
 
 

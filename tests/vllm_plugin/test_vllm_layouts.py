@@ -20,8 +20,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache, PackedLayout
-from kvreclaim.integrations.vllm.v0_32 import attention
+
+attention = family.module("attention")
 
 L, B, K, D = 3, 8, 2, 64
 TOKENS = 75

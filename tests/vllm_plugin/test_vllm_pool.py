@@ -13,7 +13,7 @@ from models import random_prompts
 from oracle import BF16, Kept, check_logprobs, full_logprobs, logprobs_with_drops, passes_of
 
 CASE = {"policy": "streaming_llm", "budget": 256, "interval": 128}
-TIGHT = {"policy": "keydiff", "budget": 128, "interval": 64, "sinks": 4, "recent": 32}
+TIGHT = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32}
 BLOCK = 32
 POOL = 24
 
@@ -39,9 +39,15 @@ def serve_ten(model: Path, compression: dict[str, Any] | None) -> tuple[Watch, l
     return watch, after_passes
 
 
-def test_ten_requests_that_do_not_fit_whole(tiny_model: Path) -> None:
-    whole, _ = serve_ten(tiny_model, None)
-    ours, after_passes = serve_ten(tiny_model, CASE)
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path) -> Watch:
+    """vLLM alone."""
+    return serve_ten(tiny_model, None)[0]
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm", "shares(keydiff)"])
+def test_ten_requests_that_do_not_fit_whole(tiny_model: Path, whole: Watch, policy: str) -> None:
+    ours, after_passes = serve_ten(tiny_model, {**CASE, "policy": policy})
     assert whole.preemptions > 0
     assert ours.preemptions == 0
     assert whole.steps >= 2.5 * ours.steps
@@ -53,10 +59,11 @@ def test_ten_requests_that_do_not_fit_whole(tiny_model: Path) -> None:
     assert min(together[10:]) <= 10 * (budget + 1)
 
 
-@pytest.fixture(scope="module")
-def tight(tiny_model: Path) -> Iterator[Engine]:
-    """736 tokens for requests of up to 4096."""
-    engine = Engine(tiny_model, compression=TIGHT, num_blocks=POOL, chunk=128, max_len=4096)
+@pytest.fixture(scope="module", params=["keydiff", "shares(keydiff)"])
+def tight(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
+    """736 tokens for requests of up to 4096; heads that keep equally many tokens, and unequal ones."""
+    compression = {**TIGHT, "policy": request.param}
+    engine = Engine(tiny_model, compression=compression, num_blocks=POOL, chunk=128, max_len=4096)
     yield engine
     engine.close()
 

@@ -12,7 +12,7 @@ from engines import Answer, Engine
 from models import random_prompts
 from oracle import check_logprobs, passes_of
 
-SETTINGS = {"policy": "keydiff", "budget": 128, "interval": 64, "sinks": 4, "recent": 32}
+SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32}
 BLOCK, CHUNK, MANY = 32, 512, 300
 
 
@@ -32,9 +32,10 @@ def plain(tiny_model: Path) -> dict[str, Answer]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def engine(plain: dict[str, Answer], tiny_model: Path) -> Iterator[Engine]:
-    engine = make_engine(tiny_model, SETTINGS)
+@pytest.fixture(scope="module", params=["keydiff", "shares(keydiff)"])
+def engine(request: pytest.FixtureRequest, plain: dict[str, Answer], tiny_model: Path) -> Iterator[Engine]:
+    """Heads that keep equally many tokens, and unequal ones."""
+    engine = make_engine(tiny_model, {**SETTINGS, "policy": request.param})
     yield engine
     engine.close()
 

@@ -22,10 +22,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
+from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.facts import Described, describe
 from kvreclaim.integrations.vllm.options import Options
-from kvreclaim.integrations.vllm.v0_32 import probing
 from kvreclaim.model.loader import LoadedModel, load_model
+
+probing = family.module("probing")
 
 SHAPE = {
     "hidden_size": 128,

@@ -27,6 +27,7 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 SMALL = {"policy": "streaming_llm", "budget": 64, "interval": 40, "sinks": 4, "recent": 16}
+UNEVEN = {**SMALL, "policy": "shares(knorm)"}
 RUNNERS = pytest.mark.parametrize(
     ("asynchronous", "v2"), [(False, False), (True, False), (True, True)], ids=["sync", "async", "async-v2"]
 )
@@ -59,7 +60,7 @@ def test_random_traffic_leaves_every_block_where_it_belongs(
         make_scheduler(
             model,
             pool,
-            SMALL,
+            UNEVEN if seed % 2 else SMALL,
             asynchronous=asynchronous,
             v2=v2,
             max_model_len=2048,

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import start_check
 import vllm
 from configs import make_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 
 from kvreclaim.errors import UnsupportedVllmError
-from kvreclaim.integrations.vllm import check, expect
-from kvreclaim.integrations.vllm.v0_32 import signatures
+from kvreclaim.integrations.vllm import check, expect, family, signatures
 
 
 def test_the_installed_vllm_is_as_expected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,10 +47,9 @@ def test_every_difference_is_named_at_once(tiny_model: Path, monkeypatch: pytest
 def test_a_changed_front_end_stops_the_configuration_only_if_asked(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache_utils, "_pool_bytes_per_block", lambda vllm_config, groups, layout: 0)
-    with pytest.raises(
-        UnsupportedVllmError, match=r"_pool_bytes_per_block is \(vllm_config, groups, layout\)"
-    ):
+    name = start_check.PER_BLOCK
+    monkeypatch.setattr(start_check.MODULE, name, lambda vllm_config, groups, layout: 0)
+    with pytest.raises(UnsupportedVllmError, match=rf"{name} is \(vllm_config, groups, layout\)"):
         make_config(tiny_model)
     assert make_config(tiny_model, None).scheduler_config.scheduler_cls is None
 
@@ -72,8 +70,7 @@ def test_check_prints_what_differs(
 def test_the_printed_table_is_the_one_we_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--table"]) == 0
     printed = {line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm.")}
-    text = (Path(signatures.__file__).parent / signatures.TABLE).read_text(encoding="utf-8")
-    ours = {line for line in text.splitlines() if line.startswith("vllm.")}
+    ours = {line for line in family.find_family().expected().splitlines() if line.startswith("vllm.")}
     assert printed == {line for line in ours if "flashinfer" not in line} | (printed & ours)
 
 
@@ -102,11 +99,11 @@ def test_the_attention_backend_in_use_is_looked_at() -> None:
         signatures.check_layers([layer(CPUAttentionBackendImpl), layer(Odd)])
 
 
-@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.31.4", "0.34.0", "1.0.0"])
 def test_an_unknown_version_is_refused_only_if_asked(
     version: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(UnsupportedVllmError, match=rf"does not know vLLM {version}; known: 0\.32\.\*"):
+    with pytest.raises(UnsupportedVllmError, match=rf"not know vLLM {version}; known: 0\.32\.\*, 0\.33\.\*"):
         make_config(tiny_model)
     assert make_config(tiny_model, None).scheduler_config.scheduler_cls is None

@@ -12,17 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import start_check
 import torch
 import vllm
 from configs import ASKED, SCHEDULER, make_config
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError, VLLMValidationError
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm import hooks
-from kvreclaim.integrations.vllm.v0_32.front_side import check_request, take_over
+from kvreclaim.integrations.vllm import family, hooks
+
+front = family.module("front")
+check_request, take_over = front.check_request, front.take_over
 
 
 @pytest.fixture(autouse=True)
@@ -102,13 +104,15 @@ def test_a_gpu_worker_becomes_our_gpu_worker(tiny_model: Path) -> None:
 # Not asked for.
 
 INERT = """
-import inspect, json, sys
+import importlib, inspect, json, sys
 import vllm
 from vllm import EngineArgs, LLM
 from vllm.v1.core import kv_cache_utils, kv_cache_manager, block_pool, single_type_kv_cache_manager
 from vllm.v1.core.sched import scheduler, async_scheduler, output
 from vllm.v1.engine import input_processor, output_processor, llm_engine, core
 from vllm.v1.metrics import loggers, stats
+
+importlib.import_module(sys.argv[2])
 
 def functions():
     found = {}
@@ -141,7 +145,7 @@ print("RESULT " + json.dumps({
 """
 WRAPPED = {
     "vllm.engine.arg_utils:EngineArgs:create_engine_config",
-    "vllm.v1.core.kv_cache_utils:_max_memory_usage_bytes_from_groups",
+    f"{start_check.MODULE.__name__}:{start_check.NEEDED}",
 }
 
 
@@ -158,7 +162,7 @@ def start(model: Path, plugins: str | None, **more: Any) -> dict[str, Any]:
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     done = subprocess.run(
-        [sys.executable, "-c", INERT, json.dumps(arguments)],
+        [sys.executable, "-c", INERT, json.dumps(arguments), start_check.MODULE.__name__],
         env=environment,
         capture_output=True,
         text=True,
@@ -193,8 +197,7 @@ def needed_blocks(config: Any, block_size: int = 32) -> int:
     full = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     groups = [KVCacheGroupSpec(["model.layers.0.attn", "model.layers.1.attn"], full)]
     config.cache_config.kv_cache_layout = "LBNHC"
-    needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
-    per_block = kv_cache_utils._pool_bytes_per_block(config, groups)
+    needed, per_block = start_check.needed(config, groups), start_check.per_block(config, groups)
     assert needed % per_block == 0
     return int(needed // per_block)
 

@@ -96,7 +96,7 @@ class Compressor:
         if self.recall is not None:
             check_recall(self.policy, self.recall, facts)
             self.mode = Mode.PER_LAYER_HEAD
-        self._rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
+        self.rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
         self.stats: tuple[LayerStats, ...] | None = None
         if self.policy.needs & STATISTICS or (self.recall is not None and self.recall.needs_mixture):
             self.stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
@@ -295,7 +295,7 @@ class Compressor:
             question.logical_len,
             self.facts.layers[layer],
             self.stats_of(layer),
-            candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self._rules),
+            candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self.rules),
             signals=self._signals(layer, question),
             first=question.first,
             budget=keep,

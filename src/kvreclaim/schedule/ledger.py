@@ -108,7 +108,9 @@ def _in_blocks(
     source_ids = tuple(some if block is None else block for block in table.block_ids)
     if not footprint.way.moves:
         return source_ids, Shrunk(source_ids, 0)
-    plan = plan_compaction(seq_id, table, keep, footprint.block_size, num_free=pool.num_free)
+    size = footprint.block_size
+    is_open = footprint.aligned and footprint.way is Way.CELLS and live % size != 0
+    plan = plan_compaction(seq_id, table, keep, size, pool.num_free, open_stays=is_open)
     return source_ids, None if plan is None else pool.shrink(plan)
 
 

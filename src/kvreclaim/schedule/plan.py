@@ -7,13 +7,21 @@ from kvreclaim.memory.changes import CompactionPlan, Id, TableState
 
 
 def plan_compaction(
-    seq_id: Id, table: TableState, num_tokens: int, block_size: int, num_free: int
+    seq_id: Id,
+    table: TableState,
+    num_tokens: int,
+    block_size: int,
+    num_free: int,
+    *,
+    open_stays: bool = False,
 ) -> CompactionPlan[Id] | None:
     """Choose ceil(num_tokens / block_size) blocks that may be written.
 
     Own blocks that nobody else refers to and the index does not know come first, in table order. What
     is missing is fresh if the pool has all of it; else own indexed blocks are stripped, from the end
     of the table (the head of the chain stays hittable), and only the remainder is fresh.
+
+    open_stays: the last block is not full, and stays what it is, the last one: nothing in it moves
 
     Returns: the plan, with its targets in the order of the old table (a fresh block stands where the
     first block that could not be used stood); None if there are too few blocks: postpone.
@@ -23,7 +31,20 @@ def plan_compaction(
     assert len(blocks) == len(table.ref_counts) == len(table.indexed), f"sequence {seq_id}: {table}"
     assert 0 <= num_tokens <= len(blocks) * block_size, f"{num_tokens} tokens, {len(blocks)} blocks"
     needed = blocks_for(num_tokens, block_size)
-    private = [place for place, refs in enumerate(table.ref_counts) if refs == 1]
+    assert not open_stays or (table.ref_counts[-1] == 1 and not table.indexed[-1]), f"{seq_id}: {table}"
+    movable = len(blocks) - open_stays
+    chosen = _choose(blocks[:movable], table, needed - open_stays, num_free)
+    if chosen is None:
+        return None
+    targets, strip = chosen
+    return CompactionPlan(seq_id, num_tokens, targets + tuple(blocks[movable:]), strip)
+
+
+def _choose(
+    blocks: list[int], table: TableState, needed: int, num_free: int
+) -> tuple[tuple[int | None, ...], tuple[int, ...]] | None:
+    """Targets and those of them to strip, of the leading blocks of a table; None if there are too few."""
+    private = [place for place in range(len(blocks)) if table.ref_counts[place] == 1]
     chosen = [place for place in private if not table.indexed[place]][:needed]
     strip: list[int] = []
     missing = needed - len(chosen)
@@ -33,8 +54,7 @@ def plan_compaction(
         missing -= len(strip)
         if missing > num_free:
             return None
-    targets = _with_fresh(chosen + strip, missing, blocks)
-    return CompactionPlan(seq_id, num_tokens, targets, tuple(blocks[place] for place in strip))
+    return _with_fresh(chosen + strip, missing, blocks), tuple(blocks[place] for place in strip)
 
 
 def _with_fresh(own: list[int], missing: int, blocks: list[int]) -> tuple[int | None, ...]:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kivi_walk import KIVI, Dims, Walk, half_step, key_steps, value_steps
 
-from kvreclaim.engine.ways.cells import assign_cells
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import native, reference
+from kvreclaim.ops.cell_tables import assign_cells
 from kvreclaim.ops.cells import cell_view, natural_cells
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
@@ -190,7 +190,7 @@ def test_heads_that_keep_unequal_numbers_take_cells_of_the_open_block(ops, dims)
     present = natural_cells(walk.cache, np.array(row.blocks))
     wanted, held = np.array([[3, 1], [1, 3]]), np.full((2, 2), 4)
     targets = np.array([row.blocks[0], row.blocks[3]])
-    cells, order = assign_cells(present, held, wanted, targets, walk.cache)
+    cells, order = assign_cells(present, held, wanted, natural_cells(walk.cache, targets))
     kept = {at: torch.arange(length)[-size * int(wanted[at]) :] for at in order}
     for at in order:
         source, target = ids(present[at]), ids(cells[at][: wanted[at]])

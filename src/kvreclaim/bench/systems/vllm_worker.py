@@ -30,11 +30,13 @@ Prompts = list[list[int]]
 class Worker:
     """Holds one vLLM engine and the requests of the point that is open."""
 
-    def load(self, **options: Any) -> Answer:
+    def load(self, forced: bool = False, **options: Any) -> Answer:
         """Start the engine with vLLM's own options. Answers versions, threads, the pool, whether our plugin
-        was loaded and what schedules."""
+        was loaded and what schedules. forced: requests can be made to say given tokens, see score."""
         from vllm import LLM
 
+        if forced:
+            options["logits_processors"] = [_forced_processor()]
         self.llm: Any = LLM(disable_log_stats=True, **options)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
@@ -130,6 +132,35 @@ class Worker:
         digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
         return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "digest": digest, **log.stop()}
 
+    def score(self, *, prompts: Prompts, continuations: Prompts, settings: Any) -> Answer:
+        """What the model would have said at each place of given continuations: ids, and log-probabilities of
+        the tokens given; and the most blocks that a request holds at its end. settings: of compression."""
+        from vllm import SamplingParams
+
+        tables = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        held: dict[str, int] = {}
+        outputs: dict[str, Any] = {}
+        for i, (prompt, tokens) in enumerate(zip(prompts, continuations, strict=True)):
+            extra = {"forced": tokens, "kv_compression": settings}
+            params = SamplingParams(
+                temperature=0.0, max_tokens=len(tokens), ignore_eos=True, logprobs=1, extra_args=extra
+            )
+            self.engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        while self.engine.has_unfinished_requests():
+            for name, blocks in tables.items():
+                held[name] = sum(not block.is_null for block in blocks)
+            for output in self.engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output.outputs[0]
+        self.engine.reset_prefix_cache()
+        said = [outputs[str(i)] for i in range(len(prompts))]
+        best = [[_best_of(at) for at in output.logprobs] for output in said]
+        given = [
+            [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
+            for output, tokens in zip(said, continuations, strict=True)
+        ]
+        return {"predicted": best, "logprobs": given, "blocks": max(held.values())}
+
     def _add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         from vllm import SamplingParams
 
@@ -164,6 +195,34 @@ class Worker:
             shape = (tokens, layer.num_kv_heads, layer.head_size)
             self.noise = torch.randn(shape).to(self.runner.dtype)
         return self.noise[:tokens]
+
+
+def _best_of(logprobs: Any) -> int:
+    """The likeliest token of a place."""
+    return next(token for token, each in logprobs.items() if each.rank == 1)
+
+
+def _forced_processor() -> type:
+    """A logits processor that makes a request say the tokens of extra_args["forced"]."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class Forced(AdapterLogitsProcessor):
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            tokens = (params.extra_args or {}).get("forced")
+            if tokens is None:
+                return None
+
+            def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+                logits.fill_(-torch.inf)
+                logits[tokens[len(output_ids)]] = 0.0
+                return logits
+
+            return force
+
+    return Forced
 
 
 class _ServeLog:

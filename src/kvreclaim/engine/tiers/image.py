@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvreclaim.engine.core.request import Sequence
 from kvreclaim.engine.signals.signals import ParkedSignals, Signals
-from kvreclaim.engine.ways.state import Cells, CompressionState
+from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.parked import Parked
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
+from kvreclaim.ops.cell_tables import Cells
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.account import Account

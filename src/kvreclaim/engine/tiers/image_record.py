@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvreclaim.engine.signals.signals import ParkedSignals
 from kvreclaim.engine.tiers.image import Aside, Image
-from kvreclaim.engine.ways.state import Cells, CompressionState
+from kvreclaim.engine.ways.state import CompressionState
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.blocks_io import bytes_per_block
+from kvreclaim.ops.cell_tables import Cells
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule.account import Account
 from kvreclaim.schedule.snapshot_key import SnapshotKey

@@ -1,8 +1,7 @@
 """Way.CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks.
 
-After a pass the sequence holds budget / S blocks, every cell of which serves some head, full. What is
-computed later goes to blocks that are appended, each head in its own cells of them. So all heads' last cells
-fill up together, and block table, physical length and slot mapping are those of any other sequence.
+All heads' last cells fill up together (ops.cell_tables), so block table, physical length and slot mapping are
+those of any other sequence.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression import Signal
-from kvreclaim.compression.uneven import Heads, HeadsQuestion, UnevenChoice, choose_uneven
+from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.core.request import Scheduled, Sequence
 from kvreclaim.engine.ways.job import Done, Job
 from kvreclaim.engine.ways.pages import Pages
 from kvreclaim.engine.ways.parts import HeadPart, head_order
-from kvreclaim.engine.ways.state import Cells
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cells import CellBatch, blocks_of, cell_batch, cell_layers, cell_view, natural_cells
+from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells
+from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, cell_view, natural_cells
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
@@ -104,7 +103,9 @@ class UnevenPass:
         present = grown_cells(state.cells, np.array(job.plan.source_ids), cache)
         held = -(-tokens // cache.block_size)
         wanted = np.array([[len(slots) // cache.block_size for slots in rows] for rows in kept])
-        cells, order = assign_cells(present, held, wanted, np.array(job.plan.target_ids), cache)
+        cells, order = assign_cells(
+            present, held, wanted, natural_cells(cache, np.array(job.plan.target_ids))
+        )
         step = max(1, MAX_BYTES // (int(held.max()) * self.cells.bytes_per_block))
         for heads in (order[start : start + step] for start in range(0, len(order), step)):
             self._move(
@@ -112,7 +113,7 @@ class UnevenPass:
                 [kept[layer][head] for layer, head in heads],
                 [cells[at][: wanted[at]] for at in heads],
             )
-        prompt_slots = _prompt_left(kept, _prompt_slots(job, tokens.shape))
+        prompt_slots = prompt_left(kept, _prompt_slots(job, tokens.shape))
         state.cells = Cells(cells, wanted, len(job.plan.target_ids), prompt_slots)
         if Signal.POSITIONS in job.compressor.policy.needs:
             of = self._positions(job, tokens)
@@ -145,15 +146,6 @@ def _prompt_slots(job: Job, shape: tuple[int, ...]) -> np.ndarray:
     )
 
 
-def _prompt_left(kept: Heads, prompt_slots: np.ndarray) -> np.ndarray:
-    """[L, K] how many kept slots lie in the prompt."""
-    heads = [slots for rows in kept for slots in rows]
-    ends = np.cumsum([len(slots) for slots in heads])
-    limits = np.repeat(prompt_slots.ravel(), np.diff(ends, prepend=0))
-    inside = np.cumsum(torch.cat(heads).cpu().numpy() < limits)
-    return np.diff(np.append(0, inside)[ends], prepend=0).reshape(prompt_slots.shape)
-
-
 def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
     """grown_cells of the sequence's present table, remembered until that changes."""
     table = memory.table(seq.seq_id)
@@ -170,14 +162,7 @@ def grown_cells(cells: Cells | None, blocks: np.ndarray, cache: KVCache) -> np.n
     """
     if cells is None:
         return natural_cells(cache, blocks)
-    grown = natural_cells(cache, blocks[cells.num_blocks :])
-    most = int(cells.counts.max()) + grown.shape[-1]
-    found = np.empty((*cells.counts.shape, most), dtype=np.int32)
-    found[...] = cells.table[..., :1]
-    found[..., : cells.table.shape[-1]] = cells.table
-    places = cells.counts[..., None] + np.arange(grown.shape[-1])
-    np.put_along_axis(found, places, grown, axis=-1)
-    return found
+    return append_cells(cells, natural_cells(cache, blocks[cells.num_blocks :]))
 
 
 def head_lengths(cells: Cells | None, num_slots: int, cache: KVCache) -> np.ndarray:
@@ -185,42 +170,6 @@ def head_lengths(cells: Cells | None, num_slots: int, cache: KVCache) -> np.ndar
     if cells is None:
         return np.full((cache.num_layers, cache.num_kv_heads), num_slots)
     return (cells.counts - cells.num_blocks) * cache.block_size + num_slots
-
-
-def assign_cells(
-    present: np.ndarray, held: np.ndarray, wanted: np.ndarray, targets: np.ndarray, cache: KVCache
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Give every head its number of cells out of the target blocks: first the ones that it has there, then
-    those that others leave or nobody had.
-
-    Args:
-        present: [L, K, W] cells of each head in token order, the first `held` [L, K] of them in use
-        wanted:  [L, K] cells of each head afterwards, as many in all as the targets have
-        targets: [blocks] block ids
-
-    Returns: [L, K, max(wanted)] int32 cells, rows padded with their first; and the heads in an order in which
-        each may be read and then written: a cell that changes hands is written after its giver was read.
-    """
-    every = natural_cells(cache, targets).ravel()
-    assert wanted.sum() == every.size, f"{wanted.sum()} cells wanted, {every.size} there"
-    is_target = np.zeros(cache.num_blocks, dtype=bool)
-    is_target[targets] = True
-    own: dict[tuple[int, int], np.ndarray] = {}
-    for at in np.ndindex(wanted.shape):
-        cells = present[at][: held[at]]
-        own[at] = cells[is_target[blocks_of(cache, cells)]][: wanted[at]]
-    spare = np.sort(np.setdiff1d(every, np.concatenate(list(own.values())), assume_unique=True))
-    givers = [at for at in own if len(own[at]) == wanted[at]]
-    takers = [at for at in own if len(own[at]) < wanted[at]]
-    table = np.empty((*wanted.shape, int(wanted.max())), dtype=np.int32)
-    used = 0
-    for at in (*givers, *takers):
-        missing = int(wanted[at]) - len(own[at])
-        row = np.concatenate([own[at], spare[used : used + missing]])
-        used += missing
-        table[at] = row[0]
-        table[at][: len(row)] = row
-    return table, [*givers, *takers]
 
 
 def uneven_part(

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 from torch import Tensor
 
 from kvreclaim.compression.uneven import Heads
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cells:
-    """Where a pass has put the tokens of each head. Never changed, so forks share it.
-
-    table:        [L, K, W] int32 cells (ops.cells), the first `counts` of each row; the rest is padding
-    counts:       [L, K] int64, full cells of each head
-    num_blocks:   leading entries of the block table that these cells make up
-    prompt_slots: [L, K] int64, leading slots of each head that hold prompt tokens
-    """
-
-    table: np.ndarray
-    counts: np.ndarray
-    num_blocks: int
-    prompt_slots: np.ndarray
+from kvreclaim.ops.cell_tables import Cells
 
 
 @dataclass(slots=True, eq=False)

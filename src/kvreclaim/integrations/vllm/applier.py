@@ -11,9 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression import CompressionConfig, Compressor, Signal
 from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.compression.stats import LayerStats
+from kvreclaim.compression.uneven import Heads
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.passes import UnevenPasses
+from kvreclaim.integrations.vllm.cells.positions import Positions, as_heads
 from kvreclaim.integrations.vllm.clocks import Clock, DeviceClock, HostClock
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
@@ -23,9 +27,11 @@ from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
-from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.formats import plain_format
+from kvreclaim.schedule.protection import kept_prompt_slots
 from kvreclaim.schedule.step import Pass
+from kvreclaim.schedule.way import Way
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -65,6 +71,8 @@ class Applier:
         stats:   of these heads' queries, on the device; None if there are none
         views:   the caches of all layers
         rows:    the runner's block tables
+        heads:   of requests whose heads hold unequal numbers of tokens; None: they keep equally many, by the
+                 same ranking
     """
 
     def __init__(
@@ -74,11 +82,19 @@ class Applier:
         stats: tuple[LayerStats, ...] | None,
         views: CacheViews,
         rows: Rows,
+        heads: HeadTables | None = None,
     ) -> None:
         self.options, self.facts, self.stats = options, facts, stats
         self.views, self.rows = views, rows
         self.kernels = _kernels(facts)
-        self.stage = _stage(self.kernels, facts, views)
+        self.stage = _stage(self.kernels, facts.layers[0], views)
+        head_stage = _stage(self.kernels, facts.layers[0].kv_head(0), views)
+        self.uneven = (
+            None if heads is None else UnevenPasses(views, heads.grid, heads, self.stage, head_stage)
+        )
+        self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
+        self.positions = Positions(self.shape, facts.device)
+        self.prompts: dict[str, int] = {}
         self.compressor = lru_cache(MAX_KEPT)(self._compressor)
         """Of these settings; the last 16 are kept."""
         self.clock: Clock = DeviceClock() if facts.device.type == "cuda" else HostClock()
@@ -140,22 +156,43 @@ class Applier:
         )
 
     def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
+        compressor = self.compressor(settings)
+        positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
+        asked = positions is not None or self.trace is not None
+        if one.way is Way.CELLS and self.uneven is not None:
+            check = partial(self.clock.watch, one.seq_id)
+            kept = self.uneven.carry_out(one, compressor, positions, check, asked)
+        else:
+            kept = self._compact(one, compressor, positions)
+        if positions is not None and kept is not None:
+            positions.keep(one.seq_id, one.first, one.logical_len, kept)
+        self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
+        self.figures.tokens_evicted += one.num_tokens - one.keep
+        self.figures.compactions += 1
+        if self.trace is not None and kept is not None:
+            self.trace.add(one, kept)
+
+    def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> Heads:
+        """Every head keeps equally many. Returns: the slots of each."""
         source = self.views.block_ids(one.source_ids)
-        kept = self.compressor(settings).choose(
+        prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)
+        known = None if positions is None else positions.table(one.seq_id, one.first, one.logical_len)
+        kept = compressor.choose(
             lambda layer: self.views.source(layer, source, one.num_tokens, self.stage),
             one.num_tokens,
-            one.prompt_slots,
+            prompt,
             one.logical_len,
+            positions=known,
             first=one.first,
             keep=one.keep,
             check=partial(self.clock.watch, one.seq_id),
         )
         self.views.compact(kept, source, self.views.block_ids(one.target_ids))
-        self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
-        self.figures.tokens_evicted += one.num_tokens - one.keep
-        self.figures.compactions += 1
-        if self.trace is not None:
-            self.trace.add(one, kept, self.facts.num_layers, self.facts.layers[0].num_kv_heads)
+        if one.way is Way.CELLS:  # for the scheduler heads differ, so it leaves the count to us
+            rules = compressor.rules
+            left = kept_prompt_slots(num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **rules)
+            self.prompts[one.seq_id] = left
+        return as_heads(kept, self.shape)
 
     def _forget(self, output: Any) -> None:
         """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
@@ -167,6 +204,11 @@ class Applier:
         ]
         if gone:
             self.rows.forget(gone)
+            self.positions.forget(gone)
+            for request_id in gone:
+                self.prompts.pop(request_id, None)
+            if self.uneven is not None:
+                self.uneven.forget(gone)
             if self.trace is not None:
                 self.trace.forget(gone)
 
@@ -181,9 +223,9 @@ def _kernels(facts: ModelFacts) -> Backend:
     return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device, plain_format(dtype))).backend
 
 
-def _stage(kernels: Backend, facts: ModelFacts, views: CacheViews) -> Stage | None:
+def _stage(kernels: Backend, facts: LayerFacts, views: CacheViews) -> Stage | None:
     """Where keys are copied for kernels that cannot read the host's cache; None: scored as they are."""
     if kernels.NAME == reference.NAME:
         return None
     exact = torch.bfloat16 if views.layers[0].stored == torch.bfloat16 else torch.float32
-    return Stage(kernels, facts.layers[0], exact)
+    return Stage(kernels, facts, exact)

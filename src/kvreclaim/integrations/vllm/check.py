@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The CPU worker replaces parts of torch, and has to be the first worker module that is imported.
     import vllm.v1.worker.cpu_worker
 
-    from kvreclaim.integrations.vllm.v0_32 import signatures
+    from kvreclaim.integrations.vllm import family, signatures
 
     bad = 0
-    print(f"vLLM {vllm.__version__}; expected: 0.32")
+    print(f"vLLM {vllm.__version__}; known: {family.supported()}")
     for section, rows in signatures.sections().items():
         print(f"\n[{section}]")
         for row in rows:

@@ -27,6 +27,11 @@ def _set(path: str, words: str) -> Callable[[Any], str | None]:
     return lambda config: words if _get(config, path) not in (None, False, 0) else None
 
 
+def _newer(section: str, name: str, words: str) -> Callable[[Any], str | None]:
+    """An option that not every version has."""
+    return lambda config: words if getattr(_get(config, section), name, False) else None
+
+
 def _get(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = getattr(config, name)
@@ -106,6 +111,10 @@ CONFIG: tuple[Refusal, ...] = (
     Refusal(
         _set("attention_config.hisparse_config", "HiSparse (--attention-config)"),
         "it keeps the cache in host memory, out of our reach",
+    ),
+    Refusal(
+        _newer("kernel_config", "monokernel", "MonoKernels (--monokernel)"),
+        "they attend within one kernel for a whole layer, past the layers that we know",
     ),
     Refusal(
         _set("cache_config.kv_sharing_fast_prefill", "--kv-sharing-fast-prefill"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvreclaim.errors import UnsupportedVllmError
 from kvreclaim.integrations.vllm.family import supported
-from kvreclaim.integrations.vllm.hooks import original_of
+from kvreclaim.integrations.vllm.wrapping import original_of
 
 ANY = "…"
 _STARS: dict[inspect._ParameterKind, str] = {

@@ -9,17 +9,22 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvreclaim.compression.refusals import required_stats
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
+from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.shard import Shard
-from kvreclaim.integrations.vllm.v0_32 import probing
 from kvreclaim.model.probe import fingerprint, quantization_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope_probe import find_rope
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32 import probing
+else:
+    probing = family.module("probing")
 
 NOT_PROBED = "it is looked for only where query statistics are given: set stats"
 

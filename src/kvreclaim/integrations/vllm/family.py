@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.resources import files
 from types import ModuleType
 
 from kvreclaim.errors import UnsupportedVllmError
 
-FAMILIES = {"0.32": "kvreclaim.integrations.vllm.v0_32.front_side"}
+_V32 = "kvreclaim.integrations.vllm.v0_32"
+_V33 = "kvreclaim.integrations.vllm.v0_33"
 
 
-def find_family() -> ModuleType:
-    """The front-end module of the installed vLLM's family. Raises: UnsupportedVllmError."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The modules that serve one minor version of vLLM. Where two versions agree, both name the older one's.
+
+    package:    has expected.txt, what this version was seen to be
+    pool_check: where vLLM checks at start whether the pool is large enough
+    front:      configuration, metrics, a request's own settings
+    scheduler:  the hooks of the schedulers, the block pool and the tables
+    worker:     the model runners
+    attention:  the KV caches of the layers
+    probing:    the model's layers and their rotation
+    cells:      attention over cells, for unequal heads
+    """
+
+    package: str
+    pool_check: str
+    front: str = f"{_V32}.front_side"
+    scheduler: str = f"{_V32}.scheduler_side"
+    worker: str = f"{_V32}.worker_side"
+    attention: str = f"{_V32}.attention"
+    probing: str = f"{_V32}.probing"
+    cells: str = f"{_V32}.cells_side"
+
+    def expected(self) -> str:
+        """The text of its expected.txt."""
+        return files(self.package).joinpath("expected.txt").read_text(encoding="utf-8")
+
+
+FAMILIES = {
+    "0.32": Family(_V32, f"{_V32}.pool_check"),
+    "0.33": Family(_V33, f"{_V33}.pool_check"),
+}
+
+
+def module(side: str) -> ModuleType:
+    """The module of a side, a field of Family, for the installed vLLM. Raises: UnsupportedVllmError."""
+    return import_module(getattr(find_family(), side))
+
+
+def find_family() -> Family:
+    """Of the installed vLLM. Raises: UnsupportedVllmError."""
     import vllm
 
-    return import_module(module_of(vllm.__version__))
+    return family_of(vllm.__version__)
 
 
-def module_of(vllm_version: str) -> str:
+def is_known() -> bool:
+    """Whether the installed vLLM has a family."""
+    import vllm
+
+    return _minor(vllm.__version__) in FAMILIES
+
+
+def family_of(vllm_version: str) -> Family:
     """Raises: UnsupportedVllmError."""
-    family = ".".join(vllm_version.split(".")[:2])
-    if family not in FAMILIES:
+    family = FAMILIES.get(_minor(vllm_version))
+    if family is None:
         raise UnsupportedVllmError(
             f"kvreclaim {version('kvreclaim')} does not know vLLM {vllm_version}; known: {supported()}. "
             "Install one of these, or leave kv_compression out of --additional-config and KVRECLAIM_VLLM "
             "unset (docs/vllm.md says how to port it)."
         )
-    return FAMILIES[family]
+    return family
 
 
 def supported() -> str:
-    """For messages: '0.32.*'."""
+    """For messages: '0.32.*, 0.33.*'."""
     return ", ".join(f"{family}.*" for family in FAMILIES)
+
+
+def _minor(vllm_version: str) -> str:
+    return ".".join(vllm_version.split(".")[:2])

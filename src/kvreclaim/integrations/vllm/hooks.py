@@ -7,42 +7,26 @@ replaced: the scheduler and the workers are subclasses that the configuration na
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from kvreclaim.integrations.vllm.asking import KEY, is_asked_for
-
-MARK = "_kvreclaim_original"
+from kvreclaim.integrations.vllm.wrapping import wrap
 
 logger = logging.getLogger("vllm.kvreclaim")
-
-
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace owner.name by make(original), once; the original stays reachable under MARK."""
-    original = getattr(owner, name)
-    if not hasattr(original, MARK):
-        wrapped = functools.wraps(original)(make(original))
-        setattr(wrapped, MARK, original)
-        setattr(owner, name, wrapped)
-
-
-def original_of(function: Any) -> Any:
-    """vLLM's own function, whether it is wrapped by us or not."""
-    return getattr(function, MARK, function)
 
 
 def install() -> None:
     """Wrap what every process needs. Imports no module of vLLM's workers: their order matters."""
     from vllm.engine import arg_utils
-    from vllm.v1.core import kv_cache_utils
+
+    from kvreclaim.integrations.vllm import family, pool_check
 
     wrap(arg_utils.EngineArgs, "create_engine_config", _configuring)
-    name = "_max_memory_usage_bytes_from_groups"
-    if hasattr(kv_cache_utils, name):  # missing: the signature check refuses, if we are asked for
-        wrap(kv_cache_utils, name, _relaxing)
+    if family.is_known():  # refused otherwise, if we are asked for
+        pool_check.install()
 
 
 def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,31 +46,17 @@ def configure(config: Any) -> None:
 
     Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError.
     """
+    from kvreclaim.integrations.vllm import family, signatures
     from kvreclaim.integrations.vllm.config_refusals import refuse_config
-    from kvreclaim.integrations.vllm.family import find_family
     from kvreclaim.integrations.vllm.options import Options
 
-    family = find_family()
-    family.check_front()
+    signatures.check_front()
+    front = family.module("front")
     options = Options.find(config.additional_config, os.environ)
     assert options is not None
     refuse_config(config)
     # What came by the environment reaches every process; the caller's own object stays as it is.
     config.additional_config = {**config.additional_config, KEY: options.as_json()}
-    family.take_over(config)
-    family.install_front_end()
-    logger.info("%s", family.describe(config))
-
-
-def _relaxing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The start check's memory of one request: a compressed one never holds more than budget and a chunk."""
-
-    def max_memory_usage_bytes(vllm_config: Any, kv_cache_groups: Any) -> Any:
-        needed = original(vllm_config, kv_cache_groups)
-        if not is_asked_for(vllm_config.additional_config, {}):
-            return needed
-        from kvreclaim.integrations.vllm.family import find_family
-
-        return find_family().capped_bytes(needed, vllm_config, kv_cache_groups)
-
-    return max_memory_usage_bytes
+    front.take_over(config)
+    front.install_front_end()
+    logger.info("%s", front.describe(config))

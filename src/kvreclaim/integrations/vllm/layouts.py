@@ -151,8 +151,11 @@ class CacheViews:
 
         Returns: [K, T, D], a copy; in fp32 from an fp8 cache.
         """
+        return self.plain(layer, self.layouts[layer].gather(part, block_ids, num_tokens), part)
+
+    def plain(self, layer: int, stored: Tensor, part: int) -> Tensor:
+        """[K, T, D] as stored in a layer, as numbers: what is stored itself, or fp8 in fp32, scaled."""
         cache = self.layers[layer]
-        stored = self.layouts[layer].gather(part, block_ids, num_tokens)
         return _plain(stored, cache.stored, (cache.k_scale, cache.v_scale)[part])
 
     def source(
@@ -185,8 +188,8 @@ class CacheViews:
             shape = (2, slots.shape[0], layer.num_kv_heads, layer.head_dim)
             digits = torch.randint(0, 1 << BITS, shape, generator=torch.Generator().manual_seed(1))
             keys, values = digits.to(self.device)
-            with _restored(layer.cache, table):
-                _write(layer, keys, values, slots)
+            with restored(layer.cache, table):
+                write_tokens(layer, keys, values, slots)
                 found = [layout.gather(part, table, slots.shape[0]) for part in (0, 1)]
             for part, written in zip(found, (keys, values), strict=True):
                 if not torch.equal(_as_float(part, layer.stored), written.transpose(0, 1).float()):
@@ -222,10 +225,10 @@ def _learn(layer: LayerCache) -> Tensor:
     block = torch.tensor([layer.cache.shape[0] - 1], device=device)
     slots = block * size + torch.arange(size, device=device)
     found = torch.zeros((heads, count), dtype=torch.int64, device=device)
-    with _restored(layer.cache, block):
+    with restored(layer.cache, block):
         for shift in range(0, count.bit_length(), BITS):
             keys, values = numbers >> shift & (1 << BITS) - 1
-            _write(layer, keys, values, slots)
+            write_tokens(layer, keys, values, slots)
             stored = layer.cache[block].reshape(heads, count)
             found += _as_float(stored, layer.stored).round().long() << shift
     order = found[0].argsort()
@@ -252,7 +255,7 @@ def _strided(raw: Tensor, order: Tensor) -> Tensor | None:
     )
 
 
-def _write(layer: LayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def write_tokens(layer: LayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Store small numbers [T, K, D] such that they are in the cache as they are, whatever the scales."""
     scaled = [
         (x * (scale[:, None] if isinstance(scale, Tensor) and scale.ndim else scale)).to(layer.compute)
@@ -262,7 +265,7 @@ def _write(layer: LayerCache, keys: Tensor, values: Tensor, slots: Tensor) -> No
 
 
 @contextmanager
-def _restored(cache: Tensor, blocks: Tensor) -> Iterator[None]:
+def restored(cache: Tensor, blocks: Tensor) -> Iterator[None]:
     """Put these blocks back as they were."""
     before = cache[blocks]
     try:

@@ -144,7 +144,7 @@ class Ledger:
 
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that one request of this length may hold under the engine's own settings."""
-        footprint = self.options.settings.footprint(self._plain)
+        footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
         return self._blocks(footprint.slots_needed(num_tokens, num_tokens))
 
     def _record(self, request: Request) -> Record:
@@ -162,7 +162,10 @@ class Ledger:
         except InvalidArgumentError as error:
             logger.error("request %s is not compressed: %s", request.request_id, error)
             settings = None
-        return Record(settings, self._plain if settings is None else settings.footprint(self._plain))
+        if settings is None:
+            return Record(None, self._plain)
+        settings = settings.in_blocks(self.block_size)
+        return Record(settings, settings.footprint(self._plain))
 
     def _held(self, request_id: str) -> int:
         """Blocks of a request that is not new."""

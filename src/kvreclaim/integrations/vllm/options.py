@@ -25,14 +25,16 @@ from kvreclaim.integrations.vllm.live.address import PageAddress
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
-SUPPORTED = "query_mixture, triattention, expected_attention, knorm, keydiff, lagkv, random or streaming_llm"
+SUPPORTED = (
+    "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
+    "streaming_llm, or shares(...) around one of them"
+)
 NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget")
 """Of CompressionConfig what is said elsewhere, or what vLLM's scheduler has no place for."""
 _FIELDS = tuple(field.name for field in fields(CompressionConfig) if field.name not in NOT_TAKEN)
 _MISSING = {
     Signal.RECENT_QUERIES: "the most recent queries",
     Signal.ATTENTION_MASS: "the attention that each token has received",
-    Signal.POSITIONS: "the position of each kept token",
     Signal.OUTPUT_PROJECTION: "the weights of the output projection",
     Signal.FUTURE_QUERIES: "the queries still to come",
     Signal.READ_AGAIN: "the prompt once more",
@@ -144,9 +146,15 @@ class Options:
         self._check_request(settings)
         return _unless_full(settings)
 
+    @property
+    def has_cells(self) -> bool:
+        """Whether heads may keep unequal numbers of tokens, which attention has to be made ready for."""
+        return self.settings.make_policy().way is Way.CELLS
+
     def bound(self, block_size: int, max_chunk: int) -> int | None:
         """Tokens that one compressed request holds at most; None: its whole length."""
-        return self.settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
+        settings = self.settings.in_blocks(block_size)
+        return settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
 
     def _check_stats(self, where: str) -> None:
         needs = self.settings.make_policy().needs & STATISTICS
@@ -172,6 +180,11 @@ class Options:
                 f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
                 f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
             )
+        require(
+            self.has_cells or settings.make_policy().way is not Way.CELLS,
+            f"policy {settings.policy!r} lets heads keep unequal numbers of tokens, for which this server, "
+            f"started with {own.policy!r}, has not made attention ready; ask for a policy with equal heads.",
+        )
         missing = (settings.make_policy().needs - own.make_policy().needs) & STATISTICS
         require(
             not missing,
@@ -198,8 +211,6 @@ def check_policy(policy: CompressionPolicy) -> None:
     reasons = {
         "evicts whole blocks, and the scheduler cannot know which": way is Way.BLOCKS,
         "moves nothing, so that no block comes back": way is Way.MASK,
-        "lets heads keep unequal numbers of tokens, and vLLM has one length per request": policy.way
-        is Way.CELLS,
         "reads some blocks only, and attention is vLLM's own": way is Way.READS,
         "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
         f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),

@@ -145,6 +145,12 @@ LAYER: tuple[Refusal, ...] = (
         "it would be compressed twice",
     ),
     other_model(
+        lambda layer: (
+            "a fused write to the cache" if getattr(layer, "kv_cache_update_bypass", False) else None
+        ),
+        "the model stores keys and values itself, which is not tested",
+    ),
+    other_model(
         lambda layer: "keys and values of unequal size" if layer.head_size_v != layer.head_size else None,
         "the two halves of a slot are taken to be equal",
     ),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvreclaim.integrations.vllm.v0_32.scheduler_side import SchedulerHooks
+from kvreclaim.integrations.vllm import family
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32.scheduler_side import SchedulerHooks
+else:
+    SchedulerHooks = family.module("scheduler").SchedulerHooks
 
 
 class ReclaimScheduler(SchedulerHooks, Scheduler):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvreclaim.integrations.vllm.cells.heads import MAX_ENTRIES
+from kvreclaim.integrations.vllm.cells.passes import MAX_BYTES
+from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.scoring import MAX_LOGITS
 
 SAFETY = 1.25
@@ -22,3 +25,15 @@ def scratch_bytes(
     layer = 4 * num_kv_heads * num_tokens * head_dim
     scores = num_layers * num_kv_heads * num_tokens
     return int(SAFETY * (3 * 4 * logits + 4 * layer + 40 * scores))
+
+
+def cells_bytes(
+    *, num_layers: int, num_kv_heads: int, num_tokens: int, block_size: int, num_rows: int
+) -> int:
+    """Bytes of the tables of unequal heads, on one worker: of a step and of the requests, a pass's move and
+    what making them takes for a moment.
+
+    num_tokens: of a head at most; num_rows: requests at once
+    """
+    entries = num_layers * num_kv_heads * num_rows * blocks_for(num_tokens, block_size)
+    return 2 * 4 * entries + 24 * MAX_ENTRIES + 4 * MAX_BYTES

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from kvreclaim.compression.uneven import Heads
+from kvreclaim.integrations.vllm.cells.positions import Positions, padded
 from kvreclaim.schedule.step import Pass
 
 
@@ -15,26 +16,21 @@ from kvreclaim.schedule.step import Pass
 class Trace:
     """Costs a copy to the host per pass.
 
-    live:   request -> [L, K, live] int32, position of each slot after its last pass
-    passes: (request, position of the next query, positions kept [L, K, keep] int32), in order
+    positions: of the slots after each request's last pass
+    passes:    (request, position of the next query, positions kept [L, K, most] int32, -1 behind those of a
+               head that keeps fewer), in order
     """
 
-    live: dict[str, Tensor] = field(default_factory=dict)
+    positions: Positions
     passes: list[tuple[str, int, Tensor]] = field(default_factory=list)
 
-    def add(self, done: Pass[str], kept: Tensor, num_layers: int, num_kv_heads: int) -> None:
-        """kept: [L | 1, K | 1, keep]. A request whose first pass was not seen is left out."""
-        old = self.live.get(done.seq_id)
-        if old is None and not done.first:
-            return
-        slots = torch.arange(done.logical_len, dtype=torch.int32).expand(num_layers, num_kv_heads, -1)
-        if old is not None:
-            num_new = done.num_tokens - old.shape[-1]
-            slots = torch.cat([old, slots[..., done.logical_len - num_new :]], dim=-1)
-        assert slots.shape[-1] == done.num_tokens, f"{done}: {slots.shape[-1]} slots traced"
-        positions = slots.take_along_dim(kept.cpu().expand(num_layers, num_kv_heads, -1), -1)
-        self.live[done.seq_id] = positions
-        self.passes.append((done.seq_id, done.logical_len, positions))
+    def add(self, done: Pass[str], kept: Heads) -> None:
+        """kept: slots of each head. A request whose first pass was not seen is left out."""
+        self.positions.keep(done.seq_id, done.first, done.logical_len, kept)
+        if done.seq_id in self.positions.known:
+            self.passes.append(
+                (done.seq_id, done.logical_len, padded(self.positions.known[done.seq_id].left))
+            )
 
     def take(self) -> list[tuple[str, int, Tensor]]:
         """The passes since the last call."""
@@ -43,5 +39,4 @@ class Trace:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests are gone or start anew."""
-        for request_id in request_ids:
-            self.live.pop(request_id, None)
+        self.positions.forget(request_ids)

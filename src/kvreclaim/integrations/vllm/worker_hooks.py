@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import family, signatures
 from kvreclaim.integrations.vllm.applier import Applier
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.positions import Positions
 from kvreclaim.integrations.vllm.facts import describe
 from kvreclaim.integrations.vllm.layouts import CacheViews
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_layers
-from kvreclaim.integrations.vllm.scratch import scratch_bytes
+from kvreclaim.integrations.vllm.scratch import cells_bytes, scratch_bytes
 from kvreclaim.integrations.vllm.tracing import Trace
-from kvreclaim.integrations.vllm.v0_32 import attention, probing, signatures, worker_side
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.v0_32 import attention, cells_side, probing, worker_side
+else:
+    sides = ("attention", "cells", "probing", "worker")
+    attention, cells_side, probing, worker_side = map(family.module, sides)
+
+logger = logging.getLogger("vllm.kvreclaim")
 
 
 class WorkerHooks:
@@ -24,8 +36,9 @@ class WorkerHooks:
 
     def init_device(self) -> None:
         """Raises: UnsupportedVllmError if this vLLM's runner is not the one that we were written for."""
-        super().init_device()  # type: ignore[misc]
         worker: Any = self
+        cells_side.register_cells(Options.of_config(worker.vllm_config).has_cells)
+        super().init_device()  # type: ignore[misc]
         signatures.check_worker(worker.model_runner)
 
     def determine_available_memory(self) -> int:
@@ -51,7 +64,9 @@ class WorkerHooks:
             views.prove()
         options = Options.of_config(worker.vllm_config)
         known = describe(runner, options)
-        self.reclaim = Applier(options, known.facts, known.stats, views, worker_side.rows_of(runner))
+        heads = _heads(worker, views) if options.has_cells else None
+        rows = worker_side.rows_of(runner, heads)
+        self.reclaim = Applier(options, known.facts, known.stats, views, rows, heads)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()
@@ -68,7 +83,8 @@ class WorkerHooks:
 
     def kvreclaim_trace(self, on: bool) -> None:
         """Record which positions passes keep, of requests whose first pass is still to come."""
-        self._applier().trace = Trace() if on else None
+        applier = self._applier()
+        applier.trace = Trace(Positions(applier.shape, torch.device("cpu"))) if on else None
 
     def kvreclaim_take_trace(self) -> list[tuple[str, int, torch.Tensor]]:
         """(request, position of the next query, positions kept [L, K, keep] int32) of every pass since the
@@ -85,18 +101,45 @@ class WorkerHooks:
         return self.reclaim
 
 
+def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
+    """Tables of unequal heads; None, said once, where this back-end's attention cannot be proved over cells:
+    heads then keep equally many tokens, by the same ranking and in as many blocks."""
+    try:
+        with torch.inference_mode():
+            return cells_side.adopt_cells(worker.model_runner, views)
+    except UnsupportedModelError as reason:
+        logger.warning(
+            "heads keep equally many tokens here, chosen by the same ranking: %s. Policies whose heads keep "
+            "unequal numbers do better elsewhere; another --attention-backend may serve them.",
+            reason,
+        )
+        return None
+
+
 def _scratch(worker: Any) -> int:
     """Bytes of a pass over as many tokens as a request ever holds here. What it hits in the prefix cache is
     not bounded by its budget."""
     config, model = worker.vllm_config, worker.model_config
+    options = Options.of_config(config)
     chunk = config.scheduler_config.max_num_batched_tokens
-    bound = Options.of_config(config).bound(worker.cache_config.block_size, chunk)
+    bound = options.bound(worker.cache_config.block_size, chunk)
     if bound is None or worker.cache_config.enable_prefix_caching:
         bound = model.max_model_len
-    return scratch_bytes(
-        num_layers=model.get_num_layers(worker.parallel_config),
+    layers, kv_heads = (
+        find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
+    )
+    tables = cells_bytes(
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        num_tokens=model.max_model_len,
+        block_size=worker.cache_config.block_size,
+        num_rows=config.scheduler_config.max_num_seqs,
+    )
+    scratch = scratch_bytes(
+        num_layers=layers,
         num_heads=model.get_num_attention_heads(worker.parallel_config),
-        num_kv_heads=model.get_num_kv_heads(worker.parallel_config),
+        num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),
         num_tokens=min(bound, model.max_model_len),
     )
+    return scratch + (tables if options.has_cells else 0)

@@ -1,4 +1,4 @@
-"""The front end of vLLM 0.32: configuration, the pool's start check, metrics, a request's own settings."""
+"""The front end of vLLM 0.32: configuration, metrics, a request's own settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import is_asked_for
-from kvreclaim.integrations.vllm.hooks import wrap
 from kvreclaim.integrations.vllm.metrics import Counters
 from kvreclaim.integrations.vllm.options import KEY, Options, is_bounded
-from kvreclaim.integrations.vllm.v0_32 import signatures
+from kvreclaim.integrations.vllm.wrapping import wrap
 from kvreclaim.memory.blocks import blocks_for
 
 OURS = "kvreclaim.integrations.vllm"
@@ -26,7 +25,6 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": f"{OURS}.cpu_worker.ReclaimCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": f"{OURS}.gpu_worker.ReclaimWorker",
 }
-check_front = signatures.check_front
 
 
 def take_over(config: Any) -> None:
@@ -54,6 +52,7 @@ def describe(config: Any) -> str:
     settings = options.settings
     parts = [
         f"{settings.policy}, budget {settings.budget}, interval {settings.interval} tokens",
+        "unequal heads" if options.has_cells else "equal heads",
         f"statistics {options.stats}" if options.stats else "no statistics",
         "requests that ask for it" if options.opt_in else "all requests",
         config.scheduler_config.scheduler_cls.rpartition(".")[2],
@@ -62,13 +61,13 @@ def describe(config: Any) -> str:
     return f"kvreclaim {version('kvreclaim')} in vLLM {vllm.__version__}: {'; '.join(parts)}"
 
 
-def capped_bytes(needed: int, vllm_config: Any, kv_cache_groups: Any) -> int:
+def capped_bytes(
+    needed: int, vllm_config: Any, kv_cache_groups: Any, bytes_per_block: Callable[[], int]
+) -> int:
     """Bytes that one request of max_model_len holds at most: needed, or its budget, interval and one chunk.
 
     Unchanged where prompts are kept whole and for groups that are refused later.
     """
-    from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
-
     if len(kv_cache_groups) != 1:
         return needed
     block_size = kv_cache_groups[0].kv_cache_spec.block_size
@@ -77,7 +76,7 @@ def capped_bytes(needed: int, vllm_config: Any, kv_cache_groups: Any) -> int:
     if tokens is None:
         return needed
     blocks = blocks_for(min(vllm_config.model_config.max_model_len, tokens), block_size)
-    return min(needed, blocks * int(_pool_bytes_per_block(vllm_config, kv_cache_groups)))
+    return min(needed, blocks * int(bytes_per_block()))
 
 
 def install_front_end() -> None:

@@ -14,11 +14,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.live.sights import Sights
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
-from kvreclaim.integrations.vllm.v0_32 import looking, signatures
+from kvreclaim.integrations.vllm.v0_32 import looking
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
@@ -84,9 +85,9 @@ class ReclaimKVCacheManager(KVCacheManager):
     reclaim: Ledger
     scheduler: Any
 
-    def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
+    def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, int]:
         """A hit must leave room for one step's tokens, or a prompt longer than the pool would never start."""
-        blocks, num_tokens, boundary = super().get_computed_blocks(request)
+        blocks, num_tokens, boundary = super().get_computed_blocks(request, *args, **kwargs)
         ledger = self.reclaim
         chunk = min(request.num_tokens, ledger.max_chunk)
         most = ledger.pool.num_blocks - blocks_for(chunk, ledger.block_size)

@@ -36,6 +36,7 @@ from kvreclaim.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvreclaim.integrations.vllm.applier import Applier
+    from kvreclaim.integrations.vllm.cells.heads import HeadTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +55,8 @@ class V2Rows:
     seq_lens: [max_num_reqs] int32, physical. One buffer for ever: CUDA graphs hold its address.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, heads: HeadTables | None = None) -> None:
+        self.runner, self.heads = runner, heads
         self.slots: dict[str, int] = {}
         self.host = np.zeros(runner.max_num_reqs, dtype=np.int32)
         self.device = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
@@ -83,6 +84,8 @@ class V2Rows:
     def placed(self, batch: Any) -> Any:
         """The batch to compute slots by: its positions less the shifts. The batch is not changed."""
         self.current = None
+        if self.heads is not None:
+            self.heads.announce(batch.req_ids)
         if not self.slots:
             return batch
         host = self.host[batch.idx_mapping_np]

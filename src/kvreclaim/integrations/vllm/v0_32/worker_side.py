@@ -14,6 +14,7 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from kvreclaim.integrations.vllm.applier import Applier, Rows
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
 
 
 def is_v2(runner: Any) -> bool:
@@ -21,14 +22,14 @@ def is_v2(runner: Any) -> bool:
     return bool(runner.vllm_config.use_v2_model_runner)
 
 
-def rows_of(runner: Any) -> Rows:
-    """The adapter to the runner's block tables."""
+def rows_of(runner: Any, heads: HeadTables | None) -> Rows:
+    """The adapter to the runner's block tables, which says who is in a step to heads that have their own."""
     if is_v2(runner):
         from kvreclaim.integrations.vllm.v0_32.v2_side import V2Rows
 
-        rows: Rows = V2Rows(runner)
+        rows: Rows = V2Rows(runner, heads)
         return rows
-    return V1Rows(runner)
+    return V1Rows(runner, heads)
 
 
 def adopt(runner: Any, applier: Applier) -> None:
@@ -59,8 +60,8 @@ class V1Rows:
     buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies want it
     """
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, heads: HeadTables | None = None) -> None:
+        self.runner, self.heads = runner, heads
         self.shifts: dict[str, int] = {}
         self.buffer = runner._make_buffer(runner.max_num_reqs, dtype=torch.int32)
         if runner.device.type == "cpu":
@@ -116,6 +117,8 @@ class V1Hooks:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         runner: Any = self
         batch = runner.input_batch
+        if self.reclaim_rows.heads is not None:
+            self.reclaim_rows.heads.announce(batch.req_ids)
         shift = self.reclaim_rows.of_batch(batch.req_ids)
         if shift is not None:
             count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens

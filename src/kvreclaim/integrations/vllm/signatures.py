@@ -1,4 +1,4 @@
-"""Is this vLLM the 0.32 that we were written against? Checked in each process for what that process uses.
+"""Is this vLLM the one that its family was written for? Checked in each process for what that process uses.
 
 The modules of vLLM's workers are looked at in workers only: importing them elsewhere changes what they patch.
 """
@@ -6,17 +6,15 @@ The modules of vLLM's workers are looked at in workers only: importing them else
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
 
 from kvreclaim.integrations.vllm import expect
-
-TABLE = "expected.txt"
+from kvreclaim.integrations.vllm.family import find_family
 
 
 def sections() -> dict[str, tuple[expect.Function | expect.Names, ...]]:
-    """The rows of expected.txt by section."""
-    return expect.read_table(files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
+    """The rows of the family's expected.txt by section. Raises: UnsupportedVllmError."""
+    return expect.read_table(find_family().expected())
 
 
 def check_front() -> None:
@@ -36,6 +34,13 @@ def check_worker(runner: Any) -> None:
     on_cpu = table["worker on a CPU"] if runner.device.type == "cpu" else ()
     expect.check((*table["worker"], *on_cpu, *own))
     expect.check_overrides(type(runner), own)
+
+
+def check_cells(layers: Iterable[Any]) -> None:
+    """What attention over cells uses, by the back-end of each layer. Raises: UnsupportedVllmError."""
+    table = sections()
+    names = {layer.attn_backend.get_name() for layer in layers}
+    expect.check([*table["cells"], *(row for name in sorted(names) for row in table[f"cells {name}"])])
 
 
 def check_layers(layers: Iterable[Any]) -> None:

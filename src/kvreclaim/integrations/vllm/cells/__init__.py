@@ -1,0 +1,1 @@
+"""Heads that keep unequal numbers of tokens inside vLLM: cells, their tables, the passes over them."""

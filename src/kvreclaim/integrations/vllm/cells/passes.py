@@ -1,0 +1,194 @@
+"""A pass after which heads hold unequal numbers of tokens: chosen over all layers, moved head by head.
+
+The tokens of the last block, where it is not full, stay where they are: only full blocks are shared out, so
+that slots, lengths and block tables of the host are those of any other request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.policy import NO_SIGNALS, LayerSignals
+from kvreclaim.compression.uneven import Heads, HeadsQuestion, choose_uneven, prompt_left
+from kvreclaim.integrations.vllm.cells.grid import CellGrid
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.positions import HeadPositions, Positions
+from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.staging import CacheSource, Stage
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells
+from kvreclaim.ops.key_source import KeySource
+from kvreclaim.schedule.step import Pass
+
+MAX_BYTES = 1 << 26
+"""Keys and values that are in flight at once in a move (twice: as they lay and as they will)."""
+
+
+class UnevenPasses:
+    """Of all requests on this worker.
+
+    Args:
+        views: the caches of all layers
+        grid:  their cells
+        heads: where each request's heads lie
+        stage: see layouts.CacheViews.source; head_stage: the same for one head
+    """
+
+    def __init__(
+        self,
+        views: CacheViews,
+        grid: CellGrid,
+        heads: HeadTables,
+        stage: Stage | None,
+        head_stage: Stage | None,
+    ) -> None:
+        self.views, self.grid, self.heads = views, grid, heads
+        self.stage, self.head_stage = stage, head_stage
+
+    def carry_out(
+        self,
+        one: Pass[str],
+        compressor: Compressor,
+        positions: Positions | None,
+        check: Callable[[Tensor], None],
+        all_slots: bool,
+    ) -> Heads | None:
+        """Choose, move, note.
+
+        positions: of the slots, for policies that need them
+        check:     what becomes of a NaN among the scores
+        all_slots: whether anybody asks for what this returns
+
+        Returns: the slots that stay of each layer and head, ascending.
+        """
+        blocks = self.views.block_ids(one.source_ids)
+        open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
+        full = one.num_tokens - open_slots
+        held = self.heads.held.get(one.seq_id)
+        asked = _Asked(self, one, full, blocks, held, positions)
+        [choice] = choose_uneven(compressor, [asked.question()], self.grid.block_size, check)
+        num_targets = (one.keep - open_slots) // self.grid.block_size
+        targets = np.concatenate([self._as_backend(block) for block in one.target_ids])[:num_targets]
+        cells = self._move(asked, choice.kept, targets)
+        self.heads.put(one.seq_id, cells)
+        if not all_slots:
+            return None
+        tail = torch.arange(open_slots, device=self.grid.device)
+        return [
+            [torch.cat([slots, tail + int(asked.tokens[n, h])]) for h, slots in enumerate(rows)]
+            for n, rows in enumerate(choice.kept)
+        ]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests are gone or start anew."""
+        self.heads.forget(request_ids)
+
+    def _as_backend(self, block: int) -> np.ndarray:
+        return block * self.views.ratio + np.arange(self.views.ratio)
+
+    def _move(self, asked: _Asked, kept: Heads, targets: np.ndarray) -> Cells:
+        """Heads are read whole before they are written, a few at a time."""
+        size = self.grid.block_size
+        wanted = np.array([[len(slots) // size for slots in rows] for rows in kept])
+        present, held = asked.present, asked.tokens // size
+        table, order = assign_cells(present, held, wanted, self.grid.natural(targets))
+        step = max(1, MAX_BYTES // (int(held.max()) * self.grid.cell_bytes))
+        for some in (order[start : start + step] for start in range(0, len(order), step)):
+            self._move_heads(
+                [present[at][: held[at]] for at in some],
+                [kept[layer][head] for layer, head in some],
+                [table[at][: wanted[at]] for at in some],
+            )
+        return Cells(table, wanted, len(targets), asked.prompt_left(kept))
+
+    def _move_heads(self, source: list[np.ndarray], kept: list[Tensor], target: list[np.ndarray]) -> None:
+        """The slots kept of each head's source cells fill its target cells."""
+        sources, targets = (
+            torch.from_numpy(np.concatenate(cells).astype(np.int64)).to(self.grid.device)
+            for cells in (source, target)
+        )
+        firsts = np.cumsum([0, *(len(cells) * self.grid.block_size for cells in source)]).tolist()
+        slots = torch.cat([head + first for head, first in zip(kept, firsts, strict=False)])
+        self.grid.layout.compact(slots[None], sources, targets)
+
+
+class _Asked:
+    """What there is of one request before a pass, its open block left out.
+
+    tokens:  [L, K] int64 of each head; present: [L, K, W] its cells
+    """
+
+    def __init__(
+        self,
+        owner: UnevenPasses,
+        one: Pass[str],
+        full: int,
+        blocks: Tensor,
+        held: Cells | None,
+        positions: Positions | None,
+    ) -> None:
+        self.owner, self.one, self.full, self.blocks, self.held = owner, one, full, blocks, held
+        grid = owner.grid
+        count = blocks_for(full, grid.block_size)
+        own = np.concatenate([owner._as_backend(block) for block in one.source_ids])[:count]
+        if held is None:
+            self.tokens = np.full(grid.shape, full)
+            self.present = grid.natural(own)
+        else:
+            self.tokens = (held.counts - held.num_blocks) * grid.block_size + full
+            self.present = append_cells(held, grid.natural(own[held.num_blocks :]))
+        before = 0 if held is None else held.prompt_slots
+        self.prompt = np.minimum(before + np.full(grid.shape, one.prompt_slots), self.tokens)
+        self.prompt_tail = before + np.full(grid.shape, one.prompt_slots) - self.prompt
+        self.cells = torch.from_numpy(self.present.astype(np.int64)).to(grid.device)
+        self.known: HeadPositions | None = None
+        if positions is not None:
+            self.known = positions.of(one.seq_id, one.first, one.logical_len)
+            assert self.known is not None, f"request {one.seq_id}: a pass was not seen"
+
+    @cached_property
+    def _signals(self) -> LayerSignals:
+        """Of all heads, which hold the same tokens at the first pass; later each has its own."""
+        if self.known is None or self.held is not None:
+            return NO_SIGNALS
+        return LayerSignals(positions=torch.stack([self._head_positions(0, 0)] * self.owner.grid.num_heads))
+
+    def question(self) -> HeadsQuestion:
+        return HeadsQuestion(
+            self._source,
+            lambda _: self._signals,
+            self.tokens,
+            self.prompt,
+            self.one.logical_len,
+            self.held is None,
+            self._own_signals,
+        )
+
+    def prompt_left(self, kept: Heads) -> np.ndarray:
+        """[L, K] leading slots that hold prompt tokens afterwards, those of the open block included."""
+        return prompt_left(kept, self.prompt) + self.prompt_tail
+
+    def _source(self, layer: int, head: int | None) -> KeySource:
+        owner = self.owner
+        if head is None:
+            return owner.views.source(layer, self.blocks, self.full, owner.stage)
+        tokens = int(self.tokens[layer, head])
+        own = self.cells[layer, head, : blocks_for(tokens, owner.grid.block_size)]
+
+        def read(part: int) -> Tensor:
+            return owner.views.plain(layer, owner.grid.layout.gather(part, own, tokens), part)
+
+        return CacheSource((1, tokens), owner.grid.device, read, owner.head_stage)
+
+    def _own_signals(self, layer: int, head: int) -> Mapping[str, Tensor]:
+        return {} if self.known is None else {"positions": self._head_positions(layer, head)[None]}
+
+    def _head_positions(self, layer: int, head: int) -> Tensor:
+        assert self.known is not None
+        return self.known.of(layer, head, self.one.logical_len)[: int(self.tokens[layer, head])]

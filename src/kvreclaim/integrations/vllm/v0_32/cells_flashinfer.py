@@ -1,0 +1,51 @@
+"""FlashInfer in vLLM 0.32 plans its kernels for one table. Over cells vLLM's Triton kernel attends, which
+reads its layouts as they are; an fp8 cache would need its queries in fp8, too: heads stay equal there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.flashinfer import (
+    FlashInferBackend,
+    FlashInferImpl,
+    FlashInferMetadataBuilder,
+)
+
+from kvreclaim.integrations.vllm.cells.heads import StepCells
+from kvreclaim.integrations.vllm.v0_32.attention import FP8
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.v0_32.cells_triton import attend_unified
+
+
+class CellsFlashInferBuilder(CellsBuilder, FlashInferMetadataBuilder):
+    """vLLM's, with cells."""
+
+
+class CellsFlashInferImpl(CellsImpl, FlashInferImpl):
+    """vLLM's Triton kernel with one KV head, and a row for each (request, KV head)."""
+
+    kernel = "vLLM's Triton kernel"
+
+    @property
+    def without_cells(self) -> str | None:
+        return "the cache is fp8" if self.kv_cache_dtype in FP8 else None
+
+    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+        assert self.reclaim is not None, "adopt_cells has set it"
+        keys, values = self.reclaim.view.transpose(1, 2).split(self.head_size, dim=-1)
+        attend_unified(
+            rows, keys, values, output, step, self.reclaim.index, self.scale, self.logits_soft_cap or 0.0
+        )
+
+
+class CellsFlashInferBackend(FlashInferBackend):
+    """FLASHINFER, with cells."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CellsFlashInferImpl]:
+        return CellsFlashInferImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CellsFlashInferBuilder]:
+        return CellsFlashInferBuilder

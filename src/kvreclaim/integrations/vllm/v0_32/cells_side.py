@@ -1,0 +1,179 @@
+"""Attention over cells in vLLM 0.32: back-ends of our own, registered in the place of the four that we know.
+
+Each is vLLM's back-end with a builder that adds the step's tables of cells and an implementation that attends
+by them where there are some; writing keys and values, and steps in which no head has cells of its own, are
+vLLM's. They are registered in workers that are asked for unequal heads, and there alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.integrations.vllm import signatures
+from kvreclaim.integrations.vllm.cells.grid import find_grid
+from kvreclaim.integrations.vllm.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.cells.proof import prove_cells
+from kvreclaim.integrations.vllm.layouts import CacheViews
+from kvreclaim.integrations.vllm.v0_32 import probing
+
+HERE = "kvreclaim.integrations.vllm.v0_32"
+CELL_BACKENDS = {
+    "CPU_ATTN": f"{HERE}.cells_cpu.CellsCPUBackend",
+    "FLASH_ATTN": f"{HERE}.cells_flash.CellsFlashBackend",
+    "TRITON_ATTN": f"{HERE}.cells_triton.CellsTritonBackend",
+    "FLASHINFER": f"{HERE}.cells_flashinfer.CellsFlashInferBackend",
+}
+"""vLLM's name of a back-end -> ours in its place."""
+
+
+def register_cells(wanted: bool) -> None:
+    """Before the model is made: put our back-ends in the place of vLLM's, or vLLM's own back."""
+    for name, path in CELL_BACKENDS.items():
+        backend = AttentionBackendEnum[name]
+        if wanted:
+            register_backend(backend, path)
+        elif backend.get_path() == path:
+            backend.clear_override()
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCells:
+    """index: of the layer; view: [entries, 1, S, 2D] all cells."""
+
+    index: int
+    view: Tensor
+
+
+class CellsBuilder:
+    """Mixed into a builder of attention metadata. reclaim: set by adopt_cells."""
+
+    reclaim: HeadTables | None = None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own metadata with the step's cells in `reclaim_cells`."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
+        if self.reclaim is not None:
+            metadata.reclaim_cells = take(self.reclaim, common_attn_metadata)
+        return metadata
+
+
+def take(heads: HeadTables, common: Any) -> StepCells | None:
+    """The cells of the step that vLLM describes so."""
+    bound = common.seq_lens_cpu_upper_bound
+    longest = common.max_seq_len if bound is None else int(bound[: common.num_reqs].max())
+    return heads.take(
+        common.block_table_tensor[: common.num_reqs],
+        common.seq_lens[: common.num_reqs],
+        common.query_start_loc[: common.num_reqs + 1],
+        common.num_actual_tokens,
+        common.max_query_len,
+        longest,
+    )
+
+
+class CellsImpl:
+    """Mixed into an implementation of attention. reclaim: set by adopt_cells."""
+
+    reclaim: LayerCells | None = None
+    kernel = ""
+    """What attends over cells, in words."""
+
+    @property
+    def without_cells(self) -> str | None:
+        """Why this layer cannot attend over cells; None: it can."""
+        return None
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """vLLM: whether output may be asked for in scaled integers; not over cells."""
+        return False
+
+    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+        """Write what rows [T * K, G, D] see into output, of their shape; both contiguous."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """vLLM's own where the step has no cells."""
+        step: StepCells | None = getattr(attn_metadata, "reclaim_cells", None)
+        if step is None:
+            answer: Tensor = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return answer
+        assert output_scale is None, "a fused output scale was refused at start"
+        assert output_block_scale is None, "a fused output scale was refused at start"
+        rows = step.rows_of(query[: attn_metadata.num_actual_tokens])
+        answers = torch.empty_like(rows)
+        self.attend_cells(layer, rows, answers, step)
+        step.put_back(answers, output[: attn_metadata.num_actual_tokens])
+        return output
+
+
+def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
+    """Prove the back-ends' attention over cells, and have them attend by the tables that are returned.
+
+    Raises: UnsupportedModelError, in words for the middle of a sentence, where heads have to stay equal;
+        UnsupportedVllmError.
+    """
+    layers = probing.attention_layers(runner)
+    for layer in layers:
+        _check_layer(layer)
+    signatures.check_cells(layers)
+    grid = find_grid(views)
+    for index, layer in enumerate(layers):
+        layer.impl.reclaim = LayerCells(index, grid.view)
+    prove_cells(views, grid, [probing.shape_of(layer) for layer in layers], _attend(layers))
+    # CUDA graphs hold the addresses of tables, which are then as large as they may become.
+    fixed = None if grid.device.type == "cpu" else int(runner.model_config.max_model_len)
+    scheduler = runner.vllm_config.scheduler_config
+    heads = HeadTables(grid, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, fixed)
+    for builder in _builders(runner):
+        builder.reclaim = heads
+    return heads
+
+
+def _check_layer(layer: Any) -> None:
+    name = f"{layer.layer_name} ({layer.attn_backend.get_name()})"
+    if not isinstance(layer.impl, CellsImpl):
+        raise UnsupportedModelError(f"{name}: this back-end's attention takes one block table for all heads")
+    if layer.impl.without_cells is not None:
+        raise UnsupportedModelError(f"{name}: {layer.impl.without_cells}")
+    if getattr(layer.impl, "sinks", None) is not None:
+        raise UnsupportedModelError(f"{name}: every query head has a sink of its own")
+    for scale in (layer._k_scale, layer._v_scale):
+        if scale.numel() > 1:
+            raise UnsupportedModelError(f"{name}: every KV head has an fp8 scale of its own")
+
+
+def _attend(layers: list[Any]) -> Callable[[int, Tensor, StepCells], Tensor]:
+    def attend(index: int, rows: Tensor, step: StepCells) -> Tensor:
+        answers = torch.empty_like(rows)
+        layers[index].impl.attend_cells(layers[index], rows, answers, step)
+        return answers
+
+    return attend
+
+
+def _builders(runner: Any) -> list[CellsBuilder]:
+    return [
+        builder for groups in runner.attn_groups for group in groups for builder in group.metadata_builders
+    ]

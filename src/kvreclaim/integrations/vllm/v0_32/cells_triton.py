@@ -1,0 +1,101 @@
+"""vLLM 0.32's own Triton kernel over cells, in any layout that its strides can say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.attention.ops import triton_unified_attention
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from kvreclaim.integrations.vllm.cells.heads import StepCells
+from kvreclaim.integrations.vllm.v0_32.attention import FP8
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+
+
+class CellsTritonBuilder(CellsBuilder, TritonAttentionMetadataBuilder):
+    """vLLM's, with cells."""
+
+
+class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
+    """vLLM's kernel with one KV head, and a row for each (request, KV head)."""
+
+    kernel = "vLLM's Triton kernel"
+
+    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+        assert self.reclaim is not None, "adopt_cells has set it"
+        view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
+        keys, values = view.split(self.head_size, dim=-1)
+        if self.kv_cache_dtype in FP8:
+            keys, values = keys.view(self.fp8_dtype), values.view(self.fp8_dtype)
+        is_quantized = self._kv_quant_mode == KVQuantMode.FP8_PER_TENSOR
+        scales = (step.lengths.shape[1], 1)
+        attend_unified(
+            rows,
+            keys,
+            values,
+            output,
+            step,
+            index,
+            self.scale,
+            self.logits_soft_cap,
+            q_descale=layer._q_scale if is_quantized and rows.dtype == self.fp8_dtype else None,
+            k_descale=layer._k_scale.expand(scales),
+            v_descale=layer._v_scale.expand(scales),
+            kv_quant_mode=self._kv_quant_mode,
+            use_td=self.use_td,
+        )
+
+
+def attend_unified(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    step: StepCells,
+    layer: int,
+    scale: float,
+    softcap: float,
+    **quantization: Any,
+) -> None:
+    """vLLM's Triton kernel over cells.
+
+    Args:
+        rows:         [T * K, G, D]; output alike
+        keys, values: [entries, S, 1, D] in any strides
+        quantization: of vLLM's kernel: descales, kv_quant_mode and use_td
+    """
+    nothing = {"q_descale": None, "k_descale": None, "v_descale": None}
+    triton_unified_attention.unified_attention(
+        q=rows,
+        k=keys,
+        v=values,
+        out=output,
+        cu_seqlens_q=step.starts,
+        max_seqlen_q=step.max_query_len,
+        seqused_k=step.lengths[layer],
+        max_seqlen_k=step.max_seq_len,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1),
+        block_table=step.tables[layer],
+        softcap=softcap,
+        **{**nothing, **quantization},
+    )
+
+
+class CellsTritonBackend(TritonAttentionBackend):
+    """TRITON_ATTN, with cells."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CellsTritonImpl]:
+        return CellsTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CellsTritonBuilder]:
+        return CellsTritonBuilder

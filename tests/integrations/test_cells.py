@@ -1,0 +1,292 @@
+"""Cells of a host's cache against plain lists: what passes move, and the tables that steps attend by."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_applier import FakeRows, make_facts, output
+from torch import Tensor
+from toy_caches import WRITERS, D, K, L, S
+
+from kvreclaim.compression import CompressionConfig
+from kvreclaim.integrations.vllm.applier import Applier
+from kvreclaim.integrations.vllm.cells.grid import find_grid
+from kvreclaim.integrations.vllm.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.cells.positions import Positions
+from kvreclaim.integrations.vllm.layouts import CacheViews, LayerCache
+from kvreclaim.integrations.vllm.options import Options
+from kvreclaim.integrations.vllm.passes import StepMessage
+from kvreclaim.integrations.vllm.tracing import Trace
+from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.schedule import Pass, Way
+
+POOL = 24
+SETTINGS = CompressionConfig(policy="shares(knorm)", budget=2 * S, interval=S, sinks=2, recent=3)
+
+
+def make_layers(make: str, alternating: bool) -> list[LayerCache]:
+    """All layers in one allocation; alternating: KV heads slot by slot."""
+    shape = (L, POOL, S, K, 2 * D) if alternating else (L, POOL, K, S, 2 * D)
+    whole = torch.randn(shape)
+    layers = []
+    for n in range(L):
+        cache = whole[n].transpose(1, 2) if alternating else whole[n]
+        write, packed = WRITERS[make](cache), make != "plain"
+        layers.append(LayerCache(f"layer {n}", cache, D, cache.dtype, cache.dtype, 1.0, 1.0, write, packed))
+    return layers
+
+
+class Request:
+    """What one request ought to hold, in lists, and where the host's table says its tokens lie."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocks: list[int] = []
+        self.length = self.computed = 0
+        self.tokens: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(K)] for _ in range(L)]
+        self.passed = False
+
+
+class Walk:
+    def __init__(self, layers: list[LayerCache], settings: CompressionConfig = SETTINGS) -> None:
+        self.layers = layers
+        self.views = CacheViews(layers, POOL)
+        self.grid = find_grid(self.views)
+        self.heads = HeadTables(self.grid, 8, 64)
+        self.settings = settings.in_blocks(S)
+        self.applier = Applier(Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads)
+        self.applier.trace = self.trace = Trace(Positions((L, K), torch.device("cpu")))
+        self.free = list(range(1, POOL))
+        self.requests: list[Request] = []
+
+    def grow(self, request: Request, count: int) -> None:
+        needed = -(-(request.length + count) // S) - len(request.blocks)
+        request.blocks += [self.free.pop() for _ in range(needed)]
+        slots = [request.length + i for i in range(count)]
+        where = torch.tensor([request.blocks[slot // S] * S + slot % S for slot in slots])
+        for n, layer in enumerate(self.layers):
+            keys, values = torch.randn(count, K, D), torch.randn(count, K, D)
+            layer.write(keys, values, where)
+            for h in range(K):
+                request.tokens[n][h] += list(zip(keys[:, h], values[:, h], strict=True))
+        request.length += count
+        request.computed += count
+
+    def compress(self, request: Request, rng: random.Random) -> None:
+        budget, tail = self.settings.budget, request.length % S
+        count = budget // S
+        full = request.blocks[: len(request.blocks) - bool(tail)]
+        fresh = rng.choice([0, 1]) if self.free else 0  # as where a block is shared
+        targets = sorted(rng.sample(full, count - fresh), key=full.index) + [self.free.pop()] * fresh
+        after = targets + request.blocks[len(full) :]
+        one = Pass(
+            request.name,
+            Way.CELLS,
+            tuple(request.blocks),
+            tuple(after),
+            request.length,
+            keep=budget + tail,
+            logical_len=request.computed,
+            prompt_slots=0,
+            first=not request.passed,
+        )
+        step = replace_message(output(one), one, self.settings)
+        self.applier.begin(step)
+        [(_, _, positions)] = self.trace.take()
+        self.drop(request, positions)
+        self.free += [block for block in request.blocks if block not in after]
+        request.blocks, request.length, request.passed = after, budget + tail, True
+
+    def drop(self, request: Request, positions: Tensor) -> None:
+        if not hasattr(request, "positions"):
+            request.positions = [[[] for _ in range(K)] for _ in range(L)]
+            request.seen = 0
+        for n in range(L):
+            for h in range(K):
+                held = request.positions[n][h] + list(range(request.seen, request.computed))
+                kept = [p for p in positions[n, h].tolist() if p >= 0]
+                at = dict(zip(held, request.tokens[n][h], strict=True))
+                request.tokens[n][h] = [at[p] for p in kept]
+                request.positions[n][h] = kept
+        request.seen = request.computed
+
+    def end(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.free += request.blocks
+        self.applier.begin(output(finished={request.name}))
+
+    def check(self, order: list[Request]) -> None:
+        """Every head of every request, through the tables of a step with one query each."""
+        self.heads.announce([request.name for request in order])
+        width = max(len(request.blocks) for request in order)
+        table = torch.zeros(len(order), width, dtype=torch.int32)
+        for row, request in enumerate(order):
+            table[row, : len(request.blocks)] = torch.tensor(request.blocks)
+        lengths = torch.tensor([request.length for request in order], dtype=torch.int32)
+        starts = torch.arange(len(order) + 1, dtype=torch.int32)
+        step = self.heads.take(table, lengths, starts, len(order), 1, int(lengths.max()))
+        assert (step is None) is not any(request.passed for request in order)
+        for row, request in enumerate(order) if step is not None else ():
+            for n in range(L):
+                for h in range(K):
+                    want = request.tokens[n][h]
+                    length = int(step.lengths[n, row * K + h])
+                    assert length == len(want)
+                    cells = step.tables[n, row * K + h, : -(-length // S)].long()
+                    for part in (0, 1):
+                        found = self.grid.layout.gather(part, cells, length)[0]
+                        assert torch.equal(found, torch.stack([token[part] for token in want]))
+
+
+def replace_message(step, one, settings):
+    step.kvreclaim = StepMessage((one,), {one.seq_id: settings})
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "alternating"), [("plain", False), ("plain", True), ("paired", False), ("transposed", False)]
+)
+@pytest.mark.parametrize("policy", ["shares(knorm)", "ada_kv(knorm, alpha=0)", "ada_kv(lagkv)"])
+def test_a_walk_against_lists(make: str, alternating: bool, policy: str) -> None:
+    """Requests come, grow, are compressed into blocks of their own and fresh ones, and go."""
+    rng = random.Random(f"{make} {alternating} {policy}")
+    torch.manual_seed(1)
+    walk = Walk(make_layers(make, alternating), replace(SETTINGS, policy=policy))
+    num_passes = 0
+    for number in range(60):
+        if len(walk.requests) < 3 and rng.random() < 0.4 and len(walk.free) > 8:
+            walk.requests.append(Request(f"r{number}"))
+            walk.grow(walk.requests[-1], rng.randint(1, 2 * S))
+        for request in list(walk.requests):
+            if request.length >= walk.settings.budget + S:
+                walk.compress(request, rng)
+                num_passes += 1
+            room = len(walk.free) - 2
+            if room > 1:
+                walk.grow(request, rng.randint(1, S))
+        if walk.requests and rng.random() < 0.1:
+            walk.end(rng.choice(walk.requests))
+        if walk.requests:
+            walk.check(rng.sample(walk.requests, len(walk.requests)))
+    assert num_passes > 5
+    for request in list(walk.requests):
+        walk.end(request)
+    assert not walk.heads.rows
+    assert not walk.heads.held
+
+
+def make_heads(fixed: int | None = None) -> HeadTables:
+    return HeadTables(find_grid(CacheViews(make_layers("plain", False), POOL)), 4, 32, fixed)
+
+
+def a_pass(heads: HeadTables, counts: list[list[int]], num_blocks: int) -> Cells:
+    """Cells 0, 1, ... of some heads."""
+    wanted = np.array(counts)
+    table = np.zeros((L, K, wanted.max()), dtype=np.int32)
+    cells = iter(range(wanted.sum()))
+    for at in np.ndindex(wanted.shape):
+        table[at][: wanted[at]] = [next(cells) for _ in range(wanted[at])]
+    return Cells(table, wanted, num_blocks, np.zeros((L, K), dtype=np.int64))
+
+
+def test_queries_are_dealt_to_rows_and_back() -> None:
+    """Chunks and single tokens beside each other; what pads a step stays where it is."""
+    heads, group = make_heads(), 2
+    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
+    heads.announce(["b", "a", "c"])
+    query_lens, padding = (3, 1, 4), 2
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    num_tokens = sum(query_lens) + padding
+    step = heads.take(
+        torch.ones(3, 4, dtype=torch.int32), torch.tensor([3, 17, 9]).int(), starts, num_tokens, 4, 17
+    )
+    queries = torch.randn(num_tokens, K * group, D)
+    rows = step.rows_of(queries)
+    assert step.starts.tolist() == [0, 3, 6, 7, 8, 12, 16]
+    expected = [
+        queries[starts[n] : starts[n + 1], h * group : (h + 1) * group] for n in range(3) for h in range(K)
+    ]
+    assert torch.equal(rows[: K * sum(query_lens)], torch.cat(expected))
+    answers = torch.zeros(num_tokens, K * group * D)
+    step.put_back(rows, answers)
+    assert torch.equal(answers.view_as(queries), queries)
+
+
+def test_buffers_of_graphs_never_move() -> None:
+    heads = make_heads(fixed=6 * S)
+    seen = set()
+    for number, names in enumerate([["x"], ["a", "x"], ["x", "a", "y"], ["y", "x", "a", "z"]]):
+        if number:
+            heads.put("a", a_pass(heads, [[1, 2 + number], [1, 1]], 2))
+        heads.announce(names)
+        count = len(names)
+        step = heads.take(
+            torch.ones(count, 5, dtype=torch.int32),
+            torch.full((count,), 3 * S).int(),
+            torch.arange(count + 1).int() * 2,
+            2 * count,
+            2,
+            3 * S,
+        )
+        assert step is not None, "a graph attends over cells whoever is in the step"
+        seen.add(tuple(x.data_ptr() for x in (step.tables, step.lengths, step.starts, step.order)))
+        assert step.max_seq_len == 6 * S
+    assert len(seen) == 1
+
+
+def test_who_was_announced_is_in_one_step_alone() -> None:
+    """A dummy step after a real one has no cells."""
+    heads = make_heads()
+    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
+    given = (
+        torch.ones(1, 4, dtype=torch.int32),
+        torch.tensor([17]).int(),
+        torch.tensor([0, 1]).int(),
+        1,
+        1,
+        17,
+    )
+    heads.announce(["a"])
+    assert heads.take(*given) is not None
+    assert heads.take(*given) is None
+    heads.announce(["b"])
+    assert heads.take(*given) is None
+    heads.forget(["a", "unknown"])
+    heads.announce(["a"])
+    assert heads.take(*given) is None
+
+
+def test_without_cells_heads_keep_equally_many() -> None:
+    """The same pass, where attention takes one table: by the same ranking, in the same blocks."""
+    layers = make_layers("plain", False)
+    views = CacheViews(layers, POOL)
+    rows = FakeRows()
+    settings = replace(SETTINGS, policy="shares(knorm)", protect_prompt=True).in_blocks(S)
+    applier = Applier(Options(settings), make_facts(), None, views, rows)
+    applier.trace = trace = Trace(Positions((L, K), torch.device("cpu")))
+    one = Pass(
+        "a", Way.CELLS, (1, 2, 3, 4, 5), (2, 3, 5), 36, keep=20, logical_len=36, prompt_slots=12, first=True
+    )
+    applier.begin(replace_message(output(one), one, settings))
+    [(_, _, kept)] = trace.take()
+    assert kept.shape == (L, K, 20)
+    assert torch.equal(kept[..., :12], torch.arange(12).int().expand(L, K, -1)), "the prompt stays"
+    again = replace(one, num_tokens=30, keep=22, logical_len=46, prompt_slots=0, first=False)
+    applier.begin(replace_message(output(again), again, settings))
+    [(_, _, kept)] = trace.take()
+    assert torch.equal(kept[..., :12], torch.arange(12).int().expand(L, K, -1)), "and goes on to"
+    assert [call[2] for call in rows.calls] == [16, 24]
+
+
+def test_scores_that_are_no_numbers_are_told_and_stop_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    walk = Walk(make_layers("plain", False))
+    request = Request("bad")
+    walk.grow(request, 3 * S + 2)
+    walk.layers[0].cache[request.blocks[0]] = torch.nan
+    walk.compress(request, random.Random(0))
+    assert walk.applier.take_seconds() is not None
+    assert "request bad: its keys scored NaN" in caplog.text
