@@ -119,10 +119,14 @@ def counted(engine: Engine) -> dict[str, Any]:
     }
 
 
-def test_the_page_shows_what_the_pool_counts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["streaming_llm", "ada_kv(knorm)"])  # equal heads, and unequal ones
+def test_the_page_shows_what_the_pool_counts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     monkeypatch.setattr(report, "EVERY", 7)
     lines = told_lines(monkeypatch)
-    engine = Engine(tiny_model, compression={**ASKED, "page_port": 0}, num_blocks=POOL)
+    asked = {**ASKED, "policy": policy, "page_port": 0}
+    engine = Engine(tiny_model, compression=asked, num_blocks=POOL)
     page, totals = engine.scheduler.sights.page, engine.scheduler.reclaim.totals
     assert f"kvreclaim: the block pool is shown at {page.url}" in lines
     delivered: list[dict[str, Any]] = []
