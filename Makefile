@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures clean
+.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -106,12 +106,22 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
 	$(KVB) plot $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
-# vLLM's pool with and without the plugin, and what the plugin costs where it does nothing: the tables of docs/vllm.md.
+# vLLM's pool with and without the plugin, `vllm bench serve` against both, on the language model, too, and what the
+# plugin costs where it does nothing: the tables of docs/vllm.md.
 bench-vllm: setup vllm-env bench_models/qwen3-26m
 	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases small,large --plot docs/vllm_pool.png \
 		--json $(RESULTS)/vllm-26m.json
+	$(MAKE) bench-vllm-serve
 	$(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases cost --starts 2 --rounds 12 \
 		--json $(RESULTS)/vllm-cost-26m.json
+
+# Goodput at equal memory, by vLLM's own client; a quarter of an hour. Where the language model cannot be had, without.
+SERVE = $(BIN)/kvreclaim bench vllm --vllm-python $(VLLM_PYTHON) --cases serve
+bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
+	$(SERVE) --json $(RESULTS)/vllm-serve-26m.json
+	-$(BIN)/kvreclaim fetch
+	model=$$($(BIN)/python -c "import kvreclaim; print(kvreclaim.real_model() or '')"); [ -z "$$model" ] || \
+		$(SERVE) --model "$$model" --prompts text --json $(RESULTS)/vllm-serve-135m.json
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.server.page.feed import frame_event
+from kvreclaim.page.frames import frame_event
 from kvreclaim.server.page.snapshot import Recorder
 
 SIZES = ((1000, 16, 8), (100_000, 2, 64))

@@ -11,7 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvreclaim.bench.plans import CompressPlan, DecodePlan, LatentPlan, MemoryPlan, ServePlan, VllmPlan
+from kvreclaim.bench.plans import CompressPlan, DecodePlan, LatentPlan, MemoryPlan, ServePlan
+from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
 from kvreclaim.cli.main import app

@@ -11,9 +11,10 @@ import tiny
 from settings import small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.serving.pool_view import CACHED, FREE, IN_USE, PINNED, SHARED, pool_view
+from kvreclaim.engine.serving.pool_view import pool_view
 from kvreclaim.memory import marks
 from kvreclaim.memory.pins import Retention
+from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED
 
 
 def slow_view(engine):

@@ -7,7 +7,8 @@ import pytest
 import tiny
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.engine.serving.sharing import MAX_ROWS, SharedRun, _tree, who_shares
+from kvreclaim.engine.serving.sharing import who_shares
+from kvreclaim.page.sharing import MAX_ROWS, SharedRun, _tree
 
 SYSTEM, *TAILS = tiny.prompts((96, 40, 33, 20), seed=8)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

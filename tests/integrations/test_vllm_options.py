@@ -24,6 +24,8 @@ FULL = PLAIN | {
     "stats": "here.safetensors",
     "options": {},
     "opt_in": True,
+    "page_port": 8700,
+    "page_host": "::1",
 }
 
 
@@ -73,6 +75,11 @@ def test_a_variable_that_cannot_be_followed(config: object, variable: str, words
         ({"budget": "256"}, "budget is '256'; it must be an integer"),
         ({"budget": 100}, r"sinks \+ recent = 132"),
         ({"interval": 0}, "interval is 0"),
+        ({"page_port": "8700"}, "page_port in the test is '8700'; it must be 1 to 65535, or 0"),
+        ({"page_port": True}, "page_port in the test is True"),
+        ({"page_port": 65_536}, "page_port in the test is 65536"),
+        ({"page_host": "::1"}, "page_host in the test is '::1', but no page_port is named"),
+        ({"page_port": 1, "page_host": 7}, "page_host in the test is 7; it must be a name or an address"),
         ({"policy": "nonsense"}, "policy 'nonsense' is unknown"),
         ({"policy": 3}, "policy 3 is no name"),
         ({"mode": "all"}, "mode is 'all'"),

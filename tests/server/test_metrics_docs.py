@@ -65,8 +65,9 @@ def test_every_kvreclaim_metric_is_on_the_dashboard() -> None:
     assert {metric for metric in CATALOGUE if metric.name.startswith("kvreclaim:")} <= shown
 
 
-def test_panels_are_whole_and_do_not_overlap() -> None:
-    panels = dashboard()["panels"]
+@pytest.mark.parametrize("name", ["kvreclaim", "vllm"])
+def test_panels_are_whole_and_do_not_overlap(name: str) -> None:
+    panels = json.loads((EXAMPLE / "grafana" / f"{name}.json").read_text())["panels"]
     taken: set[tuple[int, int]] = set()
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
@@ -92,7 +93,11 @@ def test_the_example_fits_together() -> None:
     [source] = yaml.safe_load((EXAMPLE / "grafana" / "datasources.yml").read_text())["datasources"]
     listens = next(each for each in compose["prometheus"]["command"] if "listen" in each)
     assert source["url"] == "http://" + listens.partition("=")[2]
-    assert dashboard()["templating"]["list"][0]["current"]["value"] == source["uid"]
+    boards = {file: json.loads(file.read_text()) for file in (EXAMPLE / "grafana").glob("*.json")}
+    assert len({board["uid"] for board in boards.values()}) == len(boards) == 2
+    for file, board in boards.items():
+        assert board["templating"]["list"][0]["current"]["value"] == source["uid"]
+        assert any(volume.endswith(f"/{file.name}:ro") for volume in compose["grafana"]["volumes"])
     [provider] = yaml.safe_load((EXAMPLE / "grafana" / "dashboards.yml").read_text())["providers"]
     assert any(
         volume.split(":")[1].startswith(provider["options"]["path"])

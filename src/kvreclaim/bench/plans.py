@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
-VLLM_CASES = ("small", "large", "cost")
 MODEL = Path("bench_models/qwen3-26m")
 THREADS = "CPU threads, of every system."
 KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
@@ -354,23 +353,3 @@ class PrefixPlan:
         require(bool(self.orders), "--orders is empty; name at least one eviction order, such as lru.")
         for order in self.orders:
             check_choice("an entry of --orders", order, eviction_orders())
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmPlan(ModelPlan):
-    """vLLM with and without the plugin. stats: of the model's queries; None takes its own file."""
-
-    cases: tuple[str, ...] = option(VLLM_CASES, "small, large, cost; comma-separated.")
-    policy: str = option("query_mixture", "Of the side with the plugin.")
-    interval: int = option(128, "Tokens.", low=1, unit=" token")
-    stats: Path | None = option(None, "Query statistics; the model's own where none.")
-    python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
-    starts: int = option(3, "Of the processes of `cost`.", low=1)
-    rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
-    threads: int = option(1, THREADS, low=1)
-    plot: Path | None = option(None, "Write the pool over time to this image.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.cases:
-            check_choice("--cases", name, VLLM_CASES)

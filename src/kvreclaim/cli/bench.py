@@ -21,9 +21,9 @@ from kvreclaim.bench.plans import (
     PrefillPlan,
     PrefixPlan,
     ServePlan,
-    VllmPlan,
 )
 from kvreclaim.bench.tiers.plan import TiersPlan
+from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
@@ -339,9 +339,9 @@ def tiers(
 @bench_app.command("vllm")
 @takes
 def vllm(plan: Annotated[VllmPlan, Takes(config=VllmPlan)], json_file: Json = None) -> None:
-    """vLLM's pool with and without the plugin, and what the plugin costs where it does nothing."""
+    """vLLM with and without the plugin: its pool, `vllm bench serve`, and what it costs for nothing."""
     with ready(plan.threads):
-        from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool
+        from kvreclaim.bench import common, vllm_chart, vllm_cost, vllm_pool, vllm_serve
 
         console = common.wide_console(stderr=True)
         rows, versions = vllm_pool.run(plan, console)
@@ -350,12 +350,17 @@ def vllm(plan: Annotated[VllmPlan, Takes(config=VllmPlan)], json_file: Json = No
             typer.echo("\n" + "\n".join(vllm_pool.block_lines(rows)))
             if plan.plot is not None:
                 vllm_chart.pool_chart(rows, plan.plot)
-        # cost takes long: what is known so far outlives a run that is stopped
-        publish(rows, [], json_file, peer_versions=versions, cost=[])
+        # These take long: what is known so far outlives a run that is stopped.
+        parts: dict[str, list[dict[str, Any]]] = {"cost": [], "serve": []}
+        publish(rows, [], json_file, peer_versions=versions, **parts)
+        if "serve" in plan.cases:
+            parts["serve"] = vllm_serve.run(plan, console)
+            typer.echo("\n" + vllm_serve.serve_table(parts["serve"]))
+            publish(rows, [], json_file, peer_versions=versions, **parts)
         if "cost" in plan.cases:
-            cost = vllm_cost.run(plan, console)
-            typer.echo("\n" + vllm_cost.cost_table(cost))
-            publish(rows, [], json_file, peer_versions=versions, cost=cost)
+            parts["cost"] = vllm_cost.run(plan, console)
+            typer.echo("\n" + vllm_cost.cost_table(parts["cost"]))
+            publish(rows, [], json_file, peer_versions=versions, **parts)
 
 
 @bench_app.command("plot")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.page.frames import event
 from kvreclaim.server.errors import ANTHROPIC_PREFIX, ApiError, error_body, failed, from_engine
 from kvreclaim.server.ids import request_id_of
 
@@ -21,13 +22,6 @@ T = TypeVar("T")
 
 PIECE = 256
 """Elements of a list that are written at once: a few ms with 20 log-probabilities for each."""
-
-
-def event(data: Any, name: str | None = None) -> bytes:
-    """One event; data becomes JSON, a string is sent as it is."""
-    text = data.encode() if isinstance(data, str) else to_json(data)
-    head = f"event: {name}\n".encode() if name is not None else b""
-    return head + b"data: " + text + b"\n\n"
 
 
 def json_of(value: dict[str, Any]) -> bytes:

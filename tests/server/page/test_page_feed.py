@@ -24,9 +24,10 @@ from running import MODEL, Running, running_server
 from steering import halted, until
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.serving.pool_view import IN_USE
-from kvreclaim.server.page.feed import MAX_PENDING, MAX_VIEWERS, Viewer
-from kvreclaim.server.page.snapshot import Compaction, Recorder
+from kvreclaim.page.frames import Compaction
+from kvreclaim.page.view import IN_USE
+from kvreclaim.page.viewer import MAX_PENDING, MAX_VIEWERS, Viewer
+from kvreclaim.server.page.snapshot import Recorder
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "page_examples.py"
 EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())
@@ -111,7 +112,7 @@ def test_the_page_loads_from_its_own_server_alone(page_server: Running) -> None:
             file = web.get(page_server.base_url + url)
             assert file.status_code == 200
             assert file.headers["x-content-type-options"] == "nosniff"
-    static = files("kvreclaim.server.page") / "static"
+    static = files("kvreclaim.page") / "static"
     for file in static.iterdir():
         outside = re.findall(r"(?:https?:)?//[\w.-]+\.\w+/\S*", file.read_text())
         assert [url for url in outside if "www.w3.org" not in url] == [], file.name

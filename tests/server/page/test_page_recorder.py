@@ -7,7 +7,8 @@ import pytest
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.server.page.snapshot import Compaction, Recorder
+from kvreclaim.page.frames import Compaction
+from kvreclaim.server.page.snapshot import Recorder
 
 
 def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tuple[set[int], set[int]]]:

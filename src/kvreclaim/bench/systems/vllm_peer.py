@@ -55,7 +55,7 @@ class VllmProcess:
             stdout=subprocess.PIPE,
             stderr=handle,
             text=True,
-            env=_environment(python, threads, pool_bytes) | {"VLLM_PLUGINS": "kvreclaim" if plugin else ""},
+            env=environment(python, threads, pool_bytes) | {"VLLM_PLUGINS": "kvreclaim" if plugin else ""},
         )
         os.close(handle)
 
@@ -121,7 +121,7 @@ class VllmProcess:
             self.log.unlink(missing_ok=True)
 
 
-def _environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
+def environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
     """This process's own, with threads unbound as ours are; Intel's OpenMP preloaded, as vLLM advises, where
     the environment has it and it helps: with one thread it costs a fifth. Nothing that would ask for
     compression."""

@@ -2,88 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
-
-import numpy as np
-
 from kvreclaim.engine.core.engine import Engine
 from kvreclaim.engine.ways.pages import block_row
-
-MAX_ROWS: Final = 40
-"""Of the tree; what comes behind is left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRun:
-    """Blocks that the same sequences hold, behind each other: a node of the tree.
-
-    level:      nodes above it
-    num_blocks: of this node alone
-    requests:   whose sequences hold them: indices into the requests that run, in the order of admission
-    num_sequences: that hold them
-    """
-
-    level: int
-    num_blocks: int
-    requests: tuple[int, ...]
-    num_sequences: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """runs: from the top down, MAX_ROWS at most; num_spared: blocks that would be taken besides if nothing
-    were shared."""
-
-    runs: tuple[SharedRun, ...]
-    num_spared: int
+from kvreclaim.page.sharing import Sharing, share_tree
 
 
 def who_shares(engine: Engine) -> Sharing:
-    """Every run of blocks that several running sequences hold, and what each has of its own behind it, from
-    the top down. Between two steps, in the engine's thread; O(blocks of running sequences), in numpy.
-
-    No tokens, no salts: what is shared, not what it says.
-    """
+    """Of the sequences that run. Between two steps, in the engine's thread."""
     owners: dict[str, int] = {}
-    rows = []
-    for seq in engine.scheduler.running:
-        owner = owners.setdefault(seq.request.request_id, len(owners))
-        rows.append((block_row(seq, engine.memory), owner))
-    rows.sort(key=lambda each: each[0].tobytes())
-    runs = _tree([row for row, _ in rows], [owner for _, owner in rows])
-    spared = sum(run.num_blocks * (run.num_sequences - 1) for run in runs)
-    return Sharing(tuple(runs[:MAX_ROWS]), spared)
-
-
-def _tree(rows: list[np.ndarray], owners: list[int]) -> list[SharedRun]:
-    """rows: block ids, such that equal beginnings stand together."""
-    common = [_common(first, second) for first, second in pairwise(rows)]
-    found: list[SharedRun] = []
-    stack = [(part, 0, 0) for part in _parts(range(len(rows)), 0, common)]
-    while stack:
-        part, above, level = stack.pop()
-        alone = len(part) == 1
-        length = len(rows[part[0]]) if alone else min(common[place] for place in part[:-1])
-        if length == above or (alone and not level):
-            continue  # it has nothing of its own, or shares nothing
-        requests = tuple(sorted({owners[place] for place in part}))
-        found.append(SharedRun(level, length - above, requests, len(part)))
-        if not alone:
-            stack += [(each, length, level + 1) for each in _parts(part, length, common)]
-    return found
-
-
-def _parts(part: range, length: int, common: list[int]) -> list[range]:
-    """Rows of a part that have more than so many blocks in common, the last ones first."""
-    cuts = [place + 1 for place in part[:-1] if common[place] == length]
-    bounds = pairwise([part.start, *cuts, part.stop])
-    return [range(first, end) for first, end in bounds if end > first][::-1]
-
-
-def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """Leading blocks that are the same."""
-    least = min(len(first), len(second))
-    other = np.flatnonzero(first[:least] != second[:least])
-    return int(other[0]) if len(other) else least
+    rows = [
+        (block_row(seq, engine.memory), owners.setdefault(seq.request.request_id, len(owners)))
+        for seq in engine.scheduler.running
+    ]
+    return share_tree([row for row, _ in rows], [owner for _, owner in rows])

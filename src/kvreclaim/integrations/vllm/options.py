@@ -1,9 +1,9 @@
 """What the operator asks of the plugin, and what one request may change of it.
 
 Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
-that every worker can read) and `opt_in`; or the same object as JSON in the variable KVRECLAIM_VLLM. Request:
-extra_args["kv_compression"], "off", "on", or an object with some of these fields but `stats` and
-`opt_in`; as JSON text where only text can be sent.
+that every worker can read), `opt_in`, `page_port` and `page_host`; or the same object as JSON in the variable
+KVRECLAIM_VLLM. Request: extra_args["kv_compression"], "off", "on", or an object with some of the fields of
+CompressionConfig but `stats`; as JSON text where only text can be sent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
+from kvreclaim.integrations.vllm.live import address
+from kvreclaim.integrations.vllm.live.address import PageAddress
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 
@@ -47,11 +49,13 @@ class Options:
     settings: of every request that says nothing else
     stats:    file of query statistics
     opt_in:   only requests that ask for compression get it
+    page:     where the block pool is shown; None: nowhere
     """
 
     settings: CompressionConfig
     stats: str | None = None
     opt_in: bool = False
+    page: PageAddress | None = None
 
     @classmethod
     def find(cls, additional_config: object, environ: Mapping[str, str]) -> Options | None:
@@ -88,12 +92,15 @@ class Options:
             '{"policy": "streaming_llm", "budget": 2048}; leave it out to compress nothing.',
         )
         assert isinstance(value, Mapping)
-        _check_names(value, (*_FIELDS, "stats", "opt_in"), where)
+        _check_names(value, (*_FIELDS, "stats", "opt_in", *address.FIELDS), where)
         rest = {name: value[name] for name in value if name in _FIELDS}
         if rest.get("policy", AUTO) == AUTO:
             rest["policy"] = _best_that_fits(value.get("stats"), where)
         options = cls(
-            _changed(CompressionConfig(), rest, where), value.get("stats"), value.get("opt_in", False)
+            _changed(CompressionConfig(), rest, where),
+            value.get("stats"),
+            value.get("opt_in", False),
+            PageAddress.read(value, where),
         )
         require(
             options.stats is None or isinstance(options.stats, str),
@@ -111,6 +118,7 @@ class Options:
             "mode": None if mode is None else str(mode),
             "stats": self.stats,
             "opt_in": self.opt_in,
+            **address.as_json(self.page),
         }
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> CompressionConfig | None:

@@ -4,68 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from base64 import b64encode
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any
-
-import numpy as np
 
 from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.errors import EngineDeadError
+from kvreclaim.page.frames import frame_event
+from kvreclaim.page.viewer import MAX_VIEWERS, PERIOD_S, QUIET_S, Viewer
 from kvreclaim.server.errors import ApiError
-from kvreclaim.server.events import event
 from kvreclaim.server.page import snapshot as reading
-from kvreclaim.server.page.cells import count_states, group_size, to_cells
-from kvreclaim.server.page.snapshot import Compaction, Snapshot
 from kvreclaim.server.service import Service
 
 logger = logging.getLogger(__name__)
-
-PERIOD_S = 0.2
-QUIET_S = 1.0
-"""An unchanged pool is told this often."""
-MAX_VIEWERS = 32
-MAX_PENDING = 256
-"""Compactions kept for a viewer that does not read; older ones are dropped."""
-MAX_HOLDERS = 12
-"""Requests that a row of the tree names, by their places in the table."""
-MAX_REQUESTS = 200
-"""Rows of the table; a request beyond them is still drawn in the pool."""
-
-
-class Viewer:
-    """What one browser has not been sent yet. A new frame replaces the last."""
-
-    def __init__(self) -> None:
-        self._frame: bytes | None = None
-        self._compactions: list[Compaction] = []
-        self._farewell: bytes | None = None
-        self._wake = asyncio.Event()
-
-    def show(self, frame: bytes | None, compactions: list[Compaction]) -> None:
-        self._frame = frame or self._frame
-        self._compactions = [*self._compactions, *compactions][-MAX_PENDING:]
-        self._wake.set()
-
-    def dismiss(self, reason: str) -> None:
-        """The feed ends with this word: draining, stopped."""
-        self._farewell = event({"reason": reason}, "end")
-        self._wake.set()
-
-    async def events(self, num_blocks: int) -> AsyncGenerator[bytes, None]:
-        """Compactions come before the frame that shows their blocks in other hands."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            frame, self._frame = self._frame, None
-            done, self._compactions = self._compactions, []
-            told = event(compactions_json(done, num_blocks), "compactions") if done else b""
-            if chunk := told + (frame or b""):
-                yield chunk
-            if self._farewell is not None:
-                yield self._farewell
-                return
 
 
 class Feed:
@@ -134,43 +84,3 @@ class Feed:
                 viewer.show(frame if news else None, snapshot.compactions)
             with suppress(TimeoutError):
                 await asyncio.wait_for(draining.wait(), PERIOD_S)
-
-
-def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
-    """(what must differ for the frame to be worth sending, the frame as an event)."""
-    view = snapshot.view
-    cells = to_cells(view.state, view.owner, len(view.requests))
-    body: dict[str, Any] = {
-        "num_blocks": len(view.state),
-        "group": cells.group,
-        "cells": b64encode(cells.pack()).decode(),
-        "blocks": count_states(view.state),
-        "requests": [
-            [r.request_id, r.logical_len, r.physical_len, r.num_blocks, r.num_evicted, r.blocks_freed]
-            for r in view.requests[:MAX_REQUESTS]
-        ],
-        "num_owners": len(view.requests),
-        "num_spared": snapshot.sharing.num_spared,
-        "sharing": [
-            [run.level, run.num_blocks, run.num_sequences, run.requests[:MAX_HOLDERS]]
-            for run in snapshot.sharing.runs
-        ],
-        "num_running": snapshot.num_running,
-        "num_waiting": snapshot.num_waiting,
-        "totals": snapshot.totals,
-        "tiers": snapshot.tiers,
-    }
-    text = event(body)
-    return text, event({"at_s": snapshot.at_s, **body}, "frame")
-
-
-def compactions_json(compactions: list[Compaction], num_blocks: int) -> dict[str, Any]:
-    """cells: base64 of uint16 cells in which blocks were given back, each once."""
-    cells = np.unique(np.concatenate([each.blocks for each in compactions]) // group_size(num_blocks))
-    return {
-        "cells": b64encode(cells.astype("<u2").tobytes()).decode(),
-        "passes": [
-            [each.request_id, each.before, each.after, each.num_freed, each.num_evicted]
-            for each in compactions
-        ],
-    }

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import mimetypes
 from contextlib import suppress
-from hashlib import sha256
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -17,60 +14,41 @@ from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, poli
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.served import Auto
 from kvreclaim.errors import KVReclaimError
+from kvreclaim.page.files import INDEX, StaticFile, static_files
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.events import stream_events
 from kvreclaim.server.page.feed import Feed
 from kvreclaim.server.service import Service, service_of
 
-HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; object-src 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
-INDEX = "index.html"
 CONTROL = f"evict-only({Wrapper.default_inner})"
 """The same choice without moving anything: what compaction adds is seen beside it."""
 
 
-class StaticFile:
-    """A file of the page, read once."""
-
-    def __init__(self, file: Traversable) -> None:
-        self._content = file.read_bytes()
-        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-        self._headers = {
-            **HEADERS,
-            "etag": f'"{sha256(self._content).hexdigest()[:32]}"',
-            "content-type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
-        }
-
-    def answer(self, request: Request) -> Response:
-        """304 if the browser has it."""
-        if request.headers.get("if-none-match") == self._headers["etag"]:
-            kept = {name: value for name, value in self._headers.items() if name != "content-type"}
-            return Response(status_code=304, headers=kept)
-        return Response(self._content, headers=self._headers)
+def _answer(file: StaticFile, request: Request) -> Response:
+    """304 if the browser has it."""
+    if request.headers.get("if-none-match") == file.headers["etag"]:
+        kept = {name: value for name, value in file.headers.items() if name != "content-type"}
+        return Response(status_code=304, headers=kept)
+    return Response(file.content, headers=file.headers)
 
 
 def install_page(app: FastAPI, service: Service) -> None:
     """Add the page's routes. They are no API: the description of the API leaves them out."""
     router = APIRouter(include_in_schema=False)
     folder = files("kvreclaim.server.page")
-    static = {file.name: StaticFile(file) for file in (folder / "static").iterdir() if file.is_file()}
+    static = static_files(read_only=False)
     examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
     app.state.page_feed = Feed(service)  # no route may hold the service: FastAPI remembers routes for ever
 
     @router.get("/")
     async def index(request: Request) -> Response:
-        return static[INDEX].answer(request)
+        return _answer(static[INDEX], request)
 
     @router.get("/page/static/{name}")
     async def static_file(name: str, request: Request) -> Response:
         if name not in static:
             raise ApiError(404, f"the page has no file {name!r}.")
-        return static[name].answer(request)
+        return _answer(static[name], request)
 
     @router.get("/page/feed")
     async def events(request: Request) -> Response:

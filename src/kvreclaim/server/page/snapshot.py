@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvreclaim.engine.core.engine import Engine, StepResult
 from kvreclaim.engine.core.request import Request
 from kvreclaim.engine.serving.host import Host
-from kvreclaim.engine.serving.pool_view import PoolView, pool_view
-from kvreclaim.engine.serving.sharing import Sharing, who_shares
-from kvreclaim.schedule import Pass
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compaction:
-    """One compression of one sequence.
-
-    blocks:        [n] int32 ids that left its block table
-    before, after: blocks that the sequence held
-    num_evicted:   tokens per head
-    """
-
-    request_id: str
-    blocks: NDArray[np.int32]
-    before: int
-    after: int
-    num_freed: int
-    num_evicted: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """The engine at one moment; compactions are those since the last snapshot.
-
-    sharing: of running sequences
-    totals: counters over the engine's life
-    tiers:  below the pool; None where there is nothing
-    """
-
-    at_s: float
-    view: PoolView
-    sharing: Sharing
-    num_running: int
-    num_waiting: int
-    totals: dict[str, int]
-    tiers: dict[str, Any] | None
-    compactions: list[Compaction]
+from kvreclaim.engine.serving.pool_view import pool_view
+from kvreclaim.engine.serving.sharing import who_shares
+from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 
 
 class Recorder:
@@ -63,7 +23,7 @@ class Recorder:
         """Nothing has happened to it yet."""
 
     def stepped(self, engine: Engine, result: StepResult) -> None:
-        self._compactions += [_compaction(request, done) for request, done in result.passes]
+        self._compactions += [compaction_of(request.request_id, done) for request, done in result.passes]
 
     def ended(self, engine: Engine, request: Request) -> None:
         """What its passes did has been told."""
@@ -133,15 +93,3 @@ def take(host: Host) -> Snapshot:
 def end(host: Host) -> None:
     """Nobody watches any more."""
     host.observers = tuple(each for each in host.observers if not isinstance(each, Recorder))
-
-
-def _compaction(request: Request, done: Pass[int]) -> Compaction:
-    before, after = np.unique(done.source_ids).astype(np.int32), np.unique(done.target_ids).astype(np.int32)
-    return Compaction(
-        request_id=request.request_id,
-        blocks=np.setdiff1d(before, after, assume_unique=True),
-        before=len(before),
-        after=len(after),
-        num_freed=done.blocks_freed,
-        num_evicted=done.num_tokens - done.keep,
-    )

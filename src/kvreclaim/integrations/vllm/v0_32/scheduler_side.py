@@ -16,8 +16,10 @@ from vllm.v1.request import RequestStatus
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import signatures
 from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.live.sights import Sights
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.refusals import refuse_groups, refuse_scheduler
+from kvreclaim.integrations.vllm.v0_32 import looking
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Shrunk, TableState
 
@@ -111,9 +113,11 @@ class SchedulerHooks:
     """Goes before vLLM's Scheduler or AsyncScheduler among the bases of a scheduler.
 
     reclaim: what is compressed and what it has come to; set once vLLM's own parts are made
+    sights:  who watches it
     """
 
     reclaim: Ledger
+    sights: Sights
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, InvalidArgumentError, UnsupportedModelError."""
@@ -130,6 +134,8 @@ class SchedulerHooks:
         manager.reclaim, manager.scheduler = self.reclaim, self
         self._reported = replace(self.reclaim.totals)
         self._check_pool()
+        self.sights = Sights(self.reclaim)
+        self.sights.page = looking.open_page(self, options, vllm_config)
 
     def _check_pool(self) -> None:
         """The pool must hold the longest request at its peak. Raises: InvalidArgumentError."""
@@ -146,7 +152,9 @@ class SchedulerHooks:
             )
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        self.sights.begin_step()
         passes = self.reclaim.compress(self.running)  # type: ignore[attr-defined]
+        self.sights.passed(passes, self.running)  # type: ignore[attr-defined]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         message = self.reclaim.message(passes)
         if message is not None:
@@ -155,9 +163,16 @@ class SchedulerHooks:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.reclaim.totals.seconds += getattr(model_runner_output, FIGURES, 0.0)
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.sights.end_step()
+        return outputs
+
+    def shutdown(self) -> None:
+        self.sights.close()
+        super().shutdown()  # type: ignore[misc]
 
     def _free_request_blocks(self, request: Any) -> None:
+        self.sights.freeing(request)
         self.reclaim.forget(request.request_id)
         super()._free_request_blocks(request)  # type: ignore[misc]
 
@@ -165,6 +180,7 @@ class SchedulerHooks:
         figures = self.reclaim.figures(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)  # type: ignore[misc]
         self.reclaim.close(request.request_id)
+        self.sights.ended(request.request_id)
         if figures is not None:
             kv_params = {**(kv_params or {}), FIGURES: figures}
         return kv_params, ec_params
@@ -175,6 +191,9 @@ class SchedulerHooks:
         Differences, not sums: with several front ends each of them gets some of the statistics.
         """
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            found = stats.prefix_cache_stats
+            self.sights.looked_up(found.queries + found.preempted_queries, found.hits + found.preempted_hits)
         if stats is not None and self.reclaim.totals != self._reported:
             totals, before = asdict(self.reclaim.totals), asdict(self._reported)
             stats.kv_connector_stats = {FIGURES: {name: totals[name] - before[name] for name in totals}}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.engine.serving.pool_view import FREE, IN_USE, SHARED
-from kvreclaim.server.page import cells as module
-from kvreclaim.server.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, to_cells
+from kvreclaim.page import cells as module
+from kvreclaim.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, to_cells
+from kvreclaim.page.view import FREE, IN_USE, SHARED
 
 BLOCK = st.tuples(st.integers(0, NUM_STATES - 1), st.integers(0, 3))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreclaim.engine.serving.pool_view import CACHED, FREE, IN_USE, PINNED, SHARED
+from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED
 
 MAX_CELLS = 8192
 """What a canvas of half a screen still shows as separate cells."""

@@ -228,13 +228,13 @@ export class Pool {
 
   // What a cell holds, in words.
   describe(cell) {
-    const { cells, group, requests } = this.#frame;
+    const { cells, group, requests, first: offset } = this.#frame;
     const owner = requests[cells.owner[cell] - 1]?.[0];
     if (group === 1) {
       const held = owner && cells.state[cell] === IN_USE ? ` by ${owner}` : "";
-      return `Block ${count(cell)}: ${STATES[cells.state[cell]]}${held}.`;
+      return `Block ${count(offset + cell)}: ${STATES[cells.state[cell]]}${held}.`;
     }
-    const first = cell * group, size = this.#size(cell);
+    const first = offset + cell * group, size = this.#size(cell);
     const amounts = cells.counts.map((plane) => plane[cell]);
     const free = size - amounts.reduce((sum, amount) => sum + amount, 0);
     const parts = [free, ...amounts].map((amount, state) => (amount ? `${amount} ${STATES[state]}` : ""));

@@ -32,7 +32,7 @@ const theme = new Theme(find("#theme"));
 const owners = new Colours(theme);
 const pool = new Pool(find("#pool"), find("#readout"), owners, theme);
 const requests = new Requests(document, owners, theme, (id) => pool.highlight(id));
-const compare = new Compare(document, announce);
+const compare = find("#compare") && new Compare(document, announce); // not where nothing can be sent
 const tiers = new Tiers(find("#tiers"));
 const sharing = new Sharing(find("#sharing"), owners, theme);
 const tile = (name) => find(`[data-chart="${name}"]`);
@@ -117,7 +117,7 @@ watch({
     requests.show(frame);
     tiers.show(frame);
     sharing.show(frame);
-    compare.watch(frame, owners);
+    compare?.watch(frame, owners);
     document.documentElement.dataset.ready = "true";
   },
   compactions(passes, cells) {
@@ -136,7 +136,7 @@ if (response.ok) {
   const settings = await response.json();
   find("#model").textContent = settings.models[0];
   find("#model").title = `${whole(settings.num_blocks)} blocks of ${settings.block_size} tokens, sequences of at most ${whole(settings.max_model_len)} tokens`;
-  compare.offer(settings);
+  compare?.offer(settings);
 } else {
   announce(`The settings did not come: the server answered ${response.status}.`);
 }

@@ -1,0 +1,167 @@
+"""`vllm serve` in a process of its own, and vLLM's own client against it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+from types import TracebackType
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from kvreclaim.bench.common import Row
+from kvreclaim.bench.systems.base import SkipPoint
+from kvreclaim.bench.systems.vllm_peer import START_TIMEOUT_S, environment
+
+MAIN = ("-m", "vllm.entrypoints.cli.main")
+NAME = "measured"
+CLIENT_TIMEOUT_S = 1200.0
+SAMPLE_S = 0.5
+STOP_S = 30.0
+WAIT_S = 0.2
+
+
+class VllmServer:
+    """One server on a free port of this machine.
+
+    options: of `vllm serve`, without the two dashes
+    Raises: SkipPoint where it does not come up.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        threads: int,
+        pool_bytes: int,
+        model: Path,
+        options: Mapping[str, object],
+        *,
+        plugin: bool,
+    ) -> None:
+        self.model, self._command = model, [str(python), *MAIN]
+        self._environment = environment(python, threads, pool_bytes) | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_PLUGINS": "kvreclaim" if plugin else "",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        given = {"host": "127.0.0.1", "port": port, "served-model-name": NAME, **options}
+        arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        handle, name = tempfile.mkstemp(prefix="vllm-serve-", suffix=".log")
+        self.log = Path(name)
+        self.process = subprocess.Popen(
+            [*self._command, "serve", str(model), "--enforce-eager", *arguments],
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+        )
+        os.close(handle)
+
+    def wait(self) -> None:
+        """Until it is healthy. Raises: SkipPoint."""
+        deadline = monotonic() + START_TIMEOUT_S
+        pause = Event()
+        while monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise SkipPoint(f"`vllm serve` ended ({self._last_words()})")
+            try:
+                with urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (URLError, OSError):
+                pause.wait(WAIT_S)
+        raise SkipPoint(f"`vllm serve` was not healthy in {START_TIMEOUT_S:.0f} s; its log is {self.log}")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by name, summed over labels."""
+        found: dict[str, float] = {}
+        with urlopen(f"{self.url}/metrics", timeout=60) as page:
+            for line in page.read().decode().splitlines():
+                if line and not line.startswith("#"):
+                    name, value = line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
+                    found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def bench(self, arguments: Sequence[str]) -> Row:
+        """Run `vllm bench serve` to its end: what --save-result has written. Raises: SkipPoint."""
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*self._command, "bench", "serve", "--model", NAME, "--tokenizer", str(self.model)]
+            command += ["--base-url", self.url, "--disable-tqdm", *arguments]
+            command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+            try:
+                done = subprocess.run(
+                    command,
+                    env=self._environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=CLIENT_TIMEOUT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise SkipPoint(f"`vllm bench serve` took longer than {CLIENT_TIMEOUT_S:.0f} s") from None
+            if done.returncode != 0:
+                raise SkipPoint(f"`vllm bench serve` failed: {done.stderr.strip()[-500:]}")
+            result: Row = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
+            return result
+
+    def close(self) -> None:
+        """End it and what it has started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        if self.process.returncode == 0:
+            self.log.unlink(missing_ok=True)
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"exit code {self.process.poll()}, log {self.log}: {lines[-1][:200] if lines else 'empty'}"
+
+
+class Gauges:
+    """Reads gauges of a server twice a second while its block runs. values: by name, of moments at which a
+    request ran."""
+
+    def __init__(self, server: VllmServer, running: str, names: Sequence[str]) -> None:
+        self.server, self.running, self.names = server, running, names
+        self.values: dict[str, list[float]] = {name: [] for name in names}
+        self._stop = Event()
+        self._thread = Thread(target=self._read)
+
+    def __enter__(self) -> Gauges:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            found = self.server.metrics()
+            if found[self.running]:
+                for name in self.names:
+                    self.values[name].append(found[name])
+
+
+def _free_port() -> int:
+    """One that no other socket is given for a minute; vLLM takes it before it loads a model."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()
+            client.recv(1)
+    return port

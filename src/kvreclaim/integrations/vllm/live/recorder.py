@@ -1,0 +1,95 @@
+"""Between the scheduler's thread and the page's: who reads the pool when, so that nobody waits for anybody.
+
+While requests run, the scheduler's thread reads at the end of a step, if the page has asked for it; whether
+it has is one flag. While there are none, no step comes: the page's thread reads for itself, and drops what it
+has read if a step began meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
+from kvreclaim.page.viewer import MAX_PENDING
+from kvreclaim.schedule import Pass
+
+logger = logging.getLogger("vllm.kvreclaim")
+
+FIRST_BLOCK = 1
+"""vLLM's block 0 is nobody's, and no part of the pool here."""
+
+Look = Callable[[list[Compaction]], Snapshot]
+"""Reads the pool as it is, for a snapshot with these compactions."""
+
+
+class Recorder:
+    """Args:
+    look:    in the scheduler's thread between two steps, or in any while no request is there
+    is_idle: whether no request is there; from any thread
+    deliver: takes a snapshot from the scheduler's thread, at once
+    """
+
+    def __init__(self, look: Look, is_idle: Callable[[], bool], deliver: Callable[[Snapshot], None]) -> None:
+        self._look = look
+        self._is_idle = is_idle
+        self._deliver = deliver
+        self._steps = 0
+        self._wanted = False
+        self._watched = False
+        self._failed = False
+        self._compactions: list[Compaction] = []
+
+    # The scheduler's thread.
+
+    def begin_step(self) -> None:
+        """Before anything of a step changes the pool."""
+        self._steps += 1
+
+    def passed(self, passes: Iterable[Pass[str]]) -> None:
+        """These passes have changed it."""
+        if self._watched:
+            told = [compaction_of(done.seq_id, done, FIRST_BLOCK) for done in passes]
+            self._compactions = [*self._compactions, *told][-MAX_PENDING:]
+
+    def end_step(self) -> None:
+        """Whatever ended in a step has given its blocks back."""
+        if not self._wanted:
+            return
+        self._wanted = False
+        try:
+            self._deliver(self._look(self._take()))
+        except Exception:  # a mistake of the page must not end everybody's requests
+            logger.exception("kvreclaim: the page's view of the pool has failed; the engine goes on without")
+            self._failed = True
+
+    # The page's thread.
+
+    def watch(self, on: bool) -> None:
+        """Whether somebody watches: compactions before are not told."""
+        self._watched = on
+        self._wanted = False
+        self._compactions = []
+
+    def ask(self) -> None:
+        """The next step to end is to deliver."""
+        self._wanted = not self._failed
+
+    def look_idle(self) -> Snapshot | None:
+        """The pool, if no request is there; None if one is, or has come while it was read."""
+        steps = self._steps
+        if not self._is_idle():
+            return None
+        told = self._take()
+        with suppress(RuntimeError):  # a dictionary changed while it was read
+            snapshot = self._look(told)
+            if self._steps == steps:
+                return snapshot
+        self._compactions = [*told, *self._compactions]
+        return None
+
+    def _take(self) -> list[Any]:
+        taken, self._compactions = self._compactions, []
+        return taken

@@ -1,0 +1,119 @@
+"""What a scheduler tells those who watch it: the page, if one is asked for, and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvreclaim.integrations.vllm.accounts import Request
+from kvreclaim.integrations.vllm.ledger import Ledger
+from kvreclaim.integrations.vllm.live.report import Report
+from kvreclaim.schedule import Pass
+
+if TYPE_CHECKING:
+    from kvreclaim.integrations.vllm.live.server import PageServer
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Sums since the start. Of prompts those that were found in the prefix cache, too, are counted."""
+
+    prompt: int = 0
+    generated: int = 0
+    asked: int = 0
+    hit: int = 0
+
+
+class Progress:
+    """Tokens by request, seen now and then: what each has come further by since. The prompt of a request that
+    is preempted is computed anew."""
+
+    def __init__(self) -> None:
+        self.tokens = Tokens()
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def look(self, requests: Mapping[str, Request]) -> None:
+        """O(requests)."""
+        for request in requests.values():
+            self._seen[request.request_id] = self._add(request)
+
+    def freeing(self, request: Request) -> None:
+        """Its blocks go."""
+        self._seen[request.request_id] = 0, self._add(request)[1]
+
+    def ended(self, request_id: str) -> None:
+        """It has given its blocks back, and does not come again."""
+        self._seen.pop(request_id, None)
+
+    def _add(self, request: Request) -> tuple[int, int]:
+        prompt = min(request.num_computed_tokens, request.num_prompt_tokens)
+        output = request.num_tokens - request.num_prompt_tokens
+        before = self._seen.get(request.request_id, (0, 0))
+        self.tokens.prompt += max(0, prompt - before[0])
+        self.tokens.generated += max(0, output - before[1])
+        return prompt, output
+
+
+class Sights:
+    """Called in the scheduler's thread. Without a page what it costs a step is a comparison.
+
+    Args:
+        ledger: see there
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._report = Report(ledger.totals, ledger.pool)
+        self.progress = Progress()
+        self.page: PageServer | None = None
+
+    def begin_step(self) -> None:
+        """Before anything of a step changes the pool."""
+        if self.page is not None:
+            self.page.recorder.begin_step()
+
+    def passed(self, passes: Sequence[Pass[str]], running: Iterable[Request]) -> None:
+        """The passes of a step have been planned."""
+        if passes:
+            self._report.passed(request.request_id for request in running)
+            if self.page is not None:
+                self.page.recorder.passed(passes)
+
+    def end_step(self) -> None:
+        """What has ended in a step has given its blocks back."""
+        if self.page is not None:
+            self.page.recorder.end_step()
+
+    def freeing(self, request: Request) -> None:
+        """It is about to lose its blocks: ended, or preempted."""
+        self._report.ending(request.request_id)
+        if self.page is not None:
+            self.progress.freeing(request)
+
+    def ended(self, request_id: str) -> None:
+        """It has given its blocks back, and does not come again."""
+        self.progress.ended(request_id)
+
+    def looked_up(self, asked: int, hit: int) -> None:
+        """Tokens of prompts that were looked up in the prefix cache, and those found."""
+        self.progress.tokens.asked += asked
+        self.progress.tokens.hit += hit
+
+    def totals(self) -> dict[str, int]:
+        """As the page's frames have them."""
+        totals, tokens = self._ledger.totals, self.progress.tokens
+        return {
+            "prompt_tokens": max(0, tokens.prompt - tokens.hit),
+            "generation_tokens": tokens.generated,
+            "tokens_evicted": totals.tokens_evicted,
+            "compactions": totals.compactions,
+            "prefix_query_tokens": tokens.asked,
+            "prefix_hit_tokens": tokens.hit,
+            "blocks_freed": totals.blocks_freed,
+        }
+
+    def close(self) -> None:
+        """The engine ends."""
+        if self.page is not None:
+            self.page.close()

@@ -1,0 +1,1 @@
+"""A block pool as a browser draws it: states, cells, frames, and the files that draw them."""
