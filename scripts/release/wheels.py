@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import cmake
+import ninja
+import ziglang
+from repack import read_wheel
 from source import Source
 
 GLIBC = "2.28"
 PLATFORM = "manylinux_" + GLIBC.replace(".", "_")
 MACHINES = ("x86_64", "aarch64")
+# The programs themselves: their packages' scripts are lost inside the environments that pip builds in.
+ZIG = Path(ziglang.__file__).with_name("zig")
+CMAKE = Path(cmake.CMAKE_BIN_DIR) / "cmake"
+NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 
 @dataclass(frozen=True)
@@ -24,16 +34,24 @@ class Toolchain:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, arguments in (("c++", f"c++ -target {self.machine}-linux-gnu.{GLIBC}"), ("ar", "ar"), ("ranlib", "ranlib")):
+        for name, arguments in (
+            ("c++", f"c++ -target {self.machine}-linux-gnu.{GLIBC}"),
+            ("ar", "ar"),
+            ("ranlib", "ranlib"),
+        ):
             tool = self.folder / name
-            tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang {arguments} "$@"\n')
+            tool.write_text(f'#!/bin/sh\nexec "{ZIG}" {arguments} "$@"\n')
             tool.chmod(0o755)
 
     @property
     def defines(self) -> dict[str, str]:
         tools = {"CMAKE_CXX_COMPILER": "c++", "CMAKE_AR": "ar", "CMAKE_RANLIB": "ranlib"}
         defines = {name: str(self.folder / tool) for name, tool in tools.items()}
-        return defines | {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": self.machine}
+        return defines | {
+            "CMAKE_SYSTEM_NAME": "Linux",
+            "CMAKE_SYSTEM_PROCESSOR": self.machine,
+            "CMAKE_MAKE_PROGRAM": str(NINJA),
+        }
 
 
 def build_kernels(source: Source, tools: Toolchain, build: Path) -> Path:
@@ -41,16 +59,16 @@ def build_kernels(source: Source, tools: Toolchain, build: Path) -> Path:
 
     Returns: the folder with libkvr_kernels.a and kvr_tests.
     """
-    bin_folder = Path(sys.executable).parent
     options = {"KVR_PYTHON": "OFF", "KVR_TESTS": "ON", "CMAKE_BUILD_TYPE": "Release"} | tools.defines
-    options["CMAKE_MAKE_PROGRAM"] = str(bin_folder / "ninja")
     given = [f"-D{name}={value}" for name, value in options.items()]
-    _run([str(bin_folder / "cmake"), "-G", "Ninja", "-S", str(source.folder / "csrc"), "-B", str(build), *given])
-    _run([str(bin_folder / "cmake"), "--build", str(build)])
+    _run([str(CMAKE), "-G", "Ninja", "-S", str(source.folder / "csrc"), "-B", str(build), *given])
+    _run([str(CMAKE), "--build", str(build)])
     return build
 
 
-def build_wheel(sdist: Path, source: Source, tools: Toolchain, kernels: Path, python: Path, out: Path) -> Path:
+def build_wheel(
+    sdist: Path, source: Source, tools: Toolchain, kernels: Path, python: Path, out: Path
+) -> Path:
     """One wheel from the sdist, by the build backend, tagged for whatever it is compiled for."""
     config = tools.defines | {
         "KVR_KERNELS": str(kernels / "libkvr_kernels.a"),
@@ -65,27 +83,45 @@ def build_wheel(sdist: Path, source: Source, tools: Toolchain, kernels: Path, py
     environment = source.environment | {
         "_PYTHON_HOST_PLATFORM": f"linux-{tools.machine}",
         "SETUPTOOLS_EXT_SUFFIX": suffix,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{CMAKE.parent}{os.pathsep}{NINJA.parent}{os.pathsep}{os.environ['PATH']}",
     }
     _run(command, environment)
     (made,) = out.glob("*.whl")
     return made
 
 
-def audit(wheel: Path, machine: str, out: Path) -> Path:
-    """The wheel with the tag that its symbols keep; libgomp is torch's, so it is not brought along.
+def audit(wheel: Path, machine: str, out: Path, before: set[Path]) -> Path:
+    """The wheel in `out` with the tag that its symbols keep; libgomp is torch's, so it is not brought along.
 
-    Raises: subprocess.CalledProcessError if a symbol is newer than the tag.
+    auditwheel takes the name of a machine for its own only; elsewhere it finds the oldest tag itself.
+    Raises: SystemExit if a symbol is newer than the tag.
     """
-    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", f"{PLATFORM}_{machine}", "--only-plat"]
-    _run([*command, "--exclude", "libgomp.so.1", "--wheel-dir", str(out), str(wheel)])
-    (made,) = out.glob(f"*{machine}.whl")
+    plat = f"{PLATFORM}_{machine}" if machine == platform.machine() else "auto"
+    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat"]
+    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    _run([*command, "--exclude", "libgomp.so.1", "--wheel-dir", str(out), str(wheel)], tools)
+    (made,) = set(out.glob("*.whl")) - before
+    if "manylinux" not in made.name or not any("/_native" in name for name in read_wheel(made)):
+        raise SystemExit(f"{made.name} has no tag of manylinux, or no native module.")
     return made
+
+
+def run_kernel_tests(kernels: Path) -> None:
+    """The kernels' own tests with this system's libgomp. Raises: RuntimeError if one fails, or libgomp is missing."""
+    library = ctypes.util.find_library("gomp")
+    if library is None:
+        raise RuntimeError("the kernels' tests need libgomp.so.1, which this system lacks")
+    # The folder has a libgomp.so.1 of names alone, which must not be found.
+    done = subprocess.run([str(kernels / "kvr_tests")], capture_output=True, text=True, cwd=kernels.parent)
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _version_of(python: Path) -> str:
     code = "import sys; print('%d%d' % sys.version_info[:2])"
-    return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [str(python), "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:

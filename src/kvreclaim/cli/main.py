@@ -50,7 +50,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and of what and how it was built.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, and of what and how it was built.",
+        ),
     ] = False,
 ) -> None:
     """Options of every command."""
