@@ -125,7 +125,7 @@ def build_machine(release: Release, machine: str, sdist: Path, pythons: list[Pat
 
 
 def try_all(release: Release, sdist: Path, pythons: list[Path]) -> None:
-    """The sdist and each x86-64 wheel in an environment of its own; the first one's versions go into the bill."""
+    """The sdist and each x86-64 wheel in an environment of its own; the first one is in the bill."""
     wheels = sorted(OUT.glob("*x86_64.whl"))
     for python, wheel in zip(pythons, wheels, strict=True):
         place = try_artefact(release, wheel, python, has_kernels=True)

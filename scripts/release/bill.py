@@ -1,4 +1,4 @@
-"""Bills of materials, CycloneDX 1.6: one inside each wheel of what is in it, one beside it with what it runs on."""
+"""Bills of materials, CycloneDX 1.6: in each wheel of what it holds, beside it with what it runs on, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "sboms/kvreclaim.cdx.json"
 
 
 def bill_of_wheel(files: dict[str, bytes], release: str, epoch: str) -> bytes:
-    """Everything in `files`, paths and contents of a wheel: our code, each part by its files, what is linked in.
+    """Everything in `files`, contents of a wheel by path: our code, each part by its files, what is linked.
 
     Raises: LookupError if a file belongs to no known part.
     """

@@ -1,4 +1,4 @@
-"""What a wheel holds besides our own code, and under which licence: the table behind the bill of materials."""
+"""What a wheel holds besides our own code, and under which licence: the bill of materials says this."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ class Part:
     version: str | None = None
 
 
+PAGE = (
+    "charts.js",
+    "colours.js",
+    "compare.js",
+    "completion.js",
+    "feed.js",
+    "icon.svg",
+    "index.html",
+    "main.js",
+    "noscript.css",
+    "pool.js",
+    "requests.js",
+    "sharing.js",
+    "style.css",
+    "theme.js",
+    "tiers.js",
+)
+"""By name, so that a script of somebody else is noticed."""
+
 PARTS = (
     Part(
         "kvreclaim-demo-model",
@@ -35,7 +54,7 @@ PARTS = (
         "SmolLM2-135M-Instruct-statistics",
         "data",
         APACHE,
-        "measured by `kvreclaim calibrate` on HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0); no weights of it",
+        "measured on HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) by `kvreclaim calibrate`; no weights",
         ("kvreclaim/assets/SmolLM2-135M-Instruct.safetensors",),
     ),
     Part(
@@ -57,7 +76,7 @@ PARTS = (
         "file",
         APACHE,
         "our own page of the server; no script, font or style of anyone else",
-        ("kvreclaim/server/page/static/*", "kvreclaim/server/page/examples.json"),
+        ("kvreclaim/server/page/examples.json", *(f"kvreclaim/server/page/static/{name}" for name in PAGE)),
     ),
     Part(
         "report-template",

@@ -107,11 +107,10 @@ def audit(wheel: Path, machine: str, out: Path, before: set[Path]) -> Path:
 
 
 def run_kernel_tests(kernels: Path) -> None:
-    """The kernels' own tests with this system's libgomp. Raises: RuntimeError if one fails, or libgomp is missing."""
+    """The kernels' own tests. Raises: RuntimeError if one fails, or this system has no libgomp."""
     library = ctypes.util.find_library("gomp")
     if library is None:
         raise RuntimeError("the kernels' tests need libgomp.so.1, which this system lacks")
-    # The folder has a libgomp.so.1 of names alone, which must not be found.
     done = subprocess.run([str(kernels / "kvr_tests")], capture_output=True, text=True, cwd=kernels.parent)
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")

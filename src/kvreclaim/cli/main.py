@@ -55,7 +55,7 @@ def _main(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, and of what and how it was built.",
+            help="Print version and build.",
         ),
     ] = False,
 ) -> None:
