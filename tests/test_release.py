@@ -73,7 +73,7 @@ def test_a_client_sees_our_types(tmp_path):
         "reveal_type(config.budget)\n"
         "SamplingParams(temperature='hot')\n"
     )
-    # From a folder of its own, as a user's project finds an installed package; torch's own types take a minute.
+    # From a folder of its own, as a user's project finds an installed package; torch's types take a minute.
     config = tmp_path / "mypy.ini"
     skipped = "".join(
         f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers", "numpy")
