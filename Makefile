@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures clean
+.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -181,5 +181,24 @@ query-mixtures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/query_mixtures.py --sequences 24 --fractions 0.1 $(MIXTURE_ARGS) \
 		--groups temperature centres offsets shared merged form text heads
 
+# An sdist, wheels and their bill of materials in dist/, each installed without a compiler and tried: docs/releasing.md.
+DIST_BIN := .dist-env/bin
+DIST_STAMP := .dist-env/.installed
+$(DIST_STAMP): scripts/release/requirements.txt
+	$(PYTHON) -m venv .dist-env
+	$(DIST_BIN)/pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+dist: $(DIST_STAMP)
+	$(DIST_BIN)/python scripts/release --torch "$(TORCH)" $(DIST_ARGS)
+
+# The server's image from dist/, by whichever builder is at hand; BASE names another base, WITH further options.
+BUILDER ?= $(firstword $(foreach one,podman buildah docker,$(if $(shell command -v $(one)),$(one))))
+container:
+	@test -n "$(BUILDER)" || { echo "No builder here: install podman, buildah or docker."; exit 1; }
+	@ls dist/*.whl >/dev/null 2>&1 || { echo "dist/ has no wheel: run make dist first."; exit 1; }
+	$(BUILDER) build --tag kvreclaim --file Containerfile --build-arg TORCH="$(TORCH)" \
+		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
+
 clean:
-	rm -rf .venv .vllm-env .vllm-env-33 bench_models build demo_out src/*.egg-info
+	rm -rf .venv .vllm-env .vllm-env-33 .dist-env dist bench_models build demo_out src/*.egg-info

@@ -2,15 +2,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#ifdef KVR_X86
-#include <cpuid.h>
-#endif
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include "kvreclaim/table.h"
+#ifdef KVR_X86
+#include "cpu.h"
+#endif
 
 namespace kvreclaim {
 
@@ -37,21 +32,6 @@ extern const KernelTable kTable;
 
 namespace {
 
-#ifdef KVR_X86
-// Matrix tiles: the CPU has them, and Linux lets this process use their registers once it has asked to.
-bool has_matrices() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  constexpr unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16_and_tiles) != bf16_and_tiles) return false;
-#ifdef __linux__
-  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
 struct Tables {
   const KernelTable* tables[7] = {};
   const char* names[7] = {};
@@ -64,17 +44,12 @@ struct Tables {
 
   Tables() {
 #ifdef KVR_X86
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
-    const bool has_bf16 = has_vnni && __builtin_cpu_supports("avx512bf16");
-    if (has_bf16 && has_matrices()) add(amx::kTable);
-    if (has_bf16) add(avx512bf16::kTable);
-    if (has_vnni) add(avx512vnni::kTable);
-    if (has_avx512) add(avx512::kTable);
-    if (has_avx2) add(avx2::kTable);
+    const Cpu cpu;
+    if (cpu.amx) add(amx::kTable);
+    if (cpu.bf16) add(avx512bf16::kTable);
+    if (cpu.vnni) add(avx512vnni::kTable);
+    if (cpu.avx512) add(avx512::kTable);
+    if (cpu.avx2) add(avx2::kTable);
 #endif
     add(baseline::kTable);
   }
@@ -101,6 +76,14 @@ const KernelTable*& chosen() {
 const KernelTable& kernels() { return *chosen(); }
 
 const char* const* supported_isas() { return all().names; }
+
+const char* compiled_isas() {
+#ifdef KVR_X86
+  return "baseline avx2 avx512 avx512vnni avx512bf16 amx";
+#else
+  return "baseline";
+#endif
+}
 
 bool set_isa(const char* name) {
   const KernelTable* table = all().find(name);

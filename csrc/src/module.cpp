@@ -3,6 +3,18 @@
 #include "kvreclaim/pool.h"
 #include "kvreclaim/table.h"
 
+// Facts of the build; CMake gives the commit where it is known.
+#ifndef KVR_COMMIT
+#define KVR_COMMIT ""
+#endif
+#ifdef __clang__
+#define KVR_COMPILER "clang " KVR_TEXT(__clang_major__) "." KVR_TEXT(__clang_minor__) "." KVR_TEXT(__clang_patchlevel__)
+#else
+#define KVR_COMPILER "gcc " __VERSION__
+#endif
+#define KVR_TEXT(x) KVR_TEXT_OF(x)
+#define KVR_TEXT_OF(x) #x
+
 NB_MODULE(_native, m) {
   namespace nb = nanobind;
   m.doc() = "CPU kernels; call them through kvreclaim.ops.native";
@@ -20,6 +32,9 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("set_isa", &kvreclaim::set_isa, nb::arg("name"));
+  m.attr("COMPILER") = KVR_COMPILER;
+  m.attr("COMMIT") = KVR_COMMIT;
+  m.attr("COMPILED_ISAS") = kvreclaim::compiled_isas();
   m.def("max_threads", &kvreclaim::max_threads);
   m.def("set_max_threads", &kvreclaim::set_max_threads, nb::arg("threads"));
   m.def("lacks_cores", &kvreclaim::lacks_cores);

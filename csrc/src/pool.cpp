@@ -1,7 +1,6 @@
 // One pool for the process, compiled once. Threads are made when a loop first wants them.
 #include "kvreclaim/pool.h"
 
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -13,6 +12,8 @@
 #include <memory>
 #include <mutex>
 #include <vector>
+
+#include "kvreclaim/openmp.h"
 
 namespace kvreclaim {
 
@@ -174,13 +175,13 @@ class Pool {
   void run_team(int threads, Clock::time_point begun) {
     Clock::time_point first, last;
     open_ = Open::of(Whose::kTeam, threads, items_);
-#pragma omp parallel num_threads(threads)
-    {
+    auto body = [&] {
       const int index = omp_get_thread_num();
       if (index == 0) first = Clock::now();
       work(Whose::kTeam, index);
       if (index == 0) last = Clock::now();
-    }
+    };
+    on_team(threads, body);
     const Clock::time_point ended = Clock::now();
     cores_.note(begun, ended, first - begun + (ended - last));
   }

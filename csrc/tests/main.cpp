@@ -1,7 +1,6 @@
 // Runs every test on every instruction set of this CPU, on one thread and on three.
-#include <omp.h>
-
 #include "harness.h"
+#include "kvreclaim/openmp.h"
 
 int main() {
   using kvreclaim::tests::Test;

@@ -1,5 +1,4 @@
 // Loops: every item exactly once, whoever begins them and wherever.
-#include <omp.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -8,6 +7,7 @@
 #include <thread>
 
 #include "harness.h"
+#include "kvreclaim/openmp.h"
 #include "kvreclaim/pool.h"
 
 namespace kvreclaim::tests {

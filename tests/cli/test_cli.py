@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvreclaim import __version__, demo_model
@@ -13,6 +15,8 @@ from kvreclaim.cli.main import app
 from kvreclaim.compression import QueryStats
 from kvreclaim.engine.core.request import Verify
 from kvreclaim.eval.chain import ChainTask
+from kvreclaim.ops import native
+from kvreclaim.ops.native import extension
 
 runner = CliRunner()
 DEMO = ("--model", "demo")
@@ -32,7 +36,23 @@ def run(*arguments):
 
 
 def test_version():
-    assert run("--version").stdout.strip() == __version__
+    first, *facts = run("--version").stdout.splitlines()
+    assert first.split() == ["kvreclaim", __version__]
+    said = dict(fact.strip().split(": ", 1) for fact in facts)
+    assert said["Python"].startswith(platform.python_version())
+    assert said["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", said["commit"])
+    if native.unavailable_reason() is None:
+        assert said["used on this CPU"] == native.describe().split("(")[1].split(",")[0]
+        assert set(native.supported_isas()) <= set(said["instruction sets built"].split(", "))
+        assert re.match(r"(gcc|clang) \d+\.", said["native extension"])
+
+
+def test_version_says_why_there_are_no_kernels(monkeypatch):
+    monkeypatch.setattr(extension, "_module", None)
+    monkeypatch.setattr(extension, "_reason", "no compiler")
+    lines = run("--version").stdout.splitlines()
+    assert lines[-1] == "native extension: not built: reference kernels (no compiler)"
 
 
 def test_generate_streams_the_right_trace(example):

@@ -57,6 +57,9 @@ const KernelTable& kernels();
 // Names that this CPU can run, best first; the array ends with a null pointer.
 const char* const* supported_isas();
 
+// Names that were compiled, whatever this CPU runs, separated by spaces.
+const char* compiled_isas();
+
 // Makes kernels() return that table from now on; false if the CPU or the build lacks it.
 bool set_isa(const char* name);
 

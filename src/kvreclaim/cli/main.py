@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvreclaim import __version__, demo_model, real_model
+from kvreclaim import demo_model, real_model
 from kvreclaim.cli.bench import bench_app
+from kvreclaim.cli.build_facts import build_facts
 from kvreclaim.cli.calibrate import calibrate
 from kvreclaim.cli.calibrate_speed import calibrate_speed
 from kvreclaim.cli.eval import evaluate
@@ -42,14 +43,20 @@ app.command()(simulate)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        typer.echo("\n".join(build_facts().lines()))
         raise typer.Exit
 
 
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print version and build.",
+        ),
     ] = False,
 ) -> None:
     """Options of every command."""
