@@ -197,7 +197,7 @@ BUILDER ?= $(firstword $(foreach one,podman buildah docker,$(if $(shell command 
 container:
 	@test -n "$(BUILDER)" || { echo "No builder here: install podman, buildah or docker."; exit 1; }
 	@ls dist/*.whl >/dev/null 2>&1 || { echo "dist/ has no wheel: run make dist first."; exit 1; }
-	$(BUILDER) build --tag kvreclaim --file Containerfile --build-arg TORCH="$(TORCH)" \
+	$(BUILDER) build $(if $(filter docker,$(notdir $(BUILDER))),,--format docker) --tag kvreclaim --file Containerfile --build-arg TORCH="$(TORCH)" \
 		$(if $(BASE),--build-arg BASE="$(BASE)") $(WITH) .
 
 clean:

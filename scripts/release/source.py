@@ -11,6 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SDIST_LIMIT_BYTES = 16 << 20
+NEEDED = (
+    "LICENSE",
+    "README.md",
+    "csrc/CMakeLists.txt",
+    "csrc/kernels.cmake",
+    "src/kvreclaim/build.json",
+    "src/kvreclaim/py.typed",
+    "src/kvreclaim/assets/SmolLM2-135M-Instruct.safetensors",
+    "src/kvreclaim/assets/demo_model/model.safetensors",
+)
+UNWANTED = ("tests/", "benchmarks/", "scripts/", ".ci/", "bench_models/")
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,18 @@ def make_sdist(source: Source, out: Path, python: Path) -> Path:
     command = [str(python), "-m", "build", "--sdist", "--outdir", str(out), str(source.folder)]
     subprocess.run(command, check=True, env=source.environment, stdout=subprocess.DEVNULL)
     (made,) = out.glob("*.tar.gz")
+    _check_contents(made)
     return made
+
+
+def _check_contents(sdist: Path) -> None:
+    """Raises: SystemExit if it lacks what an installation needs, or has what none does."""
+    with tarfile.open(sdist) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    missing = [name for name in NEEDED if name not in names]
+    extra = [name for name in names if name.startswith(UNWANTED) or name.endswith(".so")]
+    if missing or extra or sdist.stat().st_size > SDIST_LIMIT_BYTES:
+        raise SystemExit(f"{sdist.name} lacks {missing}, has {extra[:5]} too much, or is over 16 MiB.")
 
 
 def _git(*arguments: str) -> str:

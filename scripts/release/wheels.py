@@ -73,7 +73,8 @@ def build_wheel(
     config = tools.defines | {
         "KVR_KERNELS": str(kernels / "libkvr_kernels.a"),
         "KVR_COMMIT": source.commit,
-        "CMAKE_CXX_FLAGS": f"-ffile-prefix-map={out.parent}=.",
+        # nanobind's stable ABI names stderr without its header, which libc++ does not bring along.
+        "CMAKE_CXX_FLAGS": f"-include stdio.h -ffile-prefix-map={out.parent}=.",
     }
     command = [str(python), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(sdist)]
     command += [f"--config-settings=cmake.define.{name}={value}" for name, value in config.items()]
