@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -121,7 +121,14 @@ bench-vllm-serve: setup vllm-env bench_models/qwen3-26m
 	$(SERVE) --json $(RESULTS)/vllm-serve-26m.json
 	-$(BIN)/kvreclaim fetch
 	model=$$($(BIN)/python -c "import kvreclaim; print(kvreclaim.real_model() or '')"); [ -z "$$model" ] || \
-		$(SERVE) --model "$$model" --prompts text --json $(RESULTS)/vllm-serve-135m.json
+		$(SERVE) --model "$$model" --prompts text --policy "shares(surrogate)" --json $(RESULTS)/vllm-serve-135m.json
+
+# What a budget keeps of the answers inside vLLM, beside our own engine, on the language model: half an hour.
+vllm-quality: setup vllm-env real-model
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks needles --num-examples 24 \
+		--json $(RESULTS)/vllm-quality-needles.json
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/vllm_quality.py --tasks perplexity:prose --num-tokens 3072 \
+		--num-examples 8 --policies "shares(surrogate),streaming_llm" --json $(RESULTS)/vllm-quality-prose.json
 
 bench-model: bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(BIN)/python scripts/pack_bench_model.py bench_models/qwen3-0.6b
