@@ -10,7 +10,9 @@ from pathlib import Path
 
 from repack import read_wheel
 
-TEST_LIMIT_S = 3600
+TESTS_S = 600
+"""Kernels' tests that begin later are left out: emulated, all of them take more than an hour."""
+TEST_LIMIT_S = 1800
 PYTHON = "python3.11"
 PACKAGES = f"{PYTHON},libgomp1"
 SUITE = "bookworm"
@@ -38,8 +40,11 @@ def make_system(folder: Path) -> Path:
 
 
 def try_kernels(system: Path, tests: Path) -> str:
-    """Returns: the last line of the kernels' own tests. Raises: RuntimeError if one fails."""
-    return _emulate(system, tests).splitlines()[-1]
+    """As many of the kernels' own tests as ten minutes take. Returns: their last line. Raises: RuntimeError if
+    one fails."""
+    line = _emulate(system, tests, str(TESTS_S)).splitlines()[-1]
+    print(line, flush=True)
+    return line
 
 
 def try_module(system: Path, wheel: Path) -> str:
