@@ -40,8 +40,10 @@ def make_system(folder: Path) -> Path:
 
 
 def try_kernels(system: Path, tests: Path) -> str:
-    """As many of the kernels' own tests as ten minutes take. Returns: their last line. Raises: RuntimeError if
-    one fails."""
+    """As many of the kernels' own tests as ten minutes take. Returns: their last line.
+
+    Raises: RuntimeError if one fails.
+    """
     line = _emulate(system, tests, str(TESTS_S)).splitlines()[-1]
     print(line, flush=True)
     return line
