@@ -34,7 +34,7 @@ def test_every_file_of_the_package_is_ours_or_a_named_part():
     assert found == {part.name for part in contents.PARTS}
 
 
-@pytest.mark.parametrize("path", ["kvreclaim/assets/font.woff2", "kvreclaim/server/page/static/d3.min.js"])
+@pytest.mark.parametrize("path", ["kvreclaim/assets/font.woff2", "kvreclaim/page/static/d3.min.js"])
 def test_a_file_that_nobody_named_stops_the_release(path):
     with pytest.raises(LookupError, match="no part"):
         load("contents").part_of(path)

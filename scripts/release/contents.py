@@ -75,8 +75,8 @@ PARTS = (
         "page",
         "file",
         APACHE,
-        "our own page of the server; no script, font or style of anyone else",
-        ("kvreclaim/server/page/examples.json", *(f"kvreclaim/server/page/static/{name}" for name in PAGE)),
+        "our own page of the server and of the plugin for vLLM; no script, font or style of anyone else",
+        ("kvreclaim/server/page/examples.json", *(f"kvreclaim/page/static/{name}" for name in PAGE)),
     ),
     Part(
         "report-template",
