@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
@@ -158,7 +160,11 @@ def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> Non
     assert (source, source.name) == (HubModel("some/llama"), "some--llama")
     target = fetch_model(source, tmp_path / "made", quiet)
     want = {file.name: file.read_bytes() for file in tiny_dir("llama").iterdir()}
-    assert {file.name: file.read_bytes() for file in target.iterdir() if file.name != SOURCE_FILE} == want
+    found = {file.name: file.read_bytes() for file in target.iterdir() if file.name != SOURCE_FILE}
+    index = json.loads(found.pop(SAFE_WEIGHTS_INDEX_NAME))
+    assert found == want
+    with safe_open(target / SAFE_WEIGHTS_NAME, framework="numpy") as weights:
+        assert index["weight_map"] == dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
     (snapshot / "model.safetensors").unlink()
     assert "safetensors weights" in refused(source, tmp_path / "other")
 
