@@ -142,13 +142,13 @@ def test_the_page_shows_what_the_pool_counts(
     assert first["blocks"] == {"free": POOL - 1, "cached": 0, "pinned": 0, "in_use": 0, "shared": 0}
     assert first["first"] == 1
     prompts = random_prompts((300, 200, 500), seed=3)
-    for prompt in prompts:
-        engine.add(prompt, 900, settings="off" if prompt is prompts[1] else "on")
+    for prompt, tokens in zip(prompts, (1200, 1200, 500), strict=True):
+        engine.add(prompt, tokens, settings="off" if prompt is prompts[1] else "on")
     steps = count()
 
     def a_twin_comes() -> None:
         if next(steps) == 30:
-            engine.add(prompts[1], 900, settings="off")
+            engine.add(prompts[1], 1200, settings="off")
 
     watch = engine.run(after_step=a_twin_comes)
     last = watcher.await_frame(lambda frame: frame["at_s"] > first["at_s"] and not frame["requests"])
@@ -161,7 +161,7 @@ def test_the_page_shows_what_the_pool_counts(
     assert len(passes) == totals.compactions > 20
     assert sum(each[3] for each in passes) == totals.blocks_freed == last["totals"]["blocks_freed"]
     assert sum(each[4] for each in passes) == totals.tokens_evicted
-    assert last["totals"]["generation_tokens"] == 4 * 900
+    assert last["totals"]["generation_tokens"] == 3 * 1200 + 500
     assert last["blocks"]["in_use"] == last["blocks"]["shared"] == 0
     assert last["blocks"]["cached"] + last["blocks"]["free"] == POOL - 1
     told = [int(found[1]) for line in lines if (found := re.match(r"kvreclaim: (\d+) passes: ", line))]
@@ -224,7 +224,9 @@ def test_a_server_shows_its_pool_in_the_process_of_its_scheduler(server: Served)
     watcher = Watcher(page_of(server))
     idle = watcher.await_frame(lambda frame: True)
     assert idle["num_running"] == 0
-    answers = [threading.Thread(target=complete, args=(server,)) for _ in range(3)]
+    tokens = 1600  # seconds of work, so that all three are seen at once
+    more = {"max_tokens": tokens}
+    answers = [threading.Thread(target=complete, args=(server,), kwargs=more) for _ in range(3)]
     for each in answers:
         each.start()
     running = watcher.await_frame(lambda frame: frame["num_running"] == 3)
@@ -232,7 +234,7 @@ def test_a_server_shows_its_pool_in_the_process_of_its_scheduler(server: Served)
     for each in answers:
         each.join()
     after = watcher.await_frame(
-        lambda frame: frame["num_running"] == 0 and frame["totals"]["generation_tokens"] == 1200
+        lambda frame: frame["num_running"] == 0 and frame["totals"]["generation_tokens"] == 3 * tokens
     )
     assert after["blocks"]["in_use"] == 0
     assert after["totals"]["blocks_freed"] == server.counters()["kvreclaim_blocks_freed_total"] > 0
