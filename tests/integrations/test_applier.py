@@ -215,3 +215,10 @@ def test_settings_of_requests_have_their_own_compressors() -> None:
     assert applier.compressor(own[0]) is found[0]
     assert applier.compressor(own[1]) is not found[1]
     assert applier.compressor.cache_info().currsize == MAX_KEPT
+
+
+@pytest.mark.parametrize("policy", ["segments(knorm)", "ada_kv(knorm)"])
+def test_a_rehearsal_of_policies_that_ask_for_positions_or_unequal_heads(policy: str) -> None:
+    applier, rows = make_applier(CacheViews(make_layers("plain"), B), replace(SETTINGS, policy=policy))
+    applier.rehearse()
+    assert not rows.calls

@@ -122,12 +122,14 @@ class Applier:
         num_blocks = blocks_for(settings.budget + settings.interval, self.views.block_size)
         table = self.views.block_ids(range(min(num_blocks, self.views.num_blocks)))
         num_tokens = min(settings.budget + settings.interval, self.views.num_blocks * self.views.block_size)
+        positions = torch.arange(num_tokens, dtype=torch.int32, device=self.facts.device)
         with torch.inference_mode():
             self.compressor(settings).choose(
                 lambda layer: self.views.source(layer, table, num_tokens, self.stage),
                 num_tokens,
                 0,
                 num_tokens,
+                positions=positions[None, None],
                 check=lambda _: None,
             )
 
