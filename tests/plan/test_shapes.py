@@ -162,7 +162,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
     [
         ({"model_type": "mamba"}, UnsupportedModelError, "model_type 'mamba', whose layers are not known"),
         ({}, UnsupportedModelError, "model_type None"),
-        ({"model_type": "llama"}, InvalidArgumentError, "lacks num_hidden_layers"),
+        ({"model_type": "deepseek_v2"}, InvalidArgumentError, "lacks num_experts_per_tok"),
         ({"model_type": "llama", **SMALL, "hidden_size": "64"}, InvalidArgumentError, "hidden_size is '64'"),
         ({"model_type": "llama", **SMALL, "num_hidden_layers": 10**9}, InvalidArgumentError, "too many"),
         (
@@ -177,7 +177,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
             "layer_types has 2 entries for 6 layers, of the types full_attention, ssm",
         ),
         ({"model_type": "llama", **SMALL, "num_key_value_heads": 3}, InvalidArgumentError, "evenly"),
-        ({"model_type": "gemma3"}, InvalidArgumentError, "has no text_config"),
+        ({"model_type": "gemma3", "text_config": 5}, InvalidArgumentError, "text_config is '5'"),
     ],
 )
 def test_what_is_not_known_is_one_sentence(said, error, message: str) -> None:

@@ -1,0 +1,44 @@
+"""Write what transformers' classes take where a config.json says nothing; `kvreclaim plan` reads it without
+transformers.
+
+    python scripts/plan_defaults.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from kvreclaim.plan.families import COMPOSITE, DEFAULTS_FILE, FAMILIES
+
+
+def main() -> None:
+    lines = (f" {json.dumps(kind)}: {json.dumps(found)}" for kind, found in all_defaults().items())
+    DEFAULTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def all_defaults() -> dict[str, dict[str, Any]]:
+    """By model_type; of a composite one also those of its language model, where no config of it is given."""
+    found = {kind: _numbers(CONFIG_MAPPING[kind].default_config_fields()) for kind in FAMILIES}
+    for kind, part in COMPOSITE.items():
+        made = CONFIG_MAPPING[kind]
+        found[kind] = _numbers(made.default_config_fields())
+        found[kind][part.key] = _numbers(made.sub_configs_defaults[part.key].init_kwargs)
+    return found
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, int | None]:
+    """A class's own whole numbers, switches and nothings, ids of tokens apart."""
+    general = PreTrainedConfig.default_config_fields()
+    return {
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, int | None) and key not in general and "token_i" not in key
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The layers that a config of a known family describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvreclaim.checks import is_int, require
+from kvreclaim.errors import UnsupportedModelError
+from kvreclaim.plan.families import COMPOSITE, DEFAULTS, EXPERTS, FAMILIES, TELLING, Family, Switch
+from kvreclaim.plan.shapes import Experts, LayerShape
+
+_MOST_LAYERS = 1024
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """One config of a known family."""
+
+    config: Mapping[str, Any]
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return str(self.config.get("model_type"))
+
+    @property
+    def family(self) -> Family:
+        found = FAMILIES.get(self.kind)
+        if found is None:
+            raise UnsupportedModelError(
+                f"config.json of {self.name} is of model_type {self.config.get('model_type')!r}, whose "
+                f"layers are not known here; known are {', '.join((*FAMILIES, *COMPOSITE))}."
+            )
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As the file says, else as transformers' class has it; null is an answer, too."""
+        return self.config.get(key, DEFAULTS[self.kind].get(key, default))
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A positive integer. Raises: InvalidArgumentError if it is missing or another thing."""
+        value: Any = self.get(key)
+        value = default if value is None else value
+        require(value is not None, f"config.json of {self.name} ({self.kind}) lacks {key}; add it.", "model")
+        require(
+            is_int(value) and value > 0,
+            f"config.json of {self.name}: {key} is {value!r}; it must be an integer >= 1.",
+            "model",
+        )
+        return int(value)
+
+    def says(self, switch: Switch) -> bool:
+        return bool(self.get(switch)) if isinstance(switch, str) else switch
+
+    def layers(self) -> tuple[LayerShape, ...]:
+        self._refuse_strange()
+        count = self.number("num_hidden_layers")
+        require(count <= _MOST_LAYERS, f"config.json of {self.name}: {count} layers are too many.", "model")
+        windows = self._windows(count)
+        attention = self._latent() if self.family.latent else self._heads()
+        return tuple(self._layer(n, windows[n], attention) for n in range(count))
+
+    def _refuse_strange(self) -> None:
+        family = self.family
+        read = {*EXPERTS} if family.experts else set()
+        read |= {"sliding_window", "layer_types"} if family.windows != "none" else set()
+        read |= {"attention_chunk_size"} if family.windows == "chunks" else set()
+        read |= {"kv_lora_rank"} if family.latent else set()
+        for key in TELLING:
+            value = self.config.get(key)
+            plain = key == "layer_types" and value and set(value) == {_FULL}
+            if value and not plain and key not in read:
+                raise UnsupportedModelError(
+                    f"config.json of {self.name} has {key} = {str(value)[:60]}, which changes what is "
+                    f"cached, and models of type {self.kind} are not known with it; a plan would be wrong."
+                )
+
+    def _windows(self, count: int) -> list[int | None]:
+        """Tokens that a layer's queries see at most."""
+        how = self.family.windows
+        key, narrow = ("attention_chunk_size", _CHUNKED) if how == "chunks" else ("sliding_window", _SLIDING)
+        size = self.get(key)
+        used = how in ("all", "types", "chunks") or (how != "none" and bool(self.get("use_sliding_window")))
+        if not used or size is None:
+            return [None] * count
+        types = self.get("layer_types") if how not in ("all", "all_if_used") else None
+        if types is None:
+            types = self._default_types(count)
+        strange = sorted({*map(str, types)} - {_FULL, narrow})
+        if strange or len(types) != count:
+            raise UnsupportedModelError(
+                f"config.json of {self.name}: layer_types has {len(types)} entries for {count} layers, of "
+                f"the types {', '.join(sorted({*map(str, types)}))}; known are {_FULL} and {narrow}."
+            )
+        window = self.number(key)
+        return [window if kind == narrow else None for kind in types]
+
+    def _default_types(self, count: int) -> list[str]:
+        how, pattern = self.family.windows, self.family.pattern
+        if how in ("all", "all_if_used"):
+            return [_SLIDING] * count
+        if how == "from_layer":
+            first = self.number("max_window_layers")
+            return [_SLIDING if n >= first else _FULL for n in range(count)]
+        if how in ("types_if_used", "chunks"):
+            every = self.number("no_rope_layer_interval")
+            rotated = self.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
+            turned, still = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
+            return [turned if each else still for each in rotated]
+        pattern = self.number(*pattern) if isinstance(pattern, tuple) else pattern or count + 1
+        return [_SLIDING if (n + 1) % pattern else _FULL for n in range(count)]
+
+    def _heads(self) -> LayerShape:
+        """Attention of every layer: its cache, and its weights."""
+        family, hidden, heads = self.family, self.number("hidden_size"), self.number("num_attention_heads")
+        kv_heads = self.number("num_key_value_heads", heads)
+        dim = self.number("head_dim", hidden // heads)
+        require(
+            heads % kv_heads == 0,
+            f"config.json of {self.name}: {heads} heads do not share {kv_heads} KV heads evenly.",
+            "model",
+        )
+        queries, keys = heads * dim, kv_heads * dim
+        linear = hidden * (queries + 2 * keys) + queries * hidden
+        plain = (queries + 2 * keys) * self.says(family.qkv_bias) + hidden * self.says(family.o_bias)
+        plain += {"": 0, "head": 2 * dim, "full": queries + keys}[family.qk_norm]
+        plain += heads * family.sinks
+        return LayerShape(heads, kv_heads, dim, dim, dim, linear, plain, sinks=family.sinks)
+
+    def _latent(self) -> LayerShape:
+        """MLA: one latent and one rotary key for all heads."""
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        rank, rotary = self.number("kv_lora_rank"), self.number("qk_rope_head_dim")
+        nope, value = self.number("qk_nope_head_dim"), self.number("v_head_dim")
+        bias = self.says(self.family.o_bias)
+        queries = heads * (nope + rotary)
+        if self.get("q_lora_rank") is None:
+            linear, plain = hidden * queries, 0
+        else:
+            q_rank = self.number("q_lora_rank")
+            linear, plain = (hidden + queries) * q_rank, q_rank + q_rank * bias
+        linear += hidden * (rank + rotary) + rank * heads * (nope + value) + heads * value * hidden
+        plain += rank + (rank + rotary + hidden) * bias
+        expanded = heads * (nope + rotary + value)
+        return LayerShape(
+            heads, 1, rank + rotary, rank, rotary, linear, plain, latent=True, expanded=expanded
+        )
+
+    def _layer(self, number: int, window: int | None, attention: LayerShape) -> LayerShape:
+        family, hidden = self.family, self.number("hidden_size")
+        linear, plain = attention.linear, attention.plain + family.norms * hidden
+        experts = self._experts() if self._has_experts(number) else None
+        if experts is None:
+            size = self.number(family.dense)
+            linear += 3 * hidden * size
+            plain += (2 * size + hidden) * self.says(family.mlp_bias)
+        else:
+            plain += experts.count * (hidden + family.router_bias)
+            if shared := self.get(family.shared) if isinstance(family.shared, str) else family.shared:
+                size = shared * self.number("moe_intermediate_size", self.get("intermediate_size"))
+                linear += 3 * hidden * size
+                plain += (2 * size + hidden) * self.says(family.mlp_bias)
+        chunked = window is not None and family.windows == "chunks"
+        return replace(attention, linear=linear, plain=plain, window=window, chunked=chunked, experts=experts)
+
+    def _has_experts(self, number: int) -> bool:
+        if not self.family.experts:
+            return False
+        if (chosen := self.get("moe_layers")) is not None:
+            return number in chosen
+        step = self.number("decoder_sparse_step", self.get("interleave_moe_layer_step", 1))
+        dense = number < (self.get("first_k_dense_replace") or 0)
+        return not dense and number not in (self.get("mlp_only_layers") or ()) and (number + 1) % step == 0
+
+    def _experts(self) -> Experts:
+        hidden = self.number("hidden_size")
+        size = self.number("moe_intermediate_size", self.get("intermediate_size"))
+        said = next((key for key in EXPERTS if self.config.get(key)), None)
+        return Experts(
+            count=self.number(said or next(filter(self.get, EXPERTS), EXPERTS[0])),
+            per_token=self.number("num_experts_per_tok"),
+            linear=3 * hidden * size,
+            plain=(2 * size + hidden) * self.family.expert_bias,
+        )

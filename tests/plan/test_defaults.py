@@ -1,0 +1,146 @@
+"""What a config.json leaves out is what transformers' class of the model_type takes instead: every field that
+the planner reads, of every family that it knows."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_shapes import OWN, SMALL, on_meta, windows_of
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.plan.configs import load_shape, shape_of
+from kvreclaim.plan.families import COMPOSITE, DEFAULTS, FAMILIES
+from kvreclaim.plan.shapes import ModelShape
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_defaults.py"
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "ministral": {"head_dim": 128}}
+"""What a class has no default for, and a model cannot do without."""
+
+
+class Noting(dict):
+    """A config that knows what was asked of it."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        super().__init__(said)
+        self.asked: dict[str, None] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked[key] = None
+        return super().get(key, default)
+
+
+def whole(kind: str, said: dict[str, Any]) -> dict[str, Any]:
+    """The config that transformers makes of these fields, with nothing left out but the dtype."""
+    found = json.loads(CONFIG_MAPPING[kind](**said).to_json_string(use_diff=False))
+    return {key: value for key, value in found.items() if key not in ("dtype", "transformers_version")}
+
+
+def answer(said: dict[str, Any]) -> ModelShape | str:
+    """The shape, without what is said of it, or why there is none."""
+    try:
+        return replace(shape_of(said, "m"), notes=())
+    except KVReclaimError as error:
+        return str(error)
+
+
+def class_answer(kind: str, said: dict[str, Any]) -> ModelShape | str | None:
+    """Of what the class makes of it; None where it refuses."""
+    try:
+        return answer(whole(kind, said))
+    except Exception:  # a class has checks of several kinds
+        return None
+
+
+def bases(kind: str) -> Iterator[dict[str, Any]]:
+    """A small config as files have it, and one with every field of the class."""
+    small = {**SMALL, **OWN.get(kind, {})}
+    yield {"model_type": kind, **small}
+    yield whole(kind, small)
+
+
+def read(base: dict[str, Any]) -> list[str]:
+    """Its fields that the planner asks for."""
+    noting = Noting(base)
+    shape_of(noting, "m")
+    return [key for key in noting.asked if key in base and key != "model_type"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_field_that_is_left_out_is_the_classes(kind: str) -> None:
+    """What the class then refuses, such as types of other layers than there are, the planner refuses, too; a
+    null that the class takes is read as there."""
+    for base in bases(kind):
+        assert len(read(base)) >= 7
+        for key in read(base):
+            said = {name: value for name, value in base.items() if name != key}
+            if (oracle := class_answer(kind, said)) is None:
+                assert isinstance(answer(said), str), key
+            else:
+                assert answer(said) == oracle, key
+            if (oracle := class_answer(kind, base | {key: None})) is not None:
+                assert answer(base | {key: None}) == oracle, f"{key} is null"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_config_that_says_nothing_is_the_classes(kind: str) -> None:
+    """Its heads, windows and weights are those of the model that transformers builds of it."""
+    said = NEEDED.get(kind, {})
+    config = CONFIG_MAPPING[kind](**said)
+    shape, model = answer({"model_type": kind, **said}), on_meta(config)
+    assert shape == answer(whole(kind, said))
+    assert shape.num_params == model.num_parameters()
+    assert [layer.window for layer in shape.layers] == windows_of(model)
+    assert {layer.num_heads for layer in shape.layers} == {config.num_attention_heads}
+    assert shape.max_position == config.max_position_embeddings
+    if not FAMILIES[kind].latent:
+        assert {layer.num_kv_heads for layer in shape.layers} == {config.num_key_value_heads}
+
+
+@pytest.mark.parametrize("kind", COMPOSITE)
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_a_language_model_within_another_is_the_classes(kind: str, tied: bool | None) -> None:
+    """Its config may be left out, or say nothing; which tie counts is as in the model that is built."""
+    outer = {} if tied is None else {"tie_word_embeddings": tied}
+    for inner in ({}, {"text_config": {"tie_word_embeddings": True}}):
+        config = CONFIG_MAPPING[kind](**json.loads(json.dumps({**outer, **inner})))
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+        ours = [p for name, p in model.named_parameters() if "language_model" in name or "lm_head" in name]
+        shape = shape_of({"model_type": kind, **outer, **inner}, "m")
+        assert shape.num_params == sum(parameter.numel() for parameter in ours)
+        text = config.text_config
+        assert {layer.num_kv_heads for layer in shape.layers} == {text.num_key_value_heads}
+        assert (shape.num_layers, shape.max_position) == (
+            text.num_hidden_layers,
+            text.max_position_embeddings,
+        )
+
+
+def test_as_published(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it leaves its heads and its vocabulary out."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    said = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    shape = load_shape(tmp_path)
+    layers = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in shape.layers}
+    assert (layers, shape.vocab_size, shape.tied) == ({(8, 4, 256)}, 262_208, True)
+    assert [layer.window for layer in shape.layers[:7]] == [1024] * 5 + [None, 1024]
+
+
+def test_the_file_of_defaults_is_what_the_script_finds() -> None:
+    assert runpy.run_path(str(SCRIPT))["all_defaults"]() == DEFAULTS
