@@ -1,4 +1,5 @@
-"""One thread, no network, nothing timed, and each tiny model written to disk once per session.
+"""One thread unless OMP_NUM_THREADS says otherwise, no network, nothing timed, and each tiny model written to
+disk once per session.
 
 Set by environment, so that tests of the integer rooms run without importing torch.
 """
@@ -17,9 +18,9 @@ from kvreclaim.places import real_model
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 os.environ.setdefault("KVRECLAIM_TEST_REAL_MODEL", str(real_model() or ""))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(
     KVRECLAIM_HOME=os.devnull,  # holds no model, and takes none
-    OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TRANSFORMERS_VERBOSITY="error",

@@ -15,6 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 VOCAB_SIZE = 512
 END_TOKEN = "<eos>"
@@ -30,6 +31,10 @@ ATTENTION_GAIN = 3.0
 MLP_GAIN = 0.5
 HEAD_GAIN = 1.5
 EMBEDDING_STD = 0.1
+# What makes heads unequal by construction, whatever the CPU: keys of every other layer are 1 / KEY_GAIN as
+# long, values of every other head VALUE_GAIN times, and queries and outputs take it back, to the last bit.
+KEY_GAIN = 2.0
+VALUE_GAIN = 16.0
 
 
 def make_tiny_model(
@@ -118,6 +123,18 @@ def _fill(network: Qwen3ForCausalLM, seed: int) -> None:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.fill_(QUERY_KEY_GAIN)
+        for index, layer in enumerate(network.model.layers):
+            _tell_heads_apart(layer.self_attn, index % 2, network.config.num_key_value_heads)
+
+
+def _tell_heads_apart(attention: Qwen3Attention, odd: int, kv_heads: int) -> None:
+    """By powers of two that cancel, so that the model says what it would say without."""
+    if odd:
+        attention.q_norm.weight *= KEY_GAIN
+        attention.k_norm.weight /= KEY_GAIN
+    values, outputs = attention.v_proj.weight, attention.o_proj.weight
+    values.view(kv_heads, -1)[odd::2] *= VALUE_GAIN
+    outputs.view(len(outputs), kv_heads, -1)[:, odd::2] /= VALUE_GAIN
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
