@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import tiny_spaced
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvreclaim.engine.answer.detokenizer import Detokenizer
@@ -16,17 +16,7 @@ TEXTS = ["", "plain words", "naïve café", "日本語のテキスト", "👩‍
 TOKENS = st.lists(st.integers(0, len(BYTES) - 1), max_size=20)
 
 
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Gemma have them: words with a leading space, and a token for each byte."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁end", "▁", "a"]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
-    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
-    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
-    backend.add_special_tokens([AddedToken("<eos>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-
-
-FALLBACK = byte_fallback_tokenizer()
+FALLBACK = tiny_spaced.tokenizer()
 THE, END, SPACE, LETTER_A = FALLBACK.convert_tokens_to_ids(["▁the", "▁end", "▁", "a"])
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -29,6 +30,7 @@ from kvreclaim.server.errors import ApiError, failed
 from kvreclaim.server.fields import KVCompression
 from kvreclaim.server.room import Room
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.vocabulary import Vocabulary
 from kvreclaim.server.workers import Workers, default_threads
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,11 @@ class Service:
         if self.engine.tokenizer is None:
             raise InvalidArgumentError(f"{self.engine.name} has no tokenizer; pass prompts as token ids.")
         return self.engine.tokenizer
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Of the tokenizer. Raises: InvalidArgumentError where there is none."""
+        return Vocabulary(self.tokenizer)
 
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""

@@ -7,6 +7,25 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 
+class TextStream:
+    """The text that each token completes; special tokens add none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # A byte-fallback vocabulary (Llama 2, Gemma) decodes a run of bytes as a whole: one that is
+            # no UTF-8 unmakes text that was printed already. What is printed stays; begin anew.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._backend, token_id) or ""
+
+
 class Detokenizer:
     """Collects one output's text and looks for stop strings.
 
@@ -18,7 +37,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._stopped = False
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = TextStream(tokenizer)
         self._stop_strings = stop_strings
         self._whole = ""
         self.text = ""
@@ -26,7 +45,7 @@ class Detokenizer:
     def append(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token. Returns: the stop string that it completed (cut from the text), or None."""
         self._token_ids.append(token_id)
-        piece = self._step(token_id)
+        piece = self._stream.step(token_id)
         if not piece:
             return None
         before = len(self._whole)
@@ -51,19 +70,6 @@ class Detokenizer:
             n for n in lengths if any(s[:n] == self._whole[-n:] for s in self._stop_strings if len(s) > n)
         )
         return next(ends, 0)
-
-    def _step(self, token_id: int) -> str | None:
-        """The text that a token completes, if any."""
-        backend = self._tokenizer.backend_tokenizer
-        try:
-            return self._stream.step(backend, token_id)
-        except Exception as error:
-            if "Invalid prefix" not in str(error):
-                raise
-            # A byte-fallback vocabulary (Llama 2, Gemma) decodes a run of bytes as a whole: one that is
-            # no UTF-8 unmakes text that was printed already. What is printed stays; begin anew.
-            self._stream = DecodeStream(skip_special_tokens=True)
-            return self._stream.step(backend, token_id)
 
     def finish(self) -> None:
         """No token follows: show what was held back."""

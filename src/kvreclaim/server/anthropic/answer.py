@@ -14,9 +14,9 @@ from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
-from kvreclaim.server.joint import joint
 from kvreclaim.server.service import Prompt, Service, check_update
 from kvreclaim.server.tool_calls import Piece, Splitter
+from kvreclaim.server.vocabulary import Continuation
 
 ROUTE = "/v1/messages"
 PING_S = 10.0
@@ -35,7 +35,8 @@ class Answer:
         # Calls are looked for where the model has been told of tools.
         offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
         self.splitter = Splitter(service.config.tool_call_parser if offered else None)
-        self._lead: str | None = None if body.messages[-1].role == "assistant" else ""
+        is_prefilled = body.messages[-1].role == "assistant"
+        self._prefill = Continuation(service.vocabulary, prompt.token_ids) if is_prefilled else None
 
     async def message(self) -> dict[str, Any]:
         """The whole answer. Raises: ApiError 500 if the request failed."""
@@ -90,14 +91,8 @@ class Answer:
         return self.splitter.take(self._text(_delta(update)), last=update.finished)
 
     def _text(self, delta: OutputDelta) -> str:
-        """What is new; the first text behind a prefill begins with what joins it to that."""
-        if self._lead is None and delta.token_ids:
-            tokenizer = self.service.tokenizer
-            self._lead = joint(tokenizer, self.prompt.token_ids, delta.token_ids[0])
-        if not delta.text or not self._lead:
-            return delta.text
-        text, self._lead = self._lead + delta.text, ""
-        return text
+        """What is new, going on from a prefill if there is one."""
+        return delta.text if self._prefill is None else self._prefill.take(delta.token_ids, delta.text)
 
     def _stop(self, update: Update) -> dict[str, str | None]:
         metrics, num_calls = _metrics(update), self.splitter.num_calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -19,9 +20,10 @@ from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
-from kvreclaim.server.openai.logprobs import Vocabulary, prompt_logprobs
+from kvreclaim.server.openai.logprobs import prompt_logprobs
 from kvreclaim.server.service import Prompt, Service, check_update
 from kvreclaim.server.usage import token_usage, usage_of
+from kvreclaim.server.vocabulary import TokenPlaces
 
 T = TypeVar("T")
 REPORT_SIZE = 8
@@ -33,6 +35,7 @@ class Answer(ABC):
     """One HTTP request's way through the engine.
 
     kind, chunk_kind: `object` of the whole answer and of a chunk
+    places:           of each output's tokens that have been told of, for their log-probabilities
     """
 
     route: ClassVar[str]
@@ -48,7 +51,8 @@ class Answer(ABC):
         self.response_id = answer_id(request_id, self.route)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
-        self.vocabulary = Vocabulary(service.tokenizer)
+        self.vocabulary = service.vocabulary
+        self.places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(self.vocabulary))
         self._created = int(time.time())
         self._metrics: dict[int, RequestMetrics] = {}
         self._num_generated = 0
@@ -79,7 +83,8 @@ class Answer(ABC):
         told: dict[str, Any] = {}
         if self.fields.prompt_logprobs is not None:
             assert stream.prompt_logprobs is not None, f"{stream.request_id} asked for prompt_logprobs"
-            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, self.vocabulary)
+            tokens, places = stream.new.prompt_token_ids, TokenPlaces(self.vocabulary)
+            told["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_logprobs, places)
         if self.fields.return_token_ids:
             told["prompt_token_ids"] = stream.new.prompt_token_ids
         return told

@@ -150,7 +150,7 @@ class ChatAnswer(Answer):
         logprobs = None
         if self.fields.logprobs:
             top = self.fields.top_logprobs or 0
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or (), top, self.vocabulary)
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or (), top, self.places[index])
         about: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
         about["stop_reason"] = delta.stop_reason
         if self.fields.return_token_ids:

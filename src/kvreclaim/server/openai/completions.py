@@ -16,16 +16,16 @@ from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.fields import refusal
 from kvreclaim.server.ids import request_id_of
-from kvreclaim.server.joint import joint
 from kvreclaim.server.openai.answer import Answer, scores_of
 from kvreclaim.server.openai.beams import beams_of
 from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
 from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
-from kvreclaim.server.openai.logprobs import Report, TextOffsets, completion_logprobs
+from kvreclaim.server.openai.logprobs import Report, completion_logprobs
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
+from kvreclaim.server.vocabulary import Continuation
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -120,7 +120,7 @@ class CompletionAnswer(Answer):
         self, fields: CompletionRequest, service: Service, request_id: str, prompts: list[Prompt]
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
-        self._offsets: dict[int, TextOffsets] = {}
+        self._continuations: dict[int, Continuation] = {}
 
     def choice(self, index: int, delta: OutputDelta, stream: RequestStream) -> dict[str, Any]:
         return self._choice(index, delta, stream, first=True)
@@ -147,16 +147,14 @@ class CompletionAnswer(Answer):
     def _choice(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> dict[str, Any]:
-        fields, text = self.fields, delta.text
+        fields = self.fields
         choice: dict[str, Any] = {
             "index": index,
-            "text": text,
+            "text": self._text(index, delta, stream, first=first),
             "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if first and fields.echo:
-            choice["text"] = self._echo(index, delta, stream) + text
         if fields.logprobs is not None:
             choice["logprobs"] = self._logprobs(index, delta, stream, first=first)
         if fields.return_token_ids:
@@ -164,21 +162,26 @@ class CompletionAnswer(Answer):
         choice |= scores_of(delta)
         return choice | self.of_prompt(stream) if first else choice
 
-    def _echo(self, index: int, delta: OutputDelta, stream: RequestStream) -> str:
-        """The prompt, and what joins it to the answer."""
-        tokenizer = self.vocabulary.tokenizer
-        given = self.fields.prompt[index // (self.fields.n or 1)]
+    def _text(self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool) -> str:
+        """What is new; with echo behind the prompt, and as it goes on from there."""
+        if not self.fields.echo:
+            return delta.text
         tokens = stream.new.prompt_token_ids
-        text = given if isinstance(given, str) else str(tokenizer.decode(tokens, skip_special_tokens=True))
-        return text + (joint(tokenizer, tokens, delta.token_ids[0]) if delta.token_ids else "")
+        goes_on = self._continuations.setdefault(index, Continuation(self.vocabulary, tokens))
+        text = goes_on.take(delta.token_ids, delta.text)
+        if not first:
+            return text
+        given = self.fields.prompt[index // (self.fields.n or 1)]
+        if not isinstance(given, str):
+            given = str(self.vocabulary.tokenizer.decode(tokens, skip_special_tokens=True))
+        return given + text
 
     def _logprobs(
         self, index: int, delta: OutputDelta, stream: RequestStream, *, first: bool
     ) -> dict[str, list[Any]]:
-        offsets = self._offsets.setdefault(index, TextOffsets(self.vocabulary.tokenizer))
         token_ids: list[int] = delta.token_ids
         reports: list[Report | None] = [*(delta.logprobs or ())]
         if first and self.fields.echo:
             assert stream.prompt_logprobs is not None, f"{stream.request_id} echoes with logprobs"
             token_ids, reports = stream.new.prompt_token_ids + token_ids, [*stream.prompt_logprobs, *reports]
-        return completion_logprobs(token_ids, reports, self.vocabulary, offsets)
+        return completion_logprobs(token_ids, reports, self.places[index])

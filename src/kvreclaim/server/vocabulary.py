@@ -1,0 +1,117 @@
+"""Single tokens as text and as bytes: what each adds to the text that it stands in."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+from kvreclaim.engine.answer.detokenizer import TextStream
+from kvreclaim.engine.face.exports import Tokenizer
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Spelling(NamedTuple):
+    """What a token adds to a text and to its UTF-8. A part of a character is U+FFFD and its own bytes; a
+    special token, which adds nothing, is named."""
+
+    text: str
+    bytes: tuple[int, ...]
+    special: bool = False
+
+
+class Place(NamedTuple):
+    """Where a token stands.
+
+    offset: characters before it
+    first:  nothing but special tokens is before it
+    """
+
+    own: Spelling
+    offset: int
+    first: bool
+
+
+class Vocabulary:
+    """The spellings of a tokenizer's tokens, each made once; threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[int, tuple[Spelling, Spelling]] = {}
+
+    def spelling(self, token_id: int, *, first: bool) -> Spelling:
+        """As the first of a text, which may lose its space, or behind others."""
+        if (known := self._known.get(token_id)) is None:
+            known = self._known[token_id] = self._spell(token_id)
+        return known[first]
+
+    def _spell(self, token_id: int) -> tuple[Spelling, Spelling]:
+        """Behind others, and as the first."""
+        decode = self.tokenizer.backend_tokenizer.decode
+        alone, twice = decode([token_id]), decode([token_id, token_id])
+        if not twice:
+            name = Spelling(decode([token_id], skip_special_tokens=False), (), special=True)
+            return name, name
+        # Where parts of characters join to one, its text is what it is alone.
+        added = twice[len(alone) :] if twice.startswith(alone) else alone
+        return Spelling(added, self._bytes(token_id, added)), Spelling(alone, self._bytes(token_id, alone))
+
+    def _bytes(self, token_id: int, text: str) -> tuple[int, ...]:
+        if "�" not in text:
+            return tuple(text.encode())
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if found := BYTE_PIECE.fullmatch(piece):
+            return (int(found[1], 16),)
+        codes = byte_level_codes()
+        known = all(character in codes for character in piece)
+        return tuple(codes[character] for character in piece) if known else tuple(text.encode())
+
+
+@cache
+def byte_level_codes() -> dict[str, int]:
+    """The byte of each character of a byte-level BPE vocabulary: printable Latin-1 stands for itself, all
+    others in order for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenPlaces:
+    """Where in a text each token stands, a token at a time."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._stream = TextStream(vocabulary.tokenizer)
+        self._length = 0
+        self._first = True
+
+    def append(self, token_id: int) -> Place:
+        first, before = self._first, self._length
+        own, piece = self.vocabulary.spelling(token_id, first=first), self._stream.step(token_id)
+        self._length += len(piece)
+        self._first = first and own.special
+        # A token may end a piece that broken characters before it begin.
+        return Place(own, self._length - len(own.text) if piece.endswith(own.text) else before, first)
+
+
+class Continuation:
+    """An answer's text, which is decoded alone, as it goes on from its prompt's."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: list[int]) -> None:
+        self._vocabulary = vocabulary
+        self._joined = self._begun_by(prompt) is None
+
+    def take(self, token_ids: list[int], text: str) -> str:
+        """The next tokens' text; the first has in front what it lacks, such as a space."""
+        token_id = None if self._joined else self._begun_by(token_ids)
+        if token_id is None:
+            return text
+        self._joined = True
+        alone, added = (self._vocabulary.spelling(token_id, first=first).text for first in (True, False))
+        return added.removesuffix(alone) + text
+
+    def _begun_by(self, token_ids: list[int]) -> int | None:
+        """The first that adds to the text."""
+        spell = self._vocabulary.spelling
+        return next((token for token in token_ids if not spell(token, first=True).special), None)
