@@ -1,4 +1,4 @@
-// Packed: a matrix of 4, 6 or 8 bits a weight; packed_linear, unpack_rows.
+// Packed: a matrix of 2 to 8 bits a weight; packed_linear, unpack_rows.
 #include <cmath>
 #include <cstring>
 
@@ -10,8 +10,14 @@ namespace kvreclaim {
 namespace {
 
 bool has_kind(Codes codes, Grid grid) {
-  if (codes == Codes::kNibble) return true;
-  return grid == (codes == Codes::kSix ? Grid::kSuper : Grid::kScale);
+  switch (codes) {
+    case Codes::kNibble: return grid != Grid::kSigned;
+    case Codes::kTwo: return grid == Grid::kSuper;
+    case Codes::kThree:
+    case Codes::kSix: return grid == Grid::kSigned;
+    case Codes::kFive: return grid == Grid::kScale || grid == Grid::kMin || grid == Grid::kSuper;
+    default: return grid == Grid::kScale;
+  }
 }
 
 float largest_of(const float* values) {
@@ -51,8 +57,9 @@ Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::obje
                nb::object table, int64_t out, int64_t in, int64_t group)
     : owners{data, scales, offsets, supers} {
   view = {(Codes)codes, (Grid)grid, false, out, in, group, nullptr, nullptr, nullptr, nullptr, {}, {}, 1.0f, {}, 1.0f};
-  const bool is_super = view.grid == Grid::kSuper, is_six = view.codes == Codes::kSix;
-  if (codes < 0 || codes > 3 || grid < 0 || grid > 3 || !has_kind(view.codes, view.grid))
+  const bool is_signed = view.grid == Grid::kSigned, is_super = view.grid == Grid::kSuper || is_signed;
+  const bool are_known = codes >= 0 && codes <= (int)Codes::kFive && grid >= 0 && grid <= (int)Grid::kSigned;
+  if (!are_known || !has_kind(view.codes, view.grid))
     throw nb::value_error("codes and grid are no kind that the kernels have");
   if (out <= 0 || in <= 0 || in % (is_super ? kSuperCols : kChunkCols) != 0)
     throw nb::value_error("out or in is no size that the kernels take");
@@ -61,9 +68,9 @@ Packed::Packed(int codes, int grid, nb::object data, nb::object scales, nb::obje
   const int64_t blocks = (out + kBlockRows - 1) / kBlockRows, rows = blocks * kBlockRows;
   view.data = bytes_of(data, "data", blocks * (in / kChunkCols) * lines_of(view.codes) * 64, Element::kU8);
   if (is_super) {
-    const int64_t bytes = is_six ? in / 16 : in / kChunkCols * 2;
-    view.scales = bytes_of(scales, "scales", rows * bytes, Element::kU8);
-    view.supers = bytes_of(supers, "supers", rows * (in / kSuperCols) * (is_six ? 1 : 2), Element::kF16);
+    const int64_t each = is_signed ? 1 : 2, groups = in / small_group_of(view.codes, view.grid);
+    view.scales = bytes_of(scales, "scales", rows * groups * each, Element::kU8);
+    view.supers = bytes_of(supers, "supers", rows * (in / kSuperCols) * each, Element::kF16);
     return;
   }
   const Element element = Tensor(scales, "scales", Tensor::kAnyDims).element();

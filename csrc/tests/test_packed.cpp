@@ -15,8 +15,10 @@ constexpr Kind kKinds[] = {
     {Codes::kNibble, Grid::kScale, 32, false}, {Codes::kNibble, Grid::kScale, 64, true},
     {Codes::kNibble, Grid::kZero, 128, false}, {Codes::kNibble, Grid::kMin, 32, false},
     {Codes::kNibble, Grid::kMin, 32, true},    {Codes::kNibble, Grid::kSuper, 32, false},
-    {Codes::kTable, Grid::kScale, 64, true},   {Codes::kSix, Grid::kSuper, 16, false},
-    {Codes::kByte, Grid::kScale, 32, false},
+    {Codes::kTable, Grid::kScale, 64, true},   {Codes::kSix, Grid::kSigned, 16, false},
+    {Codes::kByte, Grid::kScale, 32, false},   {Codes::kTwo, Grid::kSuper, 16, false},
+    {Codes::kThree, Grid::kSigned, 16, false}, {Codes::kFive, Grid::kScale, 32, false},
+    {Codes::kFive, Grid::kMin, 32, false},     {Codes::kFive, Grid::kSuper, 32, false},
 };
 
 // A random matrix [out, in] in buffers of exactly the size that its kind needs.
@@ -25,12 +27,13 @@ struct Matrix {
   PackedMatrix view;
 
   Matrix(const Kind& kind, int64_t out, int64_t in, Random& random) {
-    const bool is_super = kind.grid == Grid::kSuper, is_six = kind.codes == Codes::kSix;
+    const bool is_signed = kind.grid == Grid::kSigned, is_super = kind.grid == Grid::kSuper || is_signed;
+    const int64_t each = is_signed ? 1 : 2;
     const int64_t blocks = (out + kBlockRows - 1) / kBlockRows, rows = blocks * kBlockRows;
     data = bytes(blocks * (in / kChunkCols) * lines_of(kind.codes) * 64, random);
     if (is_super) {
-      scales = bytes(rows * (is_six ? in / 16 : in / kChunkCols * 2), random);
-      supers = numbers(rows * (in / kSuperCols) * (is_six ? 1 : 2), false, random);
+      scales = bytes(rows * (in / kind.group) * each, random);
+      supers = numbers(rows * (in / kSuperCols) * each, false, random);
     } else {
       scales = numbers(rows * (in / kind.group), kind.is_wide, random);
       if (kind.grid == Grid::kZero) offsets = bytes(rows * (in / kind.group), random, 17);

@@ -9,6 +9,7 @@ import tiny
 import tiny_gguf
 import tiny_packed
 import torch
+from gguf import GGMLQuantizationType as Form
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -85,6 +86,44 @@ def test_gguf_file(tmp_path: Path, monkeypatch) -> None:
     exact = load_model(tmp_path / "tiny.gguf", dtype="float32", quantized_activations="exact")
     # the source's weights were rounded to bf16, the file's were not
     torch.testing.assert_close(logits(exact, ids), want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "how"),
+    [
+        ("llama", Form.Q4_1, {}),
+        ("qwen3", Form.Q5_1, {}),
+        ("gemma2", Form.Q5_0, {}),
+        ("gemma3", Form.Q5_0, {}),
+        ("gemma3", Form.Q8_0, {"scaling": "linear", "rope_parameters": tiny_gguf.TWO_ROTATIONS}),
+        ("phi3", Form.Q5_0, {}),
+        ("phi3", Form.Q4_0, {"scaling": "longrope", **tiny_gguf.LONGROPE}),
+    ],
+    ids=["llama", "qwen3", "gemma2", "gemma3", "gemma3-linear", "phi3", "phi3-longrope"],
+)
+def test_gguf_architectures(family: str, form: Form, how: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    check(file, tiny_gguf.write(file, family=family, form=form, dtype=torch.float32, **how))
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_gemma_of_27b_scales_queries_by_its_width(
+    family: str, layers: int, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    for num_layers, scalar in ((2, 32), (layers, 64 // 4)):
+        tiny_gguf.write(file, family=family, num_hidden_layers=num_layers)
+        assert gguf_file.gguf_config(gguf_file.GgufSource(file)).query_pre_attn_scalar == scalar
+
+
+def test_types_that_stay_refused_are_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    tiny_gguf.write(file, form=Form.MXFP4)
+    with pytest.raises(UnsupportedModelError, match=r"token_embd\.weight of tiny\.gguf is MXFP4.*fetch FILE"):
+        load_model(file)
 
 
 def test_the_tokenizer_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch) -> None:

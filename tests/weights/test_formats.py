@@ -1,4 +1,4 @@
-"""What checkpoints of 4, 6 and 8 bits say, against known numbers and llama.cpp's own reader."""
+"""What checkpoints of 2 to 8 bits say, against known numbers and llama.cpp's own reader."""
 
 from __future__ import annotations
 
@@ -106,12 +106,17 @@ def test_q6_k_by_hand() -> None:
     assert rows.dequantised()[0, [1, 33, 65, 97, 129, 255]].tolist() == [-68, 93, 64, 30, 0, 24.5]
 
 
+HALFS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,)}
+HALFS["Q2_K"] = (80, 82)
+"""Where numbers of 16 bits lie in a block; elsewhere at its beginning."""
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_blocks_are_those_of_the_gguf_package(name: str) -> None:
     form, generator = FORMATS[name], np.random.default_rng(5)
     data = generator.integers(0, 256, (6, 3 * form.num_bytes), dtype=np.uint8)
     blocks = data.reshape(6, 3, form.num_bytes)
-    halfs = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
+    halfs = HALFS.get(name, (0,))
     for at in halfs:  # finite
         blocks[..., at : at + 2] = generator.normal(size=(6, 3, 1)).astype(np.float16).view(np.uint8)
     want = gguf.dequantize(data, Form[name])

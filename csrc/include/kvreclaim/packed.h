@@ -55,7 +55,7 @@ constexpr int64_t kSumCols = 16;                  // columns whose bytes of x ar
 // Blocks that a tile of P rows of x reads at once, from distant places, so that the memory serves several streams.
 constexpr int blocks_at_once(Grid grid, int panel) {
   if (kRegisters < 32) return panel == 1 ? 2 : 1;
-  if (panel == 1) return grid == Grid::kSuper ? 2 : 4;
+  if (panel == 1) return has_supers(grid) ? 2 : 4;
   return panel <= 4 ? 2 : 1;
 }
 
@@ -176,7 +176,6 @@ KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, co
   const int64_t col = chunk * kChunkCols + kFirst * 4;
   Line line = line_of<C, G>(m, block, col, lane, super);
   if constexpr (C == Codes::kTable) line.scale *= kFine ? m.fine_unit : m.unit;
-  constexpr bool kHasOffset = G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble);
   const vf zeros = G == Grid::kZero ? zeros_of(m, block, col, lane) : vf{};
 #pragma GCC unroll 8
   for (int r = 0; r < P; ++r) {
@@ -184,7 +183,10 @@ KVR_INLINE void add_chunk(const PackedMatrix& m, int64_t block, int64_t lane, co
     if constexpr (kFine) product = product * (float)kHighUnit + __builtin_convertvector(lows[r], vf);
     if constexpr (G == Grid::kZero) product -= zeros * x.totals[chunk * P + r];  // of integers below 2^24: exact
     product *= line.scale;
-    if constexpr (kHasOffset) product += line.offset * x.totals[chunk * P + r];
+    if constexpr (has_halves(C, G) && has_offset(G))
+      product += line.offset * (float)x.sums[(2 * chunk + kFirst / 4) * P + r];
+    else if constexpr (has_offset(G))
+      product += line.offset * x.totals[chunk * P + r];
     y[r] += product * x.scales[chunk * P + r];
   }
 }
@@ -206,7 +208,7 @@ inline void integer_tile(const PackedMatrix& m, int64_t first, int64_t apart, co
       if (c % (kSuperCols / kChunkCols) == 0) supers[v] = super_of<C, G>(m, block, c * kChunkCols, lane);
       if (lane == 0)
         for (int64_t b = 0; b < bytes; b += kLine) prefetch(at + 8 * bytes + b);
-      if constexpr (C == Codes::kSix) {
+      if constexpr (has_halves(C, G)) {
         add_chunk<C, G, P, kTwo, 0, 4>(m, block, lane, at + lane * 4, x, c, supers[v], y[v]);
         add_chunk<C, G, P, kTwo, 4, 8>(m, block, lane, at + lane * 4, x, c, supers[v], y[v]);
       } else {

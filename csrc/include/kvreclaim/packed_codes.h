@@ -7,14 +7,17 @@
 //   kSix             2 times 3 lines, for 16 columns each: nibbles of words 0 and 1, of 2 and 3, then the two upper
 //                    bits of word i in bits 2 i and 2 i + 1 of each byte
 //   kByte            8 lines; line l: word l, signed
+//   kTwo             2 lines; line l: word 4 l + i in bits 2 i and 2 i + 1 of each byte
+//   kThree           those of kTwo, then a line with the upper bit of word i in bit i of each byte
+//   kFive            those of kNibble, then such a line
 //
 // What a number q stands for:
 //
-//   kScale   s (q - c)      c: 8 of kNibble, 32 of kSix, 0 of kByte; kTable: s table[q]
+//   kScale   s (q - c)      c: the middle code, 0 of kByte; kTable: s table[q]
 //   kZero    s (q - z)      z a byte
 //   kMin     s q + m
-//   kSuper   d a q - e b    kNibble with bytes a, b per 32 columns and d, e per 256 (GGUF's Q4_K)
-//            d a (q - 32)   kSix with a signed byte a per 16 columns and d per 256 (GGUF's Q6_K)
+//   kSuper   d a q - e b    bytes a, b per 32 columns, of kTwo per 16; d, e per 256 (GGUF's Q4_K, Q5_K, Q2_K)
+//   kSigned  d a (q - c)    a signed byte a per 16 columns, d per 256 (GGUF's Q6_K, Q3_K)
 #pragma once
 
 #include <cstdint>
@@ -23,8 +26,8 @@
 
 namespace kvreclaim {
 
-enum class Codes : int { kNibble, kTable, kSix, kByte };
-enum class Grid : int { kScale, kZero, kMin, kSuper };
+enum class Codes : int { kNibble, kTable, kSix, kByte, kTwo, kThree, kFive };
+enum class Grid : int { kScale, kZero, kMin, kSuper, kSigned };
 
 constexpr int64_t kBlockRows = 16;     // of a packed matrix
 constexpr int64_t kChunkCols = 32;
@@ -32,19 +35,28 @@ constexpr int64_t kSuperCols = 256;
 constexpr int kLowBits = 7;            // of a number in two bytes,
 constexpr int kHighUnit = 1 << kLowBits;  // the upper of which counts so many
 
-constexpr int64_t lines_of(Codes codes) { return codes == Codes::kSix ? 6 : codes == Codes::kByte ? 8 : 4; }
+// Lines of a chunk, and bits of a code.
+constexpr int lines_of(Codes codes) {
+  constexpr int kLines[] = {4, 4, 6, 8, 2, 3, 5};
+  return kLines[(int)codes];
+}
+
+// kSuper, kSigned: columns that share bytes a, b.
+constexpr int64_t small_group_of(Codes codes, Grid grid) {
+  return grid == Grid::kSigned || codes == Codes::kTwo ? 16 : kChunkCols;
+}
 
 // G: columns that share a scale. All arrays begin with a dim of blocks, and end with one of the block's 16 rows.
 struct PackedMatrix {
   Codes codes;
   Grid grid;
   bool is_wide;         // scales and mins are fp32, not fp16
-  int64_t out, in;      // N, K; K a multiple of 32, and of 256 for kSuper
-  int64_t group;        // G, a multiple of 32; kSuper: 32, or 16 of kSix
+  int64_t out, in;      // N, K; K a multiple of 32, and of 256 for kSuper and kSigned
+  int64_t group;        // G, a multiple of 32; kSuper, kSigned: small_group_of
   const char* data;     // [N / 16, K / 32, lines, 64]
-  const char* scales;   // [N / 16, K / G, 16] fp16 or fp32; kSuper: [.., 2, 16] bytes a, b; kSix: [.., 16] signed bytes
+  const char* scales;   // [N / 16, K / G, 16] fp16 or fp32; kSuper: [.., 2, 16] bytes a, b; kSigned: signed bytes
   const char* offsets;  // kZero: [N / 16, K / G, 16] bytes; kMin: like scales; else null
-  const char* supers;   // kSuper: [N / 16, K / 256, 2, 16] fp16 d, e; kSix: [N / 16, K / 256, 16]; else null
+  const char* supers;   // kSuper: [N / 16, K / 256, 2, 16] fp16 d, e; kSigned: [N / 16, K / 256, 16]; else null
   float values[16];     // kTable: the numbers
   int8_t table[16];     // kTable: the numbers as multiples of `unit`, for products with x of 8 bits
   float unit;
@@ -85,17 +97,23 @@ KVR_INLINE vf numbers(const char* p, int64_t index, bool is_wide) {
   return is_wide ? load<vf>(p + index * 4) : widen_halfs(p + index * 2);
 }
 
-// w = scale * (q - centre) + offset for the columns of a chunk (kSix: of half a chunk).
+// w = scale * (q - centre) + offset for the columns of a chunk, or of half a chunk.
 struct Line {
   vf scale, offset;
 };
 
-// kSuper: d and -e of a strip's 256 columns.
+constexpr bool has_supers(Grid grid) { return grid == Grid::kSuper || grid == Grid::kSigned; }
+constexpr bool has_offset(Grid grid) { return grid == Grid::kMin || grid == Grid::kSuper; }
+constexpr bool has_halves(Codes codes, Grid grid) {
+  return has_supers(grid) && small_group_of(codes, grid) < kChunkCols;
+}
+
+// d and -e of a strip's 256 columns.
 template <Codes C, Grid G>
 KVR_INLINE Line super_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane) {
-  if constexpr (G != Grid::kSuper) return {vf{}, vf{}};
+  if constexpr (!has_supers(G)) return {vf{}, vf{}};
   const int64_t at = block * (m.in / kSuperCols) + col / kSuperCols;
-  if constexpr (C == Codes::kSix) return {widen_halfs(m.supers + (at * kBlockRows + lane) * 2), vf{}};
+  if constexpr (G == Grid::kSigned) return {widen_halfs(m.supers + (at * kBlockRows + lane) * 2), vf{}};
   return {widen_halfs(m.supers + (at * 2 * kBlockRows + lane) * 2),
           -widen_halfs(m.supers + ((at * 2 + 1) * kBlockRows + lane) * 2)};
 }
@@ -103,10 +121,12 @@ KVR_INLINE Line super_of(const PackedMatrix& m, int64_t block, int64_t col, int6
 // Of a strip and the group that column `col` is in; super: what super_of gives for it.
 template <Codes C, Grid G>
 KVR_INLINE Line line_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane, const Line& super) {
-  if constexpr (G == Grid::kSuper) {
-    if constexpr (C == Codes::kSix)
-      return {super.scale * widen_bytes<int8_t>(m.scales + (block * (m.in / 16) + col / 16) * kBlockRows + lane), vf{}};
-    const char* bytes = m.scales + (block * (m.in / kChunkCols) + col / kChunkCols) * 2 * kBlockRows + lane;
+  if constexpr (has_supers(G)) {
+    constexpr int64_t kGroup = small_group_of(C, G);
+    const int64_t at = block * (m.in / kGroup) + col / kGroup;
+    if constexpr (G == Grid::kSigned)
+      return {super.scale * widen_bytes<int8_t>(m.scales + at * kBlockRows + lane), vf{}};
+    const char* bytes = m.scales + at * 2 * kBlockRows + lane;
     return {super.scale * widen_bytes<uint8_t>(bytes), super.offset * widen_bytes<uint8_t>(bytes + kBlockRows)};
   }
   const int64_t at = (block * (m.in / m.group) + col / m.group) * kBlockRows + lane;
@@ -119,19 +139,27 @@ KVR_INLINE vf zeros_of(const PackedMatrix& m, int64_t block, int64_t col, int64_
   return widen_bytes<uint8_t>(m.offsets + (block * (m.in / m.group) + col / m.group) * kBlockRows + lane);
 }
 
+// The I-th field of kBits bits in each byte of lines that begin at p, moved up to bit kTo.
+template <int kBits, int I, int kTo = 0>
+KVR_INLINE vu field(const char* p) {
+  constexpr int kDown = I * kBits % 8 - kTo;
+  const vu line = load<vu>(p + I * kBits / 8 * kLine);
+  return (kDown > 0 ? line >> (kDown > 0 ? kDown : 0) : line << (kDown < 0 ? -kDown : 0)) &
+         0x01010101u * (((1u << kBits) - 1) << kTo);
+}
+
 // Bytes of word I of a chunk whose strip begins at p: unsigned, or signed of kByte.
 template <Codes C, int I>
 KVR_INLINE vu word_codes(const char* p) {
   if constexpr (C == Codes::kByte) return load<vu>(p + I * kLine);
+  if constexpr (C == Codes::kTwo) return field<2, I>(p);
+  if constexpr (C == Codes::kThree) return field<2, I>(p) | field<1, I, 2>(p + 2 * kLine);
+  if constexpr (C == Codes::kFive) return field<4, I>(p) | field<1, I, 4>(p + 4 * kLine);
   if constexpr (C == Codes::kSix) {
     const char* half = p + I / 4 * 3 * kLine;
-    const vu low = load<vu>(half + I % 4 / 2 * kLine), high = load<vu>(half + 2 * kLine);
-    constexpr int kUp = 4 - I % 4 * 2;
-    const vu upper = kUp >= 0 ? high << (kUp >= 0 ? kUp : 0) : high >> (kUp < 0 ? -kUp : 0);
-    return ((I % 2 ? low >> 4 : low) & 0x0f0f0f0fu) | (upper & 0x30303030u);
+    return field<4, I % 4>(half) | field<2, I % 4, 4>(half + 2 * kLine);
   }
-  const vu line = load<vu>(p + I / 2 * kLine);
-  return (I % 2 ? line >> 4 : line) & 0x0f0f0f0fu;
+  return field<4, I>(p);
 }
 
 // Numbers of column J of a chunk as fp32, centred.
@@ -152,18 +180,18 @@ KVR_INLINE vf column(const PackedMatrix& m, const char* p) {
 }
 
 constexpr int centre_of(Codes codes, Grid grid) {
-  if (codes == Codes::kSix) return 32;
-  return codes == Codes::kNibble && grid == Grid::kScale ? 8 : 0;
+  const bool is_centred = grid == Grid::kScale || grid == Grid::kSigned;
+  return !is_centred || codes == Codes::kTable || codes == Codes::kByte ? 0 : 1 << (lines_of(codes) - 1);
 }
 
 // w[j], j < 32: the weights of a strip's chunk, as the format defines them in fp32.
 template <Codes C, Grid G, int J = 0>
 KVR_INLINE void weights_of(const PackedMatrix& m, int64_t block, int64_t col, int64_t lane, const char* p, vf* w,
                            Line line, vf centre) {
-  if constexpr (C == Codes::kSix && J == 16)
+  if constexpr (has_halves(C, G) && J == 16)
     line = line_of<C, G>(m, block, col + 16, lane, super_of<C, G>(m, block, col, lane));
   w[J] = (column<C, J>(m, p) - centre) * line.scale;
-  if constexpr (G == Grid::kMin || (G == Grid::kSuper && C == Codes::kNibble)) w[J] += line.offset;
+  if constexpr (has_offset(G)) w[J] += line.offset;
   if constexpr (J + 1 < kChunkCols) weights_of<C, G, J + 1>(m, block, col, lane, p, w, line, centre);
 }
 
@@ -186,11 +214,18 @@ inline void with_kind(const PackedMatrix& m, const Body& body) {
         case Grid::kZero: return body.template run<Codes::kNibble, Grid::kZero>();
         case Grid::kMin: return body.template run<Codes::kNibble, Grid::kMin>();
         case Grid::kSuper: return body.template run<Codes::kNibble, Grid::kSuper>();
+        case Grid::kSigned: return;
       }
       return;
     case Codes::kTable: return body.template run<Codes::kTable, Grid::kScale>();
-    case Codes::kSix: return body.template run<Codes::kSix, Grid::kSuper>();
+    case Codes::kSix: return body.template run<Codes::kSix, Grid::kSigned>();
     case Codes::kByte: return body.template run<Codes::kByte, Grid::kScale>();
+    case Codes::kTwo: return body.template run<Codes::kTwo, Grid::kSuper>();
+    case Codes::kThree: return body.template run<Codes::kThree, Grid::kSigned>();
+    case Codes::kFive:
+      if (m.grid == Grid::kScale) return body.template run<Codes::kFive, Grid::kScale>();
+      if (m.grid == Grid::kMin) return body.template run<Codes::kFive, Grid::kMin>();
+      return body.template run<Codes::kFive, Grid::kSuper>();
   }
 }
 

@@ -115,8 +115,10 @@ def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: set
 
 def refuse_rotation(name: str, header: Header, config: Any) -> None:
     """Raises: FetchError where a file scales its rotary positions and transformers' config of it does not."""
-    rotation: Any = config.get_text_config().rope_parameters
-    if header.rotation is not None and (rotation or {}).get("rope_type", "default") == "default":
+    rotation: Any = config.get_text_config().rope_parameters or {}  # one dict, or one for each layer type
+    each = [part for part in rotation.values() if isinstance(part, dict)] or [rotation]
+    is_plain = all(part.get("rope_type", "default") == "default" for part in each)
+    if header.rotation is not None and is_plain:
         raise FetchError(
             f"{name} scales its rotary positions ({header.rotation}), which transformers does not read from "
             "GGUF; pass the model's hub id, or another file."

@@ -80,7 +80,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a local directory, a hub id or a GGUF file; safetensors only, no code from the model's repository.
 
-    Weights of 4, 6 and 8 bits (AWQ, GPTQ, compressed-tensors, bitsandbytes, GGUF) stay packed.
+    Weights of 2 to 8 bits (AWQ, GPTQ, compressed-tensors, bitsandbytes, GGUF) stay packed.
 
     Args:
         dtype:  "auto" (as stored), "float32", "bfloat16" or "float16"

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.native.extension import native
-from kvreclaim.weights.packed import SUPER_COLUMNS, Grid, PackedRows
+from kvreclaim.weights.packed import SUPER_COLUMNS, PackedRows
 
 BLOCK_ROWS = 16
 CHUNK = 32
-BYTES_OF_CHUNK = {4: 256, 6: 384, 8: 512}
-"""Of a block's rows in a chunk of columns, by the bits of a code."""
+LINE = 64
+"""Bytes of a bit of each code of a block's rows in a chunk of columns."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedMatrix:
-    """A weight [N, K] of 4, 6 or 8 bits a number, in the kernels' order of bytes."""
+    """A weight [N, K] of 2 to 8 bits a number, in the kernels' order of bytes."""
 
     def __init__(self, rows: Iterable[PackedRows], out_features: int) -> None:
         """rows: pieces of the matrix from its first row on; all but the last have a multiple of 16 rows."""
@@ -39,10 +39,10 @@ class PackedMatrix:
     def _begin(self, first: PackedRows) -> None:
         self.in_features, self.bits, self.grid = first.codes.shape[1], first.bits, first.grid
         self.group, self.table = first.group, first.table
-        if self.in_features % (SUPER_COLUMNS if self.grid is Grid.SUPER else max(CHUNK, self.group)):
+        if self.in_features % (SUPER_COLUMNS if self.grid.has_supers else max(CHUNK, self.group)):
             raise ValueError(f"a packed matrix of {self.in_features} columns has groups of {self.group}")
         blocks = -(-self.out_features // BLOCK_ROWS)
-        size = BYTES_OF_CHUNK[self.bits] * self.in_features // CHUNK
+        size = self.bits * LINE * self.in_features // CHUNK
         self.parts["data"] = torch.empty((blocks, size), dtype=torch.uint8)
         for name in ("scales", "offsets", "supers"):
             part = getattr(first, name)
@@ -70,8 +70,8 @@ class PackedMatrix:
 
     @property
     def codes(self) -> int:
-        """How codes lie, as the kernels number it: nibbles, nibbles of a table, 6 bits, bytes."""
-        return 1 if self.table is not None else {4: 0, 6: 2, 8: 3}[self.bits]
+        """How codes lie, as the kernels number it: nibbles, nibbles of a table, 6 bits, bytes, 2, 3, 5."""
+        return 1 if self.table is not None else {4: 0, 6: 2, 8: 3, 2: 4, 3: 5, 5: 6}[self.bits]
 
     @property
     def device(self) -> torch.device:
@@ -109,14 +109,19 @@ def _in_lines(codes: Tensor, bits: int) -> Tensor:
     """[16 n, K] -> [n, bytes]: chunks of lines of 16 rows."""
     blocks = codes.view(torch.uint8).unflatten(0, (-1, BLOCK_ROWS))
     words = blocks.unflatten(2, (-1, CHUNK // 4, 4)).permute(0, 2, 3, 1, 4)  # [n, K / 32, 8, 16 rows, 4]
-    if bits == 8:
-        lines = words
+    if bits == 6:
+        halves = words.unflatten(2, (2, 4))
+        lines = torch.cat([_fields(halves & 15, 4, 3), _fields(halves >> 4, 2, 3)], 3)
+    elif bits in (3, 5):
+        low = bits - 1
+        lines = torch.cat([_fields(words & (2**low - 1), low), _fields(words >> low, 1)], 2)
     else:
-        lines = (words[:, :, ::2] & 15) | (words[:, :, 1::2] & 15) << 4
-        if bits == 6:
-            halves, upper = lines.unflatten(2, (2, 2)), (words >> 4).unflatten(2, (2, 4))
-            top = upper[:, :, :, 0]
-            for i in range(1, 4):
-                top = top | upper[:, :, :, i] << 2 * i
-            lines = torch.cat([halves, top[:, :, :, None]], 3)
+        lines = _fields(words, bits)
     return lines.reshape(blocks.shape[0], math.prod(lines.shape[1:]))
+
+
+def _fields(words: Tensor, bits: int, dim: int = 2) -> Tensor:
+    """As many words to a line as a byte has fields of `bits` bits, the first in the lowest."""
+    per_line = 8 // bits
+    apart = words.unflatten(dim, (-1, per_line)).unbind(dim + 1)
+    return sum((part << bits * i for i, part in enumerate(apart)), torch.zeros_like(apart[0]))

@@ -1,1 +1,1 @@
-"""Weights of 4, 6 and 8 bits as checkpoints hold them."""
+"""Weights of 2 to 8 bits as checkpoints hold them."""

@@ -10,27 +10,50 @@ from torch import Tensor
 
 from kvreclaim.weights.packed import Grid, PackedRows
 
+IQ4 = [-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
 
 def _halfs(x: Tensor) -> Tensor:
     """uint8 [.., 2 n] -> fp16 [.., n]."""
     return x.contiguous().view(torch.float16)
 
 
-def _split(quants: Tensor) -> Tensor:
-    """[.., B] bytes -> [.., 2 B]: all low nibbles, then all high ones."""
-    return torch.cat([quants & 15, quants >> 4], -1)
+def _fields(quants: Tensor, bits: int) -> Tensor:
+    """[.., B] bytes -> [.., 8 / bits B]: all lowest fields of `bits` bits, then all second ones, ..."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return ((quants[..., None, :] >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+def _row(quants: Tensor, bits: int) -> Tensor:
+    """[.., B] bytes -> [.., 8 / bits B]: the fields of a byte, lowest first, then those of the next."""
+    return _fields(quants[..., None], bits).flatten(-2)
 
 
 def _q4_0(blocks: Tensor) -> PackedRows:
     """d, 16 bytes: (q - 8) d."""
-    codes = _split(blocks[..., 2:]).flatten(1)
+    codes = _fields(blocks[..., 2:], 4).flatten(1)
     return PackedRows(codes, 4, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
 
 
 def _q4_1(blocks: Tensor) -> PackedRows:
     """d, m, 16 bytes: q d + m."""
     d, m = _halfs(blocks[..., :4]).unbind(-1)
-    return PackedRows(_split(blocks[..., 4:]).flatten(1), 4, Grid.MIN, 32, d.contiguous(), m.contiguous())
+    codes = _fields(blocks[..., 4:], 4).flatten(1)
+    return PackedRows(codes, 4, Grid.MIN, 32, d.contiguous(), m.contiguous())
+
+
+def _q5_0(blocks: Tensor) -> PackedRows:
+    """d, 4 bytes of fifth bits, 16 bytes: (q - 16) d."""
+    codes = _fields(blocks[..., 6:], 4) | _row(blocks[..., 2:6], 1) << 4
+    return PackedRows(codes.flatten(1), 5, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
+
+
+def _q5_1(blocks: Tensor) -> PackedRows:
+    """d, m, 4 bytes of fifth bits, 16 bytes: q d + m."""
+    d, m = _halfs(blocks[..., :4]).unbind(-1)
+    codes = _fields(blocks[..., 8:], 4) | _row(blocks[..., 4:8], 1) << 4
+    return PackedRows(codes.flatten(1), 5, Grid.MIN, 32, d.contiguous(), m.contiguous())
 
 
 def _q8_0(blocks: Tensor) -> PackedRows:
@@ -39,30 +62,66 @@ def _q8_0(blocks: Tensor) -> PackedRows:
     return PackedRows(codes, 8, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0])
 
 
-def _q4_k(blocks: Tensor) -> PackedRows:
-    """d, dmin, 12 bytes of 6-bit scales and mins, 128 bytes; sub-blocks of 32."""
-    s = blocks[..., 4:16]
+def _q2_k(blocks: Tensor) -> PackedRows:
+    """16 bytes of 4-bit scales and mins, 64 bytes, d, dmin; sub-blocks of 16."""
+    s = blocks[..., :16]
+    codes = _fields(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(1)
+    scales = torch.stack([s & 15, s >> 4], -1).flatten(1, 2)
+    return PackedRows(codes, 2, Grid.SUPER, 16, scales, supers=_halfs(blocks[..., 80:]))
+
+
+def _q3_k(blocks: Tensor) -> PackedRows:
+    """32 bytes of third bits, 64 bytes, 12 bytes of 16 6-bit scales, d."""
+    low = _fields(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-2)
+    codes = (low | _fields(blocks[..., :32], 1) << 2).flatten(1)
+    scales = _fields(blocks[..., 96:104], 4) | _fields(blocks[..., 104:108], 2) << 4
+    scales = (scales.view(torch.int8) - 32).flatten(1)
+    return PackedRows(codes, 3, Grid.SIGNED, 16, scales, supers=_halfs(blocks[..., 108:])[..., 0])
+
+
+def _scales_and_mins(s: Tensor) -> Tensor:
+    """12 bytes of Q4_K and Q5_K -> [N, K / 32, 2] of 6 bits."""
     low, high, rest = s[..., :4], s[..., 4:8], s[..., 8:]
     a = torch.cat([low & 63, (rest & 15) | (low >> 6) << 4], -1)
     b = torch.cat([high & 63, (rest >> 4) | (high >> 6) << 4], -1)
-    codes = _split(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1)
-    scales = torch.stack([a, b], -1).flatten(1, 2)
+    return torch.stack([a, b], -1).flatten(1, 2)
+
+
+def _q4_k(blocks: Tensor) -> PackedRows:
+    """d, dmin, 12 bytes of 6-bit scales and mins, 128 bytes; sub-blocks of 32."""
+    codes = _fields(blocks[..., 16:].unflatten(-1, (4, 32)), 4).flatten(1)
+    scales = _scales_and_mins(blocks[..., 4:16])
     return PackedRows(codes, 4, Grid.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
+
+
+def _q5_k(blocks: Tensor) -> PackedRows:
+    """Q4_K's, with 32 bytes of fifth bits before its 128."""
+    low = _fields(blocks[..., 48:].unflatten(-1, (4, 32)), 4).flatten(-2)
+    codes = (low | _fields(blocks[..., 16:48], 1) << 4).flatten(1)
+    scales = _scales_and_mins(blocks[..., 4:16])
+    return PackedRows(codes, 5, Grid.SUPER, 32, scales, supers=_halfs(blocks[..., :4]))
 
 
 def _q6_k(blocks: Tensor) -> PackedRows:
     """ql[128], qh[64], 16 signed scales, d."""
-    low = blocks[..., :128].unflatten(-1, (2, 2, 32))  # halves of 128 columns, 64 bytes each
-    high = blocks[..., 128:192].unflatten(-1, (2, 32))
-    quarters = [
-        (low[..., 0, :] & 15) | (high & 3) << 4,
-        (low[..., 1, :] & 15) | (high >> 2 & 3) << 4,
-        (low[..., 0, :] >> 4) | (high >> 4 & 3) << 4,
-        (low[..., 1, :] >> 4) | (high >> 6) << 4,
-    ]
-    codes = torch.stack(quarters, -2).flatten(1)
+    low = _fields(blocks[..., :128].unflatten(-1, (2, 64)), 4)  # halves of 128 columns
+    codes = (low | _fields(blocks[..., 128:192].unflatten(-1, (2, 32)), 2) << 4).flatten(1)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return PackedRows(codes, 6, Grid.SUPER, 16, scales, supers=_halfs(blocks[..., 208:])[..., 0])
+    return PackedRows(codes, 6, Grid.SIGNED, 16, scales, supers=_halfs(blocks[..., 208:])[..., 0])
+
+
+def _iq4_nl(blocks: Tensor) -> PackedRows:
+    """d, 16 bytes: d table[q]."""
+    codes = _fields(blocks[..., 2:], 4).flatten(1)
+    return PackedRows(codes, 4, Grid.SCALE, 32, _halfs(blocks[..., :2])[..., 0], table=torch.tensor(IQ4))
+
+
+def _iq4_xs(blocks: Tensor) -> PackedRows:
+    """d, 6 bytes of 8 6-bit scales, 128 bytes: d (a - 32) table[q]."""
+    codes = _fields(blocks[..., 8:].unflatten(-1, (8, 16)), 4).flatten(1)
+    a = (_row(blocks[..., 4:8], 4) | _row(blocks[..., 2:4], 2) << 4).view(torch.int8) - 32
+    scales = (_halfs(blocks[..., :2]).float() * a).flatten(1)
+    return PackedRows(codes, 4, Grid.SCALE, 32, scales, table=torch.tensor(IQ4))
 
 
 @dataclass(frozen=True)
@@ -77,9 +136,16 @@ class BlockFormat:
 FORMATS = {
     "Q4_0": BlockFormat(32, 18, _q4_0),
     "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
     "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
     "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
 }
 
 

@@ -9,23 +9,27 @@ import torch
 from torch import Tensor
 
 SUPER_COLUMNS = 256
-CENTRES = {4: 8, 6: 32, 8: 0}
-"""Of the bits of a code: the code of zero, where a grid has no zeros of its own."""
 
 
 class Grid(Enum):
     """What number a code q stands for; s, z and m are those of its row and group of columns.
 
-    SCALE   s (q - 8), 4 bits; s q, 8 bits (q signed); s table[q], with a table
+    SCALE   s (q - c): c the middle code, 0 of 8 bits (q signed); s table[q], with a table
     ZERO    s (q - z)
     MIN     s q + m
-    SUPER   d a q - e b: bytes a, b per 32 columns, d, e per 256 (Q4_K); d a (q - 32): a per 16 columns (Q6_K)
+    SUPER   d a q - e b: bytes a, b per 32 columns, or 16 of 2 bits; d, e per 256 (Q4_K, Q5_K, Q2_K)
+    SIGNED  d a (q - c): a per 16 columns, d per 256 (Q6_K, Q3_K)
     """
 
     SCALE = 0
     ZERO = 1
     MIN = 2
     SUPER = 3
+    SIGNED = 4
+
+    @property
+    def has_supers(self) -> bool:
+        return self in (Grid.SUPER, Grid.SIGNED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +38,9 @@ class PackedRows:
 
     codes:   [N, K] uint8, below 2 ** bits; int8 where bits is 8
     group:   columns G that share a scale
-    scales:  [N, K / G] fp16 or fp32; SUPER: [N, K / 32, 2] uint8 (a, b), or [N, K / 16] int8 of 6 bits
+    scales:  [N, K / G] fp16 or fp32; SUPER: [N, K / G, 2] uint8 (a, b); SIGNED: [N, K / G] int8
     offsets: ZERO: [N, K / G] uint8; MIN: like scales; else None
-    supers:  SUPER: [N, K / 256, 2] fp16 (d, e), or [N, K / 256] of 6 bits; else None
+    supers:  SUPER: [N, K / 256, 2] fp16 (d, e); SIGNED: [N, K / 256] fp16; else None
     table:   [16] fp32, or None
     """
 
@@ -49,10 +53,6 @@ class PackedRows:
     supers: Tensor | None = None
     table: Tensor | None = None
 
-    @property
-    def is_of_six(self) -> bool:
-        return self.bits == 6
-
     def select(self, rows: Tensor) -> PackedRows:
         """The rows of an index [n], in its order."""
         parts = {name: getattr(self, name) for name in ("codes", "scales", "offsets", "supers")}
@@ -62,21 +62,17 @@ class PackedRows:
         """[N, K] fp32, by the formulas of Grid."""
         codes = self.codes.float() if self.table is None else self.table[self.codes.long()]
         if self.grid is Grid.SUPER:
-            return self._dequantised_supers(codes)
+            d, e = (self._wide(x, SUPER_COLUMNS) for x in _given(self.supers).unbind(-1))
+            a, b = (self._wide(x, self.group) for x in self.scales.unbind(-1))
+            return d * a * codes - e * b
         scales = self._wide(self.scales, self.group)
-        if self.grid is Grid.SCALE:
-            centre = 0 if self.table is not None else CENTRES[self.bits]
+        if self.grid is Grid.SIGNED:
+            scales = self._wide(_given(self.supers), SUPER_COLUMNS) * scales
+        if self.grid in (Grid.SCALE, Grid.SIGNED):
+            centre = 0 if self.table is not None or self.bits == 8 else 2 ** (self.bits - 1)
             return (codes - centre) * scales
         offsets = self._wide(_given(self.offsets), self.group)
         return (codes - offsets) * scales if self.grid is Grid.ZERO else codes * scales + offsets
-
-    def _dequantised_supers(self, codes: Tensor) -> Tensor:
-        supers = _given(self.supers).float()
-        if self.is_of_six:
-            return (codes - 32) * self._wide(supers, SUPER_COLUMNS) * self._wide(self.scales, 16)
-        d, e = (self._wide(x, SUPER_COLUMNS) for x in supers.unbind(-1))
-        a, b = (self._wide(x, 32) for x in self.scales.unbind(-1))
-        return d * a * codes - e * b
 
     @staticmethod
     def _wide(x: Tensor, group: int) -> Tensor:

@@ -79,7 +79,7 @@ def _pack(
         matrix = matrix.to(device)
         was_head |= module is head
         made: nn.Module = (
-            PackedEmbedding(matrix, dtype, products)
+            PackedEmbedding(matrix, dtype, products, getattr(module, "embed_scale", None))
             if isinstance(module, nn.Embedding)
             else PackedLinear(matrix, module.bias, dtype, products)
         )

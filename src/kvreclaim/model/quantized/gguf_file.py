@@ -17,13 +17,16 @@ from transformers import AutoConfig, AutoTokenizer
 from kvreclaim.errors import FetchError, InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.gguf import Header, check_packages, cut_as_trained, header_of, refuse_rotation
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
+from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.places import LAYOUT, gguf_home, moved
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
-ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3"})
-"""Whose tensors are transformers' weights, but for the order of rows in llama's queries and keys."""
+ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
+"""Whose tensors are transformers' weights, but for the order of rows in llama's queries and keys, and norms
+that hold one more."""
+NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 REMEDY = "`kvreclaim fetch FILE` makes a bf16 model of it, where transformers can."
 
@@ -112,7 +115,9 @@ class GgufSource:
             )
         data = _copied(self.index.rows(tensor), self._order(tensor.name, tensor.shape[0]))
         self.index.forget(tensor)
-        return data.view(PLAIN[tensor.kind]).view(tensor.shape)
+        numbers = data.view(PLAIN[tensor.kind]).view(tensor.shape)
+        is_more = self.architecture in NORMS_PLUS_ONE and tensor.name.endswith("norm.weight")
+        return numbers.float() - 1 if is_more else numbers
 
     def unread(self) -> list[str]:
         left = self.index.tensors.keys() - self._taken
@@ -182,6 +187,13 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
 def gguf_config(source: GgufSource) -> Any:
     """transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
     config = AutoConfig.from_pretrained(gguf_parts(source))
+    try:
+        config = type(config).from_dict({**config.to_dict(), **gguf_fields(source.index, config)})
+    except Exception as error:  # every family checks its fields in its own way
+        raise InvalidArgumentError(
+            f"the header of {source.file.name} makes no {source.architecture} ({type(error).__name__}: "
+            f"{error}); download another file."
+        ) from error
     try:
         refuse_rotation(source.file.name, source.header(), config)
     except FetchError as error:

@@ -44,15 +44,24 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for."""
+    """nn.Embedding over a packed weight [N, K]: rows become numbers when they are asked for.
 
-    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, products: Products) -> None:
+    scale: multiplies rows, a number, of models that have it (Gemma)
+    """
+
+    scale: Tensor | None
+
+    def __init__(
+        self, matrix: PackedMatrix, dtype: torch.dtype, products: Products, scale: Tensor | None = None
+    ) -> None:
         super().__init__(matrix, dtype, products)
         self.num_embeddings, self.embedding_dim = matrix.out_features, matrix.in_features
+        self.register_buffer("scale", None if scale is None else scale.to(dtype), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         rows: Tensor = self.products.ops.unpack_rows(self.matrix, input.reshape(-1), self.dtype)
-        return rows.view(*input.shape, -1)
+        rows = rows.view(*input.shape, -1)
+        return rows if self.scale is None else rows * self.scale
 
 
 def embeddings_of(module: nn.Module) -> Tensor:

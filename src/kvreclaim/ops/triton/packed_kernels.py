@@ -1,4 +1,4 @@
-"""Weights of 4, 6 and 8 bits as numbers, and products with them; the layout is
+"""Weights of 2 to 8 bits as numbers, and products with them; the layout is
 csrc/include/kvreclaim/packed_codes.h."""
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,27 +11,43 @@ NIBBLE = tl.constexpr(0)
 TABLE = tl.constexpr(1)
 SIX = tl.constexpr(2)
 BYTE = tl.constexpr(3)
+TWO = tl.constexpr(4)
+THREE = tl.constexpr(5)
+FIVE = tl.constexpr(6)
 SCALE = tl.constexpr(0)
 ZERO = tl.constexpr(1)
 MIN = tl.constexpr(2)
 SUPER = tl.constexpr(3)
+SIGNED = tl.constexpr(4)
+
+
+@triton.jit
+def _field(lines, word, mask, BITS: tl.constexpr):
+    """The field of BITS bits of a word, where `lines` is its byte in the first of the lines; int32."""
+    line = tl.load(lines + word * BITS // 8 * 64, mask=mask, other=0).to(tl.int32)
+    return (line >> (word * BITS % 8)) & ((1 << BITS) - 1)
 
 
 @triton.jit
 def _codes(data, n, k, mask, K, CODES: tl.constexpr):
     """The codes at rows n and columns k, int32; of BYTE signed. n and k broadcast against each other."""
-    chunk, row, byte = (n // 16) * (K // 32) + k // 32, n % 16 * 4, k % 4
+    chunk, word = (n // 16) * (K // 32) + k // 32, k % 32 // 4
+    at = data + n % 16 * 4 + k % 4
     if CODES == BYTE:
-        at = chunk * 512 + k % 32 // 4 * 64 + row + byte
-        return tl.load(data + at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.int32)
+        codes = tl.load(at + chunk * 512 + word * 64, mask=mask, other=0)
+        return codes.to(tl.int8, bitcast=True).to(tl.int32)
     if CODES == SIX:
-        word = k % 16 // 4
-        half = chunk * 384 + k % 32 // 16 * 192 + row + byte
-        low = tl.load(data + half + word // 2 * 64, mask=mask, other=0).to(tl.int32)
-        high = tl.load(data + half + 128, mask=mask, other=0).to(tl.int32)
-        return ((low >> (word % 2 * 4)) & 15) | (((high >> (word * 2)) & 3) << 4)
-    at = chunk * 256 + k % 32 // 8 * 64 + row + byte
-    return (tl.load(data + at, mask=mask, other=0).to(tl.int32) >> (k // 4 % 2 * 4)) & 15
+        half = at + chunk * 384 + word // 4 * 192
+        return _field(half, word % 4, mask, 4) | (_field(half + 128, word % 4, mask, 2) << 4)
+    if CODES == TWO:
+        return _field(at + chunk * 128, word, mask, 2)
+    if CODES == THREE:
+        lines = at + chunk * 192
+        return _field(lines, word, mask, 2) | (_field(lines + 128, word, mask, 1) << 2)
+    if CODES == FIVE:
+        lines = at + chunk * 320
+        return _field(lines, word, mask, 4) | (_field(lines + 256, word, mask, 1) << 4)
+    return _field(at + chunk * 256, word, mask, 4)
 
 
 @triton.jit
@@ -41,14 +57,14 @@ def _numbers(
     """The weights at rows n and columns k, fp32; 0 where masked."""
     codes = _codes(data, n, k, mask, K, CODES)
     block, row = n // 16, n % 16
+    big = block * (K // 256) + k // 256
+    if GRID == SIGNED:
+        at = (block * (K // GROUP) + k // GROUP) * 16 + row
+        a = tl.load(scales + at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        d = tl.load(supers + big * 16 + row, mask=mask, other=0.0).to(tl.float32)
+        return (codes - (32 if CODES == SIX else 4)).to(tl.float32) * (d * a)
     if GRID == SUPER:
-        big = block * (K // 256) + k // 256
-        if CODES == SIX:
-            at = (block * (K // 16) + k // 16) * 16 + row
-            a = tl.load(scales + at, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.float32)
-            d = tl.load(supers + big * 16 + row, mask=mask, other=0.0).to(tl.float32)
-            return (codes - 32).to(tl.float32) * (d * a)
-        at = (block * (K // 32) + k // 32) * 32 + row
+        at = (block * (K // GROUP) + k // GROUP) * 32 + row
         a = tl.load(scales + at, mask=mask, other=0).to(tl.float32)
         b = tl.load(scales + at + 16, mask=mask, other=0).to(tl.float32)
         d = tl.load(supers + big * 32 + row, mask=mask, other=0.0).to(tl.float32)
@@ -65,6 +81,8 @@ def _numbers(
         return codes.to(tl.float32) * scale + tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
     if CODES == NIBBLE:
         codes = codes - 8
+    if CODES == FIVE:
+        codes = codes - 16
     return codes.to(tl.float32) * scale
 
 

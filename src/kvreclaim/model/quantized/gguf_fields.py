@@ -1,0 +1,70 @@
+"""Fields of a config that a GGUF file holds and transformers does not read from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvreclaim.model.gguf_index import GgufIndex
+
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Of the models that scale queries by hidden size / heads, not by head dim. No field says so, and llama.cpp
+goes by the layers, too."""
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+"""Tensors with which LongRoPE divides frequencies."""
+
+
+def gguf_fields(index: GgufIndex, config: Any) -> dict[str, Any]:
+    """Those that replace fields of the config that transformers makes of the file.
+
+    Raises: KeyError for what the architecture needs and the file lacks.
+    """
+    architecture = str(index.fields["general.architecture"])
+    said = {key.removeprefix(f"{architecture}."): value for key, value in index.fields.items()}
+    if architecture == "gemma2":
+        return _gemma(said, config)
+    if architecture == "gemma3":
+        return {**_gemma(said, config), "rope_parameters": _two_rotations(said, config)}
+    if architecture == "phi3":
+        return _phi3(said, config, index)
+    if architecture == "qwen3" and "attention.key_length" in said:
+        return {"head_dim": said["attention.key_length"]}
+    return {}
+
+
+def _gemma(said: dict[str, Any], config: Any) -> dict[str, Any]:
+    is_27b = config.num_hidden_layers == LAYERS_OF_27B[said["general.architecture"]]
+    scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {"query_pre_attn_scalar": scalar, **{cap: said[cap] for cap in caps if cap in said}}
+
+
+def _two_rotations(said: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Of layers with a window, and of the others, which alone are scaled."""
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    if said.get("rope.scaling.type") == "linear":
+        full = {**full, "rope_type": "linear", "factor": said["rope.scaling.factor"]}
+    base = said.get("rope.freq_base_swa", sliding["rope_theta"])
+    return {"full_attention": full, "sliding_attention": {**sliding, "rope_theta": base}}
+
+
+def _phi3(said: dict[str, Any], config: Any, index: GgufIndex) -> dict[str, Any]:
+    head_dim = config.hidden_size // config.num_attention_heads
+    partial = said.get("rope.dimension_count", head_dim) / head_dim
+    rotation = {**config.rope_parameters, "partial_rotary_factor": partial}
+    fields = {
+        "sliding_window": said.get("attention.sliding_window") or None,
+        "pad_token_id": said.get("tokenizer.ggml.padding_token_id"),
+        "rope_parameters": rotation,
+    }
+    if SHORT not in index.tensors:
+        return fields
+    factors = (index.rows(index.tensors[name]) for name in (SHORT, LONG))
+    short, long = (each.view(np.float32).ravel().tolist() for each in factors)
+    original = said["rope.scaling.original_context_length"]
+    rotation |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    rotation |= {"original_max_position_embeddings": original}
+    if "rope.scaling.attn_factor" in said:
+        rotation["attention_factor"] = said["rope.scaling.attn_factor"]
+    return {**fields, "original_max_position_embeddings": original}
