@@ -258,7 +258,6 @@ async def soak(
         "generated_tokens": counted["vllm:generation_tokens"],
         "preemptions": counted["vllm:num_preemptions"],
         "compactions": counted["kvreclaim:compactions"],
-        "compactions_postponed": counted["kvreclaim:compactions_postponed"],
         "first_token_ms": _first_tokens(before),
         "first_token_ms_beside": _first_tokens(during),
         "load": load,
@@ -280,9 +279,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=4096, help="a few: requests preempt each other")
-    parser.add_argument(
-        "--no-compression", action="store_true", help="with a few blocks passes are postponed"
-    )
+    parser.add_argument("--no-compression", action="store_true", help="every request keeps its full cache")
     parser.add_argument("--thread", action="store_true", help="the engine in a thread of the server")
     parser.add_argument("--alone", action="store_true", help="no attack, nothing else beside")
     arguments = parser.parse_args()

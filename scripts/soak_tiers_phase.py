@@ -115,8 +115,13 @@ class Phase:
         place, number, _, _ = self._running.pop(request.request_id)
         outputs, metrics = request.output().outputs, request.collect_metrics()
         tokens = [output.token_ids for output in outputs]
-        counts = {"postponed": metrics.compactions_postponed, "preemptions": metrics.preemptions}
-        say(place=place, number=number, tokens=tokens, error=request.error, **counts)
+        say(
+            place=place,
+            number=number,
+            tokens=tokens,
+            error=request.error,
+            preemptions=metrics.preemptions,
+        )
 
     def _give_up(self) -> None:
         now = self.engine.totals.steps

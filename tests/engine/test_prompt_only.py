@@ -10,7 +10,6 @@ from shadow import Shadow
 
 from kvreclaim import SamplingParams
 from kvreclaim.errors import RequestTooLongError
-from kvreclaim.schedule import ledger
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 
@@ -92,23 +91,6 @@ def test_preemption_repeats_the_pass_at_the_same_place(make_llm):
     assert tokens(crowded) == tokens(calm)
     assert [out.metrics.compactions for out in crowded] == [1, 1, 1, 0]
     assert_idle(tight)
-
-
-def test_a_postponed_pass_is_made_up_for(make_llm, monkeypatch):
-    """Lacking blocks at the end of the prompt, the sequence is compressed at the next chance."""
-    llm = make_llm(block_size=8)
-    plan, calls = ledger.plan_compaction, []
-
-    def failing_plan(seq_id, *args, **kwargs):
-        (seq,) = llm.engine.scheduler.running
-        calls.append(seq.num_computed)
-        return None if len(calls) <= 3 else plan(seq_id, *args, **kwargs)
-
-    monkeypatch.setattr(ledger, "plan_compaction", failing_plan)
-    (out,) = llm.generate(tiny.prompts((50,), seed=2), GREEDY, small("prompt-norm"))
-    assert calls == [50, 51, 52, 53]
-    assert (out.metrics.compactions, out.metrics.compactions_postponed) == (1, 3)
-    assert out.metrics.tokens_evicted == 53 - 24
 
 
 def test_scoring_compresses_between_prompt_and_continuation(make_llm):

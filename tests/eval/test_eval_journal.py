@@ -28,7 +28,6 @@ def result(points: float = 1.0) -> Result:
         blocks_perfect=3,
         tokens_evicted=60,
         compactions=1,
-        postponed=0,
         preemptions=0,
         timed_tokens=100,
         elapsed_s=0.5,

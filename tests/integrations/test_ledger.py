@@ -65,30 +65,33 @@ class LedgerMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         """One schedule: passes, then growth; who does not fit preempts the last, perhaps itself."""
         before = {r.request_id: (self.pool.held(r.request_id), list(r.slots)) for r in self.requests}
-        postponed = self.ledger.totals.postponed
         passes = self.ledger.compress(self.requests)
-        assert len({done.seq_id for done in passes}) == len(passes)
-        for done in passes:
-            self.check_pass(done, *before[done.seq_id])
-        overdue = {r.request_id for r in self.requests if self.is_overdue(r)}
-        assert len(overdue) == self.ledger.totals.postponed - postponed
-        preempted = []
+        num_checked = 0
+        preempted: list[str] = []
         for request in list(self.requests):
             if request.request_id in preempted:
                 continue
             left = request.num_prompt_tokens - request.num_computed_tokens
             count = data.draw(st.integers(1, min(left, self.ledger.max_chunk))) if left > 0 else 1
-            while not self.pool.grow(request.request_id, request.num_computed_tokens + count):
+            while True:
+                may_go_on = self.ledger.may_go_on(request)
+                for done in passes[num_checked:]:
+                    self.check_pass(done, *before[done.seq_id])
+                num_checked = len(passes)
+                grown = request.num_computed_tokens + count
+                if may_go_on and self.pool.grow(request.request_id, grown):
+                    break
                 victim = next(r for r in reversed(self.requests) if r.request_id not in preempted)
                 self.preempt(victim)
                 preempted.append(victim.request_id)
                 if victim is request:
                     break
             if request.request_id not in preempted:
+                assert not self.is_overdue(request)
                 in_prompt = request.num_computed_tokens < request.num_prompt_tokens
                 request.grow(count)
-                if request.request_id not in overdue:
-                    self.check_cap(request, in_prompt)
+                self.check_cap(request, in_prompt)
+        assert len({done.seq_id for done in passes}) == len(passes)
         current = [done for done in passes if done.seq_id not in preempted]
         assert [done for done in passes if self.ledger.is_current(done)] == current
         message = self.ledger.message(passes)
@@ -227,17 +230,21 @@ def test_figures_outlive_a_preemption_and_end_with_the_request() -> None:
     assert ledger.records == {}
 
 
-def test_a_pass_without_blocks_is_postponed_and_nothing_changes() -> None:
+def test_a_request_whose_pass_lacks_blocks_computes_nothing_before_it() -> None:
     ledger = make_ledger(num_blocks=12)
     request = computed(ledger, "a", 100, 384)
     for block in ledger.pool.held("a"):
         ledger.pool.refs[block] += 1
     before = list(ledger.pool.tables["a"])
-    assert ledger.compress([request]) == []
-    assert (ledger.totals.postponed, ledger.pool.tables["a"]) == (1, before)
+    passes = ledger.compress([request])
+    assert not ledger.may_go_on(request)
+    assert (passes, ledger.totals.compactions, ledger.pool.tables["a"]) == ([], 0, before)
     for block in ledger.pool.held("a"):
         ledger.pool.refs[block] -= 1
-    assert len(ledger.compress([request])) == 1
+    assert ledger.may_go_on(request)
+    assert [done.seq_id for done in passes] == ["a"]
+    assert ledger.may_go_on(request)
+    assert ledger.totals.compactions == 1
 
 
 def test_settings_that_cannot_be_read_leave_the_request_whole(caplog: pytest.LogCaptureFixture) -> None:

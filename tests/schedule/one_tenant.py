@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from operator import attrgetter
 
 from kvreclaim.schedule.draft import Draft
@@ -44,6 +45,7 @@ class OneTenant(Scheduler[Sequence]):
         for seq in sorted(self.running, key=self._turn):
             if step.budget and seq.seq_id not in step.lost:
                 self._continue(seq, step)
+        self._before_passes(step)
         left = [] if step.lost else list(self.waiting)
         self.in_flight.num_waiting = 0
         while left and step.budget:
@@ -52,6 +54,7 @@ class OneTenant(Scheduler[Sequence]):
                 continue
             if not self._begins(seq, step):
                 break
+        self._before_passes(step)
         return step.plan(self.memory)
 
     def _least(self, left) -> int:
@@ -64,25 +67,44 @@ class OneTenant(Scheduler[Sequence]):
         return seq.arrived_at - 4 * min(found, 2 * self.max_num_batched_tokens)
 
     def _continue(self, seq, step):
-        prefill = seq.is_prefill
-        if step.rows and prefill and seq.is_due:
-            return
         num_tokens = min(seq.next_chunk, step.budget)
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
-            reason = "itself" if victim is seq else "prefill" if prefill else "decode"
-            group = [other for other in self.running if other.request_id == victim.request_id]
-            for each in [victim] if seq in group else group[::-1]:
-                step.lose(each.seq_id)
-                step.preempted.append(Preempted(each.seq_id, reason))
-                self.running.remove(each)
-                self.memory.free(each.seq_id)
-                each.reset()
-                each.status = Status.WAITING
-                self._queue(each, 0)
-            if victim is seq:
+            if self._preempt(seq, step) is seq:
                 return
         self._state.compute(seq, num_tokens, step)
+
+    def _preempt(self, seq, step) -> Sequence:
+        victim = max(self.running, key=attrgetter("rank")) if self._by_priority else self.running[-1]
+        reason = "itself" if victim is seq else "prefill" if seq.is_prefill else "decode"
+        group = [other for other in self.running if other.request_id == victim.request_id]
+        for each in [victim] if seq in group else group[::-1]:
+            step.preempt(Preempted(each.seq_id, reason))
+            self.running.remove(each)
+            self.memory.free(each.seq_id)
+            each.reset()
+            each.status = Status.WAITING
+            self._queue(each, 0)
+        return victim
+
+    def _before_passes(self, step):
+        """Somebody gives way until each pass behind this step, in its turn, finds enough blocks."""
+        while step.rows:
+            refs = Counter(block for seq in self.running for block in self.memory.blocks(seq.seq_id))
+            free = self.memory.pool.num_blocks - len(refs)
+            for seq in sorted(map(self._known.get, step.rows), key=lambda seq: seq.seats == 1):
+                length = seq.num_computed + step.rows[seq.seq_id][0].num_tokens
+                footprint, account = seq.footprint, seq.account
+                if footprint.way.moves and footprint.is_due(length, seq.num_prompt, account):
+                    keep = -(-footprint.kept(length - account.num_evicted) // self.memory.block_size)
+                    blocks = self.memory.blocks(seq.seq_id)
+                    own = sum(refs[block] == 1 for block in blocks)
+                    if keep - own > free:
+                        self._preempt(seq, step)
+                        break
+                    free += own - keep
+                    refs.subtract(block for block in blocks if refs[block] > 1)
+            else:
+                return
 
     def _begins(self, seq, step) -> bool:
         if sum(other.seats for other in self.running) + seq.seats > self.max_num_seqs:

@@ -143,12 +143,12 @@ def test_a_pass_leaves_the_budget_and_gives_room_for_drafts_back_first():
     assert not companion.is_due
 
 
-def test_a_pass_over_shared_blocks_without_any_free_one_is_put_off():
+def test_a_pass_over_shared_blocks_without_any_free_one_changes_nothing():
     held, owner, child = companions(4), sequence(0), sequence(1)
     companion = begun(held, owner, 10, 16)
     held.fork(child, sequence(11), companion)
     assert held.compress(companion) is None
-    assert companion.account.postponed == 1
+    assert companion.account.compactions == 0
     assert held.memory.table(10).block_ids == held.memory.table(11).block_ids
     held.memory.check()
 

@@ -37,7 +37,6 @@ class Result(BaseModel):
     blocks_perfect: int
     tokens_evicted: int
     compactions: int
-    postponed: int
     preemptions: int
     gone_tokens: int = 0
     timed_tokens: int
@@ -51,6 +50,5 @@ def cost(metrics: RequestMetrics) -> dict[str, Any]:
     names = ("peak_blocks", "blocks_freed", "blocks_perfect", "tokens_evicted", "compactions", "preemptions")
     return {name: getattr(metrics, name) for name in names} | {
         "answer_blocks": metrics.answer_blocks or metrics.peak_blocks,
-        "postponed": metrics.compactions_postponed,
         "gone_tokens": metrics.num_gone_tokens,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.checks import check_number
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
@@ -182,6 +182,36 @@ class MemoryManager:
     def num_shared(self, match: PrefixMatch) -> int:
         """Blocks of a match that other sequences hold now."""
         return sum(1 for entry in match.entries if self.pool.refs[entry.block])
+
+    def num_shared_of(self, seq_id: int) -> int:
+        """Blocks of a sequence's table that other sequences hold, too."""
+        refs = self.pool.refs
+        return sum(block is not None and refs[block] > 1 for block in self.table(seq_id).block_ids)
+
+    def num_to_fork(self, parent: BlockTable, num_tokens: int) -> int:
+        """Blocks that a fork of this table takes to grow by so many tokens, with a copy of the last one."""
+        return blocks_for(parent.physical_len + num_tokens, self.block_size) - (
+            parent.physical_len // self.block_size
+        )
+
+    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+        """Which of these passes would lack blocks; None: none.
+
+        passes: (sequence, tokens that it keeps), carried out in this order once the copies of this step have
+                been made. One may take what those before it have given back.
+        """
+        refs, held = self.pool.refs, self._held
+        free = self.pool.num_free + sum(refs[block] == count for block, count in held.items())
+        left: dict[int, int] = {}
+        for seq_id, keep in passes:
+            blocks = self.table(seq_id).blocks()
+            shared = [block for block in blocks if left.get(block, refs[block] - held[block]) > 1]
+            own, needed = len(blocks) - len(shared), blocks_for(keep, self.block_size)
+            if needed - own > free:
+                return seq_id
+            free += own - needed
+            left.update((block, left.get(block, refs[block] - held[block]) - 1) for block in shared)
+        return None
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step.

@@ -12,7 +12,7 @@ class Account:
     num_evicted:   tokens that each head no longer attends to (equal in every head)
     prompt_slots:  leading live slots that held prompt tokens after the last pass (0 where heads differ)
     last_computed: logical length at the last pass
-    blocks_freed, blocks_perfect, compactions, postponed: see RequestMetrics
+    blocks_freed, blocks_perfect, compactions: see RequestMetrics
     inherited_evicted: num_evicted at the fork, which the parent has counted already
     """
 
@@ -22,7 +22,6 @@ class Account:
     blocks_freed: int = 0
     blocks_perfect: int = 0
     compactions: int = 0
-    postponed: int = 0
     inherited_evicted: int = 0
 
     def fork(self) -> Account:

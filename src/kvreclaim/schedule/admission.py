@@ -131,8 +131,8 @@ class Admission(Generic[Seq]):
         return True
 
     def _admit_anew(self, seq: Seq, parked: TieredMemory, step: Draft[Seq]) -> bool:
-        """Of sequences that fit into no pool as they were, passes that lacked blocks having let them grow,
-        nothing is kept: computed again, they are no larger than they were let in for."""
+        """Keep nothing of sequences that fit into no pool beside what those share who come back with them:
+        computed again, they are no larger than they were let in for."""
         for each in (seq, *seq.followers):
             parked.drop_parked(each.seq_id)
             each.reset()

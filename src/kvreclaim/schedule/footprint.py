@@ -1,8 +1,7 @@
 """The arithmetic of budgets: when a sequence is compressed, and how many slots it holds on its way.
 
-The points depend on the sequence's own lengths alone, not on what else is in the batch, unless a pass has to
-be postponed: then it lacks blocks because others hold shared ones in a full pool. A preempted request that
-is computed again therefore makes the same choices again.
+The points depend on the sequence's own lengths alone, not on what else is in the batch: a request makes the
+same choices alone, in company, and when it is computed again.
 
 A policy that compresses the prompt only (prompt_only) has one such point, the end of a prompt longer than
 the budget. Nothing is evicted before, so the whole prompt must fit, and nothing after, so the sequence grows

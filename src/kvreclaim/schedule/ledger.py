@@ -35,8 +35,8 @@ class Runs(Protocol):
     """A pool that counts blocks without naming them."""
 
     def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """What plan_compaction and shrink would come to; None to postpone. The ids of what it returns say
-        nothing."""
+        """What plan_compaction and shrink would come to; None: blocks are missing. The ids of what it returns
+        say nothing."""
 
 
 def compress(
@@ -46,7 +46,7 @@ def compress(
 
     Where nothing moves (Way.MASK, Way.BLOCKS) the blocks are dropped later, once the choice is made.
 
-    Returns: None if blocks are missing: the sequence stays due, the pass is counted as postponed.
+    Returns: None if blocks are missing, and nothing has changed.
     """
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
@@ -58,7 +58,6 @@ def compress(
     else:
         source_ids, shrunk = _in_blocks(seq_id, live, keep, footprint, pool)
     if shrunk is None:
-        account.postponed += 1
         return None
     prompt = account.prompt_now(num_computed, num_prompt)
     done = Pass(
@@ -99,7 +98,7 @@ def take_choice(
 def _in_blocks(
     seq_id: Id, live: int, keep: int, footprint: Footprint, pool: Pool[Id]
 ) -> tuple[tuple[int, ...], Shrunk | None]:
-    """Returns: the blocks before, a hole named after another one, and those afterwards; None to postpone."""
+    """Returns: the blocks before, a hole named after another one, and those afterwards; None: some lack."""
     table = pool.table_state(seq_id)
     if footprint.way is Way.COMPACT:
         held = len(table.block_ids)

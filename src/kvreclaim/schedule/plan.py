@@ -24,7 +24,7 @@ def plan_compaction(
     open_stays: the last block is not full, and stays what it is, the last one: nothing in it moves
 
     Returns: the plan, with its targets in the order of the old table (a fresh block stands where the
-    first block that could not be used stood); None if there are too few blocks: postpone.
+    first block that could not be used stood); None if there are too few blocks.
     """
     blocks = [block for block in table.block_ids if block is not None]
     assert len(blocks) == len(table.block_ids), f"sequence {seq_id}: holes in its table {table.block_ids}"

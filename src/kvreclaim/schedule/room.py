@@ -49,23 +49,19 @@ def _becomes_own(seq: Sequence) -> bool:
 
 
 def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> int:
-    """That one takes itself which begins as the fork of a snapshot: all that it will hold, if its blocks
-    become its own at a later pass, else what comes behind the shared ones, a copy of the last one included.
-    And those of the snapshot, where it has to come back first."""
+    """Slots that a fork of a snapshot takes: those behind the shared blocks, with a copy of the last one, or
+    all that it will hold, if its blocks become its own at a later pass; and those of the snapshot, where it
+    has to come back first."""
     size, known, footprint = memory.block_size, len(seq.token_ids), seq.footprint
-    live = snapshot.num_computed - snapshot.account.num_evicted
-    grows = live + seq.max_len - snapshot.num_computed
-    slots = blocks_for(live + known - snapshot.num_computed, size) * size - live // size * size
-    if (
-        not footprint.prompt_only
-        and footprint.way.moves
-        and grows >= min(footprint.decode_cap, footprint.prompt_cap)
-    ):
-        slots = max(slots, footprint.slots_needed(seq.num_prompt, known))
-    slots = blocks_for(slots, size) * size + footprint.window_slots(known)
+    parked = None
     if isinstance(memory, TieredMemory) and memory.is_parked(snapshot.seq_id):
-        slots += len(memory.parked(snapshot.seq_id).held) * size
-    return max(slots, 1)
+        parked = memory.parked(snapshot.seq_id)
+    table = memory.table(snapshot.seq_id) if parked is None else parked.table
+    blocks = memory.num_to_fork(table, known - snapshot.num_computed)
+    if footprint.way.moves and footprint.bounded:
+        blocks = max(blocks, blocks_for(footprint.slots_needed(seq.num_prompt, known), size))
+    slots = blocks * size + footprint.window_slots(known)
+    return slots if parked is None else slots + len(parked.held) * size
 
 
 def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) -> int:
@@ -87,9 +83,17 @@ def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) ->
     return (memory.num_to_resume(seq.seq_id, match, others) + growth) * size
 
 
+def _copied_at_first_pass(seq: Sequence, held: int, memory: MemoryManager) -> int:
+    """Blocks that its first pass takes, when it holds so many: what is kept goes into none that others read."""
+    if seq.account.compactions or not _becomes_own(seq):
+        return 0
+    kept = blocks_for(seq.footprint.kept(seq.footprint.decode_cap), memory.block_size)
+    return max(0, kept - (held - memory.num_shared_of(seq.seq_id)))
+
+
 def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts: bool) -> int:
-    """Slots that running sequences will still take and whose number is known: up to the next pass of those
-    whose blocks then come back. Admitting into them would only preempt somebody soon.
+    """Slots that running sequences will still take and whose number is known: up to the next pass, that one
+    included, of those whose blocks then come back. Admitting into them would only preempt somebody soon.
 
     prompts: those of prompts that are not computed yet, too: among several tenants it is not the one admitted
              last that would be preempted for them
@@ -101,7 +105,8 @@ def known_growth(running: Iterable[Sequence], memory: MemoryManager, *, prompts:
             peak = max(peak, seq.footprint.slots_needed(seq.num_prompt, len(seq.token_ids)))
         if peak:
             held = len(memory.table(seq.seq_id).block_ids)
-            growth += max(0, blocks_for(peak, size) - held) * size
+            more = max(0, blocks_for(peak, size) - held)
+            growth += (more + _copied_at_first_pass(seq, held + more, memory)) * size
             if seq.footprint.windows:
                 chunk = None if seq.is_prefill else 1
                 growth += max(

@@ -172,7 +172,9 @@ class Scheduler(Generic[Seq]):
         tenants = {seq.tenant for seq in order} | self.waiting.tenants
         if len(tenants) < 2:
             self._continue_all(order, step)
+            self._make_room_for_passes(step)
             self._admission.all(step)
+            self._make_room_for_passes(step)
             return
         step.shares = Shares(self.memory, self.running, len(tenants), self.max_num_seqs)
         prompts = [seq for seq in order if seq.is_prefill]
@@ -184,6 +186,7 @@ class Scheduler(Generic[Seq]):
         self._admission.all(step)
         self._admission.hold_back(step, step.shares)
         self._continue_all(sorted(prompts, key=lambda seq: tokens.wanted[seq.tenant]), step)
+        self._make_room_for_passes(step)
 
     def done(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
         """Take in what became of a plan: lengths advance, and what is exact can be hit from now on.
@@ -210,8 +213,8 @@ class Scheduler(Generic[Seq]):
         return failed
 
     def compress(self, sequences: Iterable[Seq]) -> list[Pass[int]]:
-        """The passes of those that are due, in this order; tables and lengths are changed at return. A pass
-        whose blocks cannot be had is postponed: its sequence stays due.
+        """The passes of those that are due, in this order; tables and lengths are changed at return. `schedule`
+        has left blocks for the passes of a step, in the order of its rows, those that fork first.
 
         A pass under Way.MASK or Way.BLOCKS is to be followed by `compressed`.
         """
@@ -221,8 +224,8 @@ class Scheduler(Generic[Seq]):
                 done = compress(
                     seq.seq_id, seq.num_computed, seq.num_prompt, seq.footprint, seq.account, self.memory
                 )
-                if done is not None:
-                    found.append(done)
+                assert done is not None, f"{seq.seq_id}: {self.memory.stats()}, {seq.footprint}"
+                found.append(done)
         return found
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
@@ -233,10 +236,9 @@ class Scheduler(Generic[Seq]):
         """Those that run, as they take tokens of a step."""
         return sorted(self.running, key=self._turn)
 
-    def _turn(self, seq: Seq) -> tuple[bool, bool, tuple[int, ...]]:
+    def _turn(self, seq: Seq) -> tuple[bool, tuple[int, ...]]:
         """Its place in the order in which running sequences take tokens of a step."""
-        prefill = seq.is_prefill
-        return prefill, prefill and seq.is_due, seq.rank if self._by_priority else ()
+        return seq.is_prefill, seq.rank if self._by_priority else ()
 
     def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
         for left, seq in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
@@ -251,29 +253,46 @@ class Scheduler(Generic[Seq]):
     def _continue(self, seq: Seq, step: Draft[Seq], num_left: int) -> None:
         """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
         others that come behind it, each of which has more right to a token than this one's drafts have.
-
-        One whose pass was postponed inside its prompt waits as long as others go on: it would grow by a
-        token a step beyond the blocks that it is to give back.
         """
         if seq.is_prefill and isinstance(self.memory, TieredMemory) and seq.footprint.sparse is None:
             seq.num_computed += self.memory.extend(seq.seq_id, seq.hit_limit)
         num_tokens = seq.chunk_of(step.budget if step.tokens is None else step.room(seq), step.budget)
-        if not num_tokens or (step.rows and seq.is_postponed):
+        if not num_tokens:
             return
         if seq.draft_ids:
             num_tokens = self._with_drafts(seq, min(num_tokens, step.budget - num_left))
         while not self.memory.can_grow(seq.seq_id, num_tokens):
-            if self.snapshots.give_way() or self._companion_gives_way():
-                continue
-            giving_way = self.giving_way
-            shares, order = step.shares, giving_way.order
-            victims = giving_way.victims(seq) if shares is None else shares.largest(order, seq)
-            reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
-            step.pressed = True
-            giving_way.preempt(victims, seq, "itself" if seq in victims else reason, step)
+            self._give_blocks(seq, step)
             if seq.seq_id in step.lost:
                 return
         self._state.compute(seq, num_tokens, step)
+
+    def _give_blocks(self, seq: Seq, step: Draft[Seq]) -> None:
+        """Have somebody give blocks to one that runs and lacks some."""
+        if self.snapshots.give_way() or self._companion_gives_way():
+            return
+        giving_way, shares = self.giving_way, step.shares
+        victims = giving_way.victims(seq) if shares is None else shares.largest(giving_way.order, seq)
+        reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
+        step.pressed = True
+        giving_way.preempt(victims, seq, "itself" if seq in victims else reason, step)
+
+    def _make_room_for_passes(self, step: Draft[Seq]) -> None:
+        """Leave blocks for the passes that this step comes to: they write none that others read, too. A pass
+        that came later would choose among other tokens than alone."""
+        while True:
+            due = [seq for seq in map(self._known.__getitem__, step.rows) if self._moves_after(seq, step)]
+            due.sort(key=lambda seq: not seq.is_to_fork)
+            keep = ((seq.seq_id, seq.kept_after(step.rows[seq.seq_id][0].num_tokens)) for seq in due)
+            lacking = self.memory.first_lacking(keep) if due else None
+            if lacking is None:
+                return
+            self._give_blocks(self._known[lacking], step)
+
+    @staticmethod
+    def _moves_after(seq: Seq, step: Draft[Seq]) -> bool:
+        """Whether a pass moves its tokens once it has computed those of this step."""
+        return seq.footprint.way.moves and seq.is_due_after(step.rows[seq.seq_id][0].num_tokens)
 
     def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
         """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""

@@ -56,7 +56,6 @@ class Sequence:
     arrived_at:   prompt tokens that had been processed, of all sequences, when it came
     num_cached:   leading tokens that need not be computed, as the index was in its version looked_up
     awaits:       what a running one is computing for it; num_awaited: times that it has waited for something
-    put_off:      passes that lacked blocks before it was last computed again: what was drawn then stays
     draft_ids:    tokens that are guessed to follow the known ones, for its next step alone
     """
 
@@ -88,7 +87,6 @@ class Sequence:
     looked_up: int = -1
     awaits: Awaited | None = None
     num_awaited: int = 0
-    put_off: int = 0
     draft_ids: list[int] = field(default_factory=list)
 
     @property
@@ -115,14 +113,22 @@ class Sequence:
         return self.num_uncomputed > 1
 
     @property
-    def is_postponed(self) -> bool:
-        """Whether a pass inside its prompt has lacked blocks."""
-        return self.is_prefill and self.is_due
-
-    @property
     def is_due(self) -> bool:
         """Whether it is compressed at its present length."""
-        return self.footprint.is_due(self.num_computed, self.num_prompt, self.account)
+        return self.is_due_after(0)
+
+    def is_due_after(self, num_tokens: int) -> bool:
+        """Whether it is compressed once it has computed so many more tokens."""
+        return self.footprint.is_due(self.num_computed + num_tokens, self.num_prompt, self.account)
+
+    def kept_after(self, num_tokens: int) -> int:
+        """Tokens that the pass leaves which it is due for then."""
+        return self.footprint.kept(self.num_computed + num_tokens - self.account.num_evicted)
+
+    @property
+    def is_to_fork(self) -> bool:
+        """Whether others may share its blocks before its next step: then its pass comes before they do."""
+        return self.seats > 1 or self.together or bool(self.followers)
 
     @property
     def reads_sparsely(self) -> bool:
@@ -167,7 +173,6 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget what was computed (preemption by recompute); the tokens stay known."""
-        self.put_off += self.account.postponed
         self.num_computed = 0
         self.account = Account()
         self.draft_ids = []

@@ -67,7 +67,7 @@ class Replica:
         self.inbox: deque[Simulated] = deque()
         self.num_steps = self.num_leaps = self.num_passes = 0
         self.running_steps = self.crowded_steps = self.running_crowded = 0
-        self.tokens_evicted = self.postponed = self.blocks_moved = self.swaps = 0
+        self.tokens_evicted = self.blocks_moved = self.swaps = 0
         self.busy_s = 0.0
         self.preemptions: Counter[str] = Counter()
         self.version = 0
@@ -247,7 +247,6 @@ class Replica:
             seq.record.end_s = now
             seq.record.blocks_freed += seq.account.blocks_freed
             seq.record.passes += seq.account.compactions
-            self.postponed += seq.account.postponed
             self.scheduler.remove(seq)
             del self.sequences[seq.seq_id]
             self._calm = False
@@ -271,10 +270,8 @@ class Replica:
                 del self._tails[tail]
 
     def _compress(self, computed: list[Simulated]) -> None:
-        """As the engine does behind a step: those that computed, then others that are due."""
-        ids = {seq.seq_id for seq in computed}
-        others = (seq for seq in self.scheduler.running if seq.seq_id not in ids and seq.is_due)
-        for done in self.scheduler.compress([*computed, *others]):
+        """As the engine does behind a step."""
+        for done in self.scheduler.compress(computed):
             self._passed(done)
 
     def _passed(self, done: Pass[int]) -> None:

@@ -92,7 +92,6 @@ def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, A
         "blocks_freed": sum(each.blocks_freed_by_compression for each in outcome.memory),
         "passes": sum(each.num_passes for each in replicas),
         "pass_s": scenario.cost.compaction,
-        "passes_postponed": sum(each.postponed for each in replicas),
         "tokens_evicted": sum(each.tokens_evicted for each in replicas),
         "num_blocks": settings.num_blocks,
         "block_size": settings.block_size,

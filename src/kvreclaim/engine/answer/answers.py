@@ -119,12 +119,14 @@ class Answers:
         return False
 
     def take(self, looked: Looked) -> None:
-        """After the step's tokens have been committed: draw, score, and compress who is due."""
+        """After the step's tokens have been committed: draw, score, and compress who is due, those first that
+        others are going to share blocks with."""
         ended, self._ended = self._ended, []
         for seq, reason in ended:
             if seq.finish_reason is None:
                 self.lifecycle.end(seq, reason)
         draws: list[tuple[Sequence, int]] = []
+        self.compress([item.seq for item, _, _ in looked.sound if item.seq.is_to_fork])
         self._part([item.seq for item, _, _ in looked.sound])
         searches: dict[str, tuple[Request, Beams]] = {}
         for item, positions, rows in looked.sound:
@@ -145,21 +147,18 @@ class Answers:
                 draws.append((seq, rows.stop - 1))
         self._draw(draws, looked.logits, looked.best)
         self._search(list(searches.values()))
-        computed = {item.seq.seq_id: item.seq for item, _, _ in looked.sound}
-        waiting = (seq for seq in self.lifecycle.scheduler.running if seq.seq_id not in computed)
-        self.compress([*computed.values(), *(seq for seq in waiting if seq.is_due)])
+        computed = [item.seq for item, _, _ in looked.sound]
+        self.compress(computed)
         if self.refresher is not None:
-            for seq in computed.values():
+            for seq in computed:
                 if seq.finish_reason is None and self.refresher.is_due(seq):
                     with self.lifecycle.contained(seq.request, "recalling pages of"):
                         self.refresher.choose(seq)
 
     def _part(self, sequences: list[Sequence]) -> None:
-        """Those that others fork from, and that have come to where these part, after a pass that is due."""
-        leaders = [seq for seq in sequences if seq.followers and seq.num_computed == seq.fork_at]
-        self.compress(leaders)
-        for seq in leaders:
-            if seq.finish_reason is None:
+        """Those that others fork from, and that have come to where these part."""
+        for seq in sequences:
+            if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
                 with self.lifecycle.contained(seq.request, "forking the beams of"):
                     self.lifecycle.fork_followers(seq)
 
@@ -173,7 +172,6 @@ class Answers:
                 ready.append((request, beams))
             else:  # the logits' place may be written again
                 beams.rows = {seq_id: row.clone() for seq_id, row in beams.rows.items()}
-        self.compress([request.sequences[0] for request, beams in ready if not beams.begun])
         for request, beams in ready:
             if not request.finished:
                 with self.lifecycle.contained(request, "searching for"):
@@ -198,9 +196,7 @@ class Answers:
         jobs, scheduler = [], self.lifecycle.scheduler
         for seq in sequences:
             with self.lifecycle.contained(seq.request, "compressing"):
-                postponed = seq.account.postponed
                 jobs += [self._job(plan) for plan in scheduler.compress([seq])]
-                self.totals.compactions_postponed += seq.account.postponed - postponed
         if not jobs:
             return
         with torch.inference_mode():
@@ -256,7 +252,6 @@ class Answers:
         outputs: list[Sequence] = []
         rows: list[int] = []
         asked: list[SampleRow] = []
-        self.compress([seq for seq, _ in draws if seq.waits_for_fork])
         for seq, row in draws:
             with self.lifecycle.contained(seq.request, "asking for a token of"):
                 siblings = self._siblings(seq)

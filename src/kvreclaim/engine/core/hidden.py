@@ -40,10 +40,7 @@ class Hidden:
         self.files: Files | None = None
 
     def keep(self, parent: Sequence) -> None:
-        """What a sequence is that has just been compressed at its compress_at, for others that begin like it.
-        One whose passes lacked blocks, and came late, has something else than it would have alone."""
-        if parent.account.postponed:
-            return
+        """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""
         seq = replace(
             parent,
             seq_id=next(self._seq_ids),

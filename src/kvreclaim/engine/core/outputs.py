@@ -120,7 +120,6 @@ class RequestMetrics:
     blocks_perfect: int = 0
     tokens_lost_to_rounding: int = 0
     compactions: int = 0
-    compactions_postponed: int = 0
     peak_blocks: int = 0
     answer_blocks: int = 0
     preemptions: int = 0
@@ -244,7 +243,6 @@ class EngineTotals:
     tokens_evicted: int = 0
     blocks_perfect: int = 0
     compactions: int = 0
-    compactions_postponed: int = 0
     score_s: float = 0.0
     compact_s: float = 0.0
     swaps: int = 0

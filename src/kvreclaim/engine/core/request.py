@@ -183,7 +183,7 @@ class Beams:
         """A beam ends."""
         gone, spent = seq.account, self.spent
         spent.num_evicted += gone.num_evicted - gone.inherited_evicted
-        for name in ("blocks_freed", "blocks_perfect", "compactions", "postponed"):
+        for name in ("blocks_freed", "blocks_perfect", "compactions"):
             setattr(spent, name, getattr(spent, name) + getattr(gone, name))
         self.rounded += seq.state.rounded
         self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
@@ -327,8 +327,6 @@ class Request:
         m.blocks_freed = sum(a.blocks_freed for a in accounts)
         m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
         m.compactions = sum(a.compactions for a in accounts)
-        m.compactions_postponed = sum(a.postponed for a in accounts)
-        m.compactions_postponed += sum(seq.put_off for seq in self.sequences)
         m.peak_blocks = max((peak for peak, _ in peaks), default=0)
         m.answer_blocks = max((peak for _, peak in peaks), default=0)
         return replace(m)

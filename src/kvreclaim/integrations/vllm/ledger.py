@@ -1,8 +1,9 @@
 """Which requests are compressed before a step, and who is admitted: integers only, nothing of vLLM. When, how
 far and into which blocks says the engine's own arithmetic, schedule/.
 
-Decided from lengths alone, before vLLM schedules: what a pass gives back serves the very same step, and no
-block of that step enters the prefix index with content that was computed over an evicted context. Sources go
+Decided from lengths alone, before vLLM schedules, or, where somebody has to be preempted for it, before it
+gives the request its next slots: what a pass gives back serves the very same step, and no block of that step
+enters the prefix index with content that was computed over an evicted context. Sources go
 back to the pool at once. Whoever takes them writes them in this step or a later one, and every worker carries
 out the passes of a step, in their order, before anything else of it.
 """
@@ -43,28 +44,47 @@ class Ledger:
         self.records: dict[str, Record] = {}
         self._plain = plain_footprint(block_size, max_chunk)
         self._forecasts: dict[int, Forecast] = {}
+        self._passes: list[Pass[str]] = []
+        self._lacking: set[str] = set()
 
     def compress(self, running: Sequence[Request]) -> list[Pass[str]]:
-        """Shrink every request that is due, in order; pool and tables are changed at return.
+        """Shrink every request that is due, in order; pool and tables are changed at return. Called once
+        before each step. A request whose pass lacks blocks computes nothing before it: `may_go_on`.
 
-        A pass whose blocks cannot be had is postponed: the request stays due. Called once before each step.
+        Returns: the step's passes, to which `may_go_on` adds.
         """
         self._forecasts.clear()
-        passes = []
+        self._lacking.clear()
+        self._passes = []
         for request in running:
             record = self._record(request)
             lengths = request.num_computed_tokens, request.num_prompt_tokens
             # Sessions that resume with more input are left alone: they send their whole table again.
             if request.resumable or not record.footprint.is_due(*lengths, record.account):
                 continue
-            done = compress(request.request_id, *lengths, record.footprint, record.account, self.pool)
-            if done is None:
-                self.totals.postponed += 1
-                continue
-            for counts in (record.counts, self.totals):
-                counts.add(done)
-            passes.append(done)
-        return passes
+            if not self._pass(request, record):
+                self._lacking.add(request.request_id)
+        return self._passes
+
+    def may_go_on(self, request: Request) -> bool:
+        """Whether a running request may compute its next tokens. No: its pass lacks blocks because others
+        read the ones that it has; somebody is to be preempted, then it is asked again."""
+        if request.request_id in self._lacking:
+            if not self._pass(request, self._record(request)):
+                return False
+            self._lacking.remove(request.request_id)
+        return True
+
+    def _pass(self, request: Request, record: Record) -> bool:
+        """Carry out the pass of a request that is due. Returns: whether there were blocks for it."""
+        lengths = request.num_computed_tokens, request.num_prompt_tokens
+        done = compress(request.request_id, *lengths, record.footprint, record.account, self.pool)
+        if done is None:
+            return False
+        for counts in (record.counts, self.totals):
+            counts.add(done)
+        self._passes.append(done)
+        return True
 
     def message(self, passes: Iterable[Pass[str]]) -> StepMessage | None:
         """What the workers are told of the passes of a step that vLLM has scheduled since; None: nothing."""
@@ -85,6 +105,7 @@ class Ledger:
         record = self.records.get(request_id)
         if record is not None:
             record.account = Account()
+        self._lacking.discard(request_id)
 
     def close(self, request_id: str) -> None:
         """The request is over; its id may be used again."""

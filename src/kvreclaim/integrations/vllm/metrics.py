@@ -17,7 +17,6 @@ COUNTERS = {
     ),
     "blocks_freed": ("kvreclaim_blocks_freed", "KV cache blocks that compression gave back to the pool."),
     "compactions": ("kvreclaim_compactions", "Compressions of a request that were carried out."),
-    "postponed": ("kvreclaim_compactions_postponed", "Compressions that had to wait for free blocks."),
     "seconds": ("kvreclaim_compression_seconds", "Time that the worker of rank 0 spent compressing."),
 }
 """Name of a figure in Totals -> counter and its help."""

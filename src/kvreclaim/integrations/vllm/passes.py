@@ -43,5 +43,4 @@ class Counts:
 class Totals(Counts):
     """Sums since the start. seconds: of the worker of rank 0."""
 
-    postponed: int = 0
     seconds: float = 0.0

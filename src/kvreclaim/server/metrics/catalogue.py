@@ -141,7 +141,6 @@ COUNTERS = (
     ),
     _counter("kvreclaim:blocks_perfect", "Blocks that perfect packing would free for the same evictions."),
     _counter("kvreclaim:compactions", "Compression passes over an output."),
-    _counter("kvreclaim:compactions_postponed", "Passes put off since blocks for private copies lacked."),
     _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and giving blocks back."),
     _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens that stay."),
     _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head that came back into the cache."),

@@ -289,7 +289,6 @@ def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
         "kvreclaim:blocks_taken": seen.blocks_taken,
         "kvreclaim:blocks_perfect": totals.blocks_perfect,
         "kvreclaim:compactions": totals.compactions,
-        "kvreclaim:compactions_postponed": totals.compactions_postponed,
         "kvreclaim:compaction_seconds": totals.compact_s,
         "kvreclaim:scoring_seconds": totals.score_s,
         "kvreclaim:recall_pages": totals.recall_pages,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -204,6 +206,22 @@ class ExtentMemory(MemoryManager):
             if run.count:
                 freed += pool.drop(run, table)
         return freed
+
+    def num_shared_of(self, seq_id: int) -> int:
+        return sum(run.count for run in self._tables[seq_id].runs if len(run.holders) > 1)
+
+    def first_lacking(self, passes: Iterable[tuple[int, int]]) -> int | None:
+        free, gone = int(self.pool.num_free), Counter[int]()
+        for seq_id, keep in passes:
+            table = self._tables[seq_id]
+            shared = [run for run in table.runs if len(run.holders) - gone[id(run)] > 1]
+            own = table.num_blocks - sum(run.count for run in shared)
+            needed = blocks_for(keep, self.block_size)
+            if needed - own > free:
+                return seq_id
+            free += own - needed
+            gone.update(map(id, shared))
+        return None
 
     def mark_inexact(self, seq_id: int) -> None:
         self.table(seq_id).mark_inexact()

@@ -41,10 +41,10 @@ class Report:
         for number in range(self._num_told + 1, num_lines + 1):
             logger.info(
                 "kvreclaim: %s passes: %s tokens evicted, %s blocks given back (%.0f %% of those that "
-                "requests have had), %s postponed; the last %s took %.1f %% of %.0f s",
+                "requests have had); the last %s took %.1f %% of %.0f s",
                 *(f"{number * EVERY:,}", f"{totals.tokens_evicted:,}", f"{totals.blocks_freed:,}"),
                 100 * totals.blocks_freed / max(1, held),
-                *(f"{totals.postponed:,}", f"{EVERY:,}"),
+                f"{EVERY:,}",
                 100 * (totals.seconds - self._since_seconds) / max(1e-9, now_s - self._since_s),
                 now_s - self._since_s,
             )

@@ -98,6 +98,8 @@ class ReclaimKVCacheManager(KVCacheManager):
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if request.status is RUNNING:
+            if not self.reclaim.may_go_on(request):
+                return None
             return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         caps = self.reclaim.caps(request)
         tables = self.coordinator.single_type_managers[0]
@@ -154,8 +156,8 @@ class SchedulerHooks:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self.sights.begin_step()
         passes = self.reclaim.compress(self.running)  # type: ignore[attr-defined]
-        self.sights.passed(passes, self.running)  # type: ignore[attr-defined]
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        self.sights.passed(passes, self.running)  # type: ignore[attr-defined]
         message = self.reclaim.message(passes)
         if message is not None:
             output.kvreclaim = message
