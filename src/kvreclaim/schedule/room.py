@@ -84,7 +84,7 @@ def _slots_to_resume(seq: Sequence, match: PrefixMatch, memory: TieredMemory) ->
 
 
 def _copied_at_first_pass(seq: Sequence, held: int, memory: MemoryManager) -> int:
-    """Blocks that its first pass takes, when it holds so many: what is kept goes into none that others read."""
+    """Blocks that its first pass takes when it holds so many: it writes none that others read."""
     if seq.account.compactions or not _becomes_own(seq):
         return 0
     kept = blocks_for(seq.footprint.kept(seq.footprint.decode_cap), memory.block_size)

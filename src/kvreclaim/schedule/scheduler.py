@@ -213,8 +213,8 @@ class Scheduler(Generic[Seq]):
         return failed
 
     def compress(self, sequences: Iterable[Seq]) -> list[Pass[int]]:
-        """The passes of those that are due, in this order; tables and lengths are changed at return. `schedule`
-        has left blocks for the passes of a step, in the order of its rows, those that fork first.
+        """The passes of those that are due, in this order; tables and lengths are changed at return.
+        `schedule` has left blocks for the passes of a step, in the order of its rows, those that fork first.
 
         A pass under Way.MASK or Way.BLOCKS is to be followed by `compressed`.
         """

@@ -226,6 +226,51 @@ class Habits:
         )
 
 
+MOVING = tuple(policy for policy in POLICIES if not policy.startswith(("evict-only", "block-", "paged")))
+"""Policies whose passes write blocks that nobody else may read, and a few that have no passes."""
+
+
+def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
+    """The same walk where all ask about one text, nearly all are compressed, with one or several outputs, and
+    blocks are few: a pass over blocks that others read, too, finds none free."""
+    setup = replace(
+        setup,
+        kv_format="fp32",
+        shadow=False,
+        windows="",
+        plain_windows=False,
+        drafts=0,
+        cold_units=0,
+        prefix_caching=True,
+        num_blocks=random.choice((8, 9, 10, 11, 12, 14, 17)),
+        max_num_seqs=random.choice((4, 6)),
+    )
+    kinds = random.choices(("greedy", "sampled", "many", "many", "score", "beams"), k=3)
+    policies = (*random.choices(MOVING, k=2), None)
+    return setup, [
+        replace(
+            each,
+            text=0,
+            cut=random.choice((8, 16, 20, 27)),
+            tail=each.tail[:2],
+            policy=random.choice(policies),
+            interval=random.choice((4, 5, 8, 14)),
+            kind=random.choice(kinds),
+            max_tokens=14,
+            salt=None,
+            stop=(),
+            sparse=None,
+            reuse=None,
+            recall=None,
+            verify=0,
+            compress_at=each.compress_at if random.random() < 0.2 else None,
+        )
+        if isinstance(each, Ask)
+        else each
+        for each in operations
+    ]
+
+
 def random_setup(random: Random) -> Setup:
     kv_format = random.choice(FORMATS)
     host_slots = random.choice((0, 1, 4, 12, 60, 200))

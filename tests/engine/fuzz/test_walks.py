@@ -112,6 +112,13 @@ def test_a_random_walk(seed, machine, oracle):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_walk_in_a_crowd(seed, machine, oracle):
+    """Requests that share blocks, in a pool with hardly any to spare, are answered as alone."""
+    counts = Walk.of_seed(seed, STEPS, crowd=True).run(machine, oracle)
+    assert counts["steps"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeypatch):
     monkeypatch.setattr(streamed, "PIECE_BYTES", (1, 1 << 11, 1 << 22)[seed % 3])
     drawn = Walk.of_seed(seed, STEPS)

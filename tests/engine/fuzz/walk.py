@@ -1,4 +1,4 @@
-"""Random walks over the engine, each from one seed; a failing one is made short.
+"""Random walks over the engine, each from one seed, every third one in a crowd; a failing one is made short.
 
 python scripts/fuzz.py --steps 100000        # many walks, seeds from 0 on
 python scripts/fuzz.py --seed 17             # one of them again, with the shortest operations that fail
@@ -20,7 +20,7 @@ from random import Random
 import torch
 from alone import Oracle
 from machine import Machine, running_machine
-from operations import Operation, Setup, Step, random_operations, random_setup
+from operations import Operation, Setup, Step, crowded, random_operations, random_setup
 from world import World
 
 STEPS_PER_WALK = 100
@@ -34,9 +34,13 @@ class Walk:
     operations: tuple[Operation, ...]
 
     @classmethod
-    def of_seed(cls, seed: int, num_steps: int = STEPS_PER_WALK) -> Walk:
+    def of_seed(cls, seed: int, num_steps: int = STEPS_PER_WALK, *, crowd: bool = False) -> Walk:
+        """crowd: many compressed requests about one text in few blocks."""
         random = Random(seed)
-        return cls(random_setup(random), tuple(random_operations(random, num_steps)))
+        setup, operations = random_setup(random), random_operations(random, num_steps)
+        if crowd:
+            setup, operations = crowded(random, setup, operations)
+        return cls(setup, tuple(operations))
 
     def run(self, machine: Machine, oracle: Oracle) -> Counter[str]:
         """Raises: AssertionError for whatever is not as it should be, or what the engine raised."""
@@ -109,7 +113,7 @@ def walk_on(machine: Machine, seed: int, num_steps: int) -> int:
     """Walks from this seed on until there were so many steps. Returns: the exit status."""
     oracle, total, started = Oracle(machine), Counter[str](), time.monotonic()
     while total["steps"] < num_steps:
-        walk = Walk.of_seed(seed)
+        walk = Walk.of_seed(seed, crowd=seed % 3 == 2)
         try:
             total += walk.run(machine, oracle)
         except Exception as error:
