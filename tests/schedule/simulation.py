@@ -362,6 +362,8 @@ class World:
         failed = {self.sequences[row.seq_id].request_id for row in plan.rows if row.seq_id not in computed}
         for name in failed:
             self.abort(name)
+        left = [self.sequences[seq_id] for seq_id in computed if seq_id in self.sequences]
+        self._compress([seq for seq in left if seq.is_to_fork])
         for seq_id in list(computed):
             if seq_id in self.sequences:
                 self._draw(self.sequences[seq_id], drawn=bool(tokens[seq_id]))
@@ -414,7 +416,6 @@ class World:
             return
         outputs = [seq]
         if self.waits_for_fork[seq.request_id]:
-            self._compress([seq])
             self.waits_for_fork[seq.request_id] = False
             seq.seats = 1
             for index in range(1, self.asked[seq.request_id].num_outputs):

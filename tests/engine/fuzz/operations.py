@@ -226,10 +226,6 @@ class Habits:
         )
 
 
-MOVING = tuple(policy for policy in POLICIES if not policy.startswith(("evict-only", "block-", "paged")))
-"""Policies whose passes write blocks that nobody else may read, and a few that have no passes."""
-
-
 def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
     """The same walk where all ask about one text, nearly all are compressed, with one or several outputs, and
     blocks are few: a pass over blocks that others read, too, finds none free."""
@@ -246,7 +242,7 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
         max_num_seqs=random.choice((4, 6)),
     )
     kinds = random.choices(("greedy", "sampled", "many", "many", "score", "beams"), k=3)
-    policies = (*random.choices(MOVING, k=2), None)
+    policies = (*random.choices(POLICIES, k=2), None)
     return setup, [
         replace(
             each,
@@ -263,7 +259,7 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             reuse=None,
             recall=None,
             verify=0,
-            compress_at=each.compress_at if random.random() < 0.2 else None,
+            compress_at=each.compress_at if random.random() < 0.3 else None,
         )
         if isinstance(each, Ask)
         else each

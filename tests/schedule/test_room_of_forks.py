@@ -1,0 +1,77 @@
+"""A fork of a compressed prefix that is let in finds the blocks that admission has counted, for every way of
+compressing, on the device and back from the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import assume, given
+
+from kvreclaim.memory import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule import Footprint, Scheduler, Sequence, StepDone, Way
+from kvreclaim.schedule.room import slots_of_fork
+
+SIZE = 4
+
+
+def run(scheduler, seq, num_tokens, draw):
+    """Compute a sequence alone up to a length, with its passes."""
+    while seq.num_computed < num_tokens:
+        plan = scheduler.schedule()
+        assert plan.rows, "nobody can go on"
+        assert not plan.failed
+        assert scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
+        for done in scheduler.compress([seq]):
+            if done.way in (Way.MASK, Way.BLOCKS):
+                full = done.num_tokens // SIZE
+                count = (done.num_tokens - done.keep) // SIZE
+                most = count if done.way is Way.BLOCKS else draw(st.integers(0, count))
+                gone = sorted(draw(st.permutations(range(full)))[:most])
+                scheduler.compressed(done, gone, None)
+
+
+@given(st.data())
+def test_what_is_let_in_finds_its_blocks(data):
+    draw = data.draw
+    way = draw(st.sampled_from([Way.COMPACT, Way.CELLS, Way.MASK, Way.BLOCKS]), label="way")
+    budget, at = draw(st.integers(2, 6)) * SIZE, draw(st.integers(13, 40), label="compress_at")
+    footprint = Footprint(
+        way,
+        budget,
+        interval=draw(st.integers(1, 12)),
+        block_size=SIZE,
+        max_chunk=draw(st.integers(1, 12)),
+        compress_at=at,
+        prompt_only=draw(st.booleans()),
+    )
+    assume(at > budget)
+    num_blocks = 48
+    on_host = draw(st.booleans(), label="host")
+    memory = TieredMemory(num_blocks, SIZE, num_host_slots=64) if on_host else MemoryManager(num_blocks, SIZE)
+    scheduler: Scheduler[Sequence] = Scheduler(
+        memory, max_num_seqs=4, max_num_batched_tokens=footprint.max_chunk, max_snapshot_blocks=num_blocks
+    )
+    tokens = list(range(at + draw(st.integers(1, 30), label="tail")))
+    first = Sequence(0, "a", list(tokens), len(tokens), len(tokens) + 1, footprint=footprint)
+    scheduler.add(first)
+    run(scheduler, first, at, draw)
+    hidden = replace(first, seq_id=9, token_ids=tokens[:at], keys=None, snapshot_key=("key",))
+    assert scheduler.snapshots.keep(first, hidden)
+    scheduler.remove(first)
+    if on_host and draw(st.booleans(), label="parked"):
+        assert scheduler.snapshots.give_way()
+        scheduler.schedule()
+    num_left = draw(st.integers(0, num_blocks), label="free")
+    assume(num_left <= memory.num_free)
+    others = memory.pool.allocate(memory.num_free - num_left)
+    seq = Sequence(1, "b", list(tokens), len(tokens), len(tokens) + 40, first_id=1, footprint=footprint)
+    fits = -(-slots_of_fork(seq, hidden, memory) // SIZE) <= num_left
+    seq.snapshot_key = ("key",)
+    scheduler.add(seq)
+    if fits:
+        run(scheduler, seq, len(tokens), draw)
+        assert scheduler.snapshots.num_hits == 1
+        scheduler.remove(seq)
+    memory.pool.release(others)
