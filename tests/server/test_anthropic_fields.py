@@ -152,6 +152,9 @@ def test_what_shapes_the_prompt(own: Running, tiny_oracle: LLM, name: str):
 
 # What shapes the answer: the engine's with the same settings, and another one than without.
 
+LONG = {"max_tokens": 60}
+"""So many that a random model says some token twice, which is what penalties are for."""
+
 SAMPLED = {
     "max_tokens": ({"max_tokens": 3}, {"max_tokens": 3}),
     "temperature": ({"temperature": 3.0, "seed": 5}, {"temperature": 3.0, "seed": 5}),
@@ -159,13 +162,19 @@ SAMPLED = {
     "seed": ({"temperature": 3.0, "seed": 6}, {"temperature": 3.0, "seed": 6}),
     "top_k": ({"temperature": 9.0, "top_k": 3, "seed": 5}, {"temperature": 9.0, "top_k": 3, "seed": 5}),
     "top_p": ({"temperature": 9.0, "top_p": 0.2, "seed": 5}, {"temperature": 9.0, "top_p": 0.2, "seed": 5}),
-    "min_p": ({"temperature": 9.0, "min_p": 0.5, "seed": 5}, {"temperature": 9.0, "min_p": 0.5, "seed": 5}),
-    "repetition_penalty": ({"repetition_penalty": 3.0}, {"repetition_penalty": 3.0}),
-    "presence_penalty": ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
-    "frequency_penalty": ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+    "min_p": ({"temperature": 9.0, "min_p": 0.9, "seed": 5}, {"temperature": 9.0, "min_p": 0.9, "seed": 5}),
+    "repetition_penalty": (LONG | {"repetition_penalty": 3.0}, LONG | {"repetition_penalty": 3.0}),
+    "presence_penalty": (LONG | {"presence_penalty": 2.0}, LONG | {"presence_penalty": 2.0}),
+    "frequency_penalty": (LONG | {"frequency_penalty": 2.0}, LONG | {"frequency_penalty": 2.0}),
     "logit_bias": ({"logit_bias": {"65": 100.0}}, {"logit_bias": {65: 100.0}}),
-    "stop_sequences": ({"stop_sequences": ["j"]}, {"stop": ["j"]}),
-    "min_tokens": ({"stop_sequences": ["j"], "min_tokens": 8}, {"stop": ["j"], "min_tokens": 8}),
+    "stop_sequences": (
+        {"logit_bias": {"65": 100.0}, "min_tokens": 4, "stop_sequences": ["bb"]},
+        {"logit_bias": {65: 100.0}, "min_tokens": 4, "stop": ["bb"]},
+    ),
+    "min_tokens": (
+        {"logit_bias": {"65": 100.0}, "stop_sequences": ["bb"], "min_tokens": 8},
+        {"logit_bias": {65: 100.0}, "stop": ["bb"], "min_tokens": 8},
+    ),
 }
 
 

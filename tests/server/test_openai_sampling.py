@@ -11,6 +11,8 @@ from talking import EOS, GREEDY, PROMPT, Talker, talker
 from kvreclaim import SamplingParams
 
 SEEDED = {"seed": 11, "max_tokens": 12}
+LONG = GREEDY | {"max_tokens": 60}
+"""So many that a random model says some token twice, which is what penalties are for."""
 
 SAMPLING: dict[str, tuple[dict[str, Any], Any, Any]] = {
     # field: (the other fields, the value that is set, the engine's value where it has another form)
@@ -20,9 +22,9 @@ SAMPLING: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "top_k": (SEEDED, 1, 1),
     "min_p": (SEEDED, 1.0, 1.0),
     "seed": (SEEDED, 12, 12),
-    "repetition_penalty": (GREEDY, 50.0, 50.0),
-    "presence_penalty": (GREEDY | {"max_tokens": 60}, 2.0, 2.0),
-    "frequency_penalty": (GREEDY | {"max_tokens": 60}, 2.0, 2.0),
+    "repetition_penalty": (LONG, 50.0, 50.0),
+    "presence_penalty": (LONG, 2.0, 2.0),
+    "frequency_penalty": (LONG, 2.0, 2.0),
     "logit_bias": (GREEDY, {"65": 100}, {65: 100}),
     "stop": (GREEDY | {"logit_bias": {"65": 100}}, ["bb"], ["bb"]),
     "stop_token_ids": (GREEDY | {"logit_bias": {"65": 100}}, [65], [65]),
