@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from compression_oracles import model_facts, noise
+from compression_oracles import model_facts, noise, query_stats
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,35 +22,41 @@ from kvreclaim.compression import (
     LayerView,
     Mode,
 )
+from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.select import select
-from kvreclaim.compression.uneven import HeadsQuestion, choose_uneven, head_view, round_to_blocks
+from kvreclaim.compression.uneven import HeadsQuestion, choose_uneven, head_view, prompt_left, round_to_blocks
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
 
 
-def blocks(counts, size, least, most, total):
+def blocks(counts, size, protected, most, total):
     counts = np.atleast_2d(np.array(counts, dtype=float))
-    return round_to_blocks(counts, size, least, np.broadcast_to(most, counts.shape), total).tolist()
+    return round_to_blocks(counts, size, protected, np.broadcast_to(most, counts.shape), total).tolist()
 
 
 def test_the_largest_remainders_gain_a_block():
-    assert blocks([[10.0, 27.0, 27.0]], 16, 0, 9, 4) == [[0, 2, 2]]
+    assert blocks([[26.0, 43.0, 43.0]], 16, 0, 9, 7) == [[1, 3, 3]]
     assert blocks([[15.0, 26.0, 23.0]], 16, 0, 9, 4) == [[1, 2, 1]]
-    assert blocks([[16.0, 32.0], [0.0, 48.0]], 16, 0, 9, 6) == [[1, 2], [0, 3]]
+    assert blocks([[16.0, 32.0], [0.0, 48.0]], 16, 0, 9, 6) == [[1, 2], [1, 2]]
 
 
 def test_of_equal_remainders_the_first_head_gains_and_the_last_loses():
     assert blocks([[24.0, 24.0], [24.0, 24.0]], 16, 0, 9, 6) == [[2, 2], [1, 1]]
-    assert blocks([[4.0, 4.0, 56.0, 56.0]], 16, 2, 9, 8) == [[2, 2, 2, 2]]
+    assert blocks([[4.0, 4.0, 56.0, 56.0]], 16, 17, 9, 8) == [[2, 2, 2, 2]]
     assert blocks([[4.0, 40.0, 40.0, 4.0]], 16, 1, 9, 5) == [[1, 2, 1, 1]]
 
 
-def test_every_head_keeps_the_least_and_none_more_than_it_has():
+def test_every_head_keeps_its_protected_tokens_and_none_more_than_it_has():
     assert blocks([[2.0, 2.0, 92.0]], 16, 1, 9, 6) == [[1, 1, 4]]
     assert blocks([[96.0, 0.0, 0.0]], 16, 0, [[3, 2, 9]], 6) == [[3, 2, 1]]
+
+
+def test_no_head_is_left_without_a_block():
+    assert blocks([[0.0, 0.0, 96.0]], 16, 0, 9, 6) == [[1, 1, 4]]
+    assert blocks([[0.0, 48.0], [0.0, 16.0]], 16, 0, 9, 4) == [[1, 1], [1, 1]]
 
 
 def test_one_head_may_gain_twice_before_another_gains_once():
@@ -73,12 +80,13 @@ def test_ada_kv_counts_of_its_paper_before_and_after_rounding():
 def test_no_other_rounding_is_nearer(data):
     """Of all numbers of blocks with this sum and these bounds, none is closer in the sum of squares."""
     heads, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-    least = data.draw(st.integers(0, 2))
-    most = np.array([data.draw(st.integers(least, 4)) for _ in range(heads)])
+    protected = data.draw(st.integers(0, 2 * size))
+    least = max(1, -(-protected // size))
+    most = np.array([data.draw(st.integers(least, 5)) for _ in range(heads)])
     total = data.draw(st.integers(least * heads, int(most.sum())))
     shares = np.array([data.draw(st.floats(0, 1)) for _ in range(heads)]) + 1e-3
     counts = shares / shares.sum() * total * size
-    found = round_to_blocks(counts[None], size, least, most[None], total)[0]
+    found = round_to_blocks(counts[None], size, protected, most[None], total)[0]
     assert found.sum() == total
     assert (found >= least).all()
     assert (found <= most).all()
@@ -162,3 +170,53 @@ def test_a_score_that_is_no_number_is_refused():
     )
     with pytest.raises(InvalidArgumentError, match="a score is NaN"):
         choose_uneven(compressor, [question], 4)
+
+
+@given(
+    policy=st.sampled_from(
+        ("shares({}, floor={})", "shares({}, by=static, floor={})", "ada_kv({}, alpha={})", "pyramidkv({})")
+    ),
+    own=st.sampled_from((0.0, 0.3, 1.0)),
+    size=st.sampled_from((1, 4, 16, 64)),
+    sinks=st.just(0) | st.integers(1, 40),
+    recent=st.just(0) | st.integers(1, 40),
+    beside=st.integers(1, 100),
+    protect=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_after_every_pass_each_head_holds_whole_blocks_and_at_least_one(
+    policy, own, size, sinks, recent, beside, protect, seed
+):
+    """Where one head's scores and share are far above all others'. The sum is the budget's, protected tokens
+    stay, and the same question has the same answer."""
+    config = CompressionConfig(
+        policy.format("knorm(keep=large)", own), sinks + recent + beside, size, sinks, recent, protect
+    ).in_blocks(size)
+    facts, rng = model_facts(2), np.random.default_rng(seed)
+    shares = torch.zeros(2, 2, len(FRACTIONS))
+    shares.view(4, -1)[rng.integers(4)] = 1.0
+    compressor = Compressor(config, facts, replace(query_stats(facts), head_shares=shares))
+    gains = 100.0 ** rng.permutation(4).reshape(2, 2)
+    end = config.budget + int(rng.integers(1, 2 * size + 1))
+    tokens, prompts = np.full((2, 2), end), np.full((2, 2), rng.integers(1, end + 1))
+    for first in (True, False, False):
+        keys = [
+            [noise(seed + h, 1, int(tokens[n, h]), 8) * float(gains[n, h]) for h in (0, 1)] for n in (0, 1)
+        ]
+
+        def source(layer, head, keys=keys):
+            rows = torch.cat(keys[layer]) if head is None else keys[layer][head]
+            return DenseSource(rows, rows)
+
+        question = HeadsQuestion(source, lambda _: LayerSignals(), tokens, prompts, end, first)
+        (choice,), (again,) = (choose_uneven(compressor, [question], size) for _ in range(2))
+        held = np.array([[len(slots) for slots in rows] for rows in choice.kept])
+        assert held.sum() == 4 * config.budget
+        assert (held >= size).all()
+        assert (held % size == 0).all()
+        for at in np.ndindex(2, 2):
+            kept, last = choice.kept[at[0]][at[1]].tolist(), int(tokens[at])
+            assert kept == sorted(set(kept) | {*range(sinks), *range(last - recent, last)})
+            assert kept == again.kept[at[0]][at[1]].tolist()
+        grown = int(rng.integers(size, 2 * size + 1))
+        tokens, prompts, end = held + grown, prompt_left(choice.kept, prompts), end + grown

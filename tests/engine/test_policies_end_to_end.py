@@ -11,7 +11,7 @@ from settings import small
 from torch import Tensor
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.compression import Compressor
+from kvreclaim.compression import Compressor, make_policy, policy_names
 from kvreclaim.compression.policies.snapkv import pool
 from kvreclaim.ops.rope import rotate
 
@@ -207,3 +207,12 @@ def test_critical_ranks_the_second_half_again(inner, make_llm, passes):
     for kept, best in zip(critical.kept.flatten(0, 1), half.kept.flatten(0, 1), strict=True):
         assert torch.isin(best, kept).all()
     assert not torch.equal(critical.kept, alone.kept)
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name not in ("full", "oracle")])
+def test_every_policy_is_served_without_sinks_and_recent_tokens(policy, make_llm):
+    llm = make_llm(block_size=8)
+    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    outputs = llm.generate(tiny.prompts((70, 3)), long, small(policy, budget=16, sinks=0, recent=0))
+    assert [out.outputs[0].finish_reason for out in outputs] == ["length", "length"]
+    assert (outputs[0].metrics.compactions > 0) == make_policy(policy).way.evicts

@@ -56,6 +56,17 @@ def test_each_head_attends_exactly_to_what_it_kept(policy, interval, make_llm, m
     assert len(sizes) > 2, "all heads kept the same number"
 
 
+@pytest.mark.parametrize("budget", [1, 20])
+@pytest.mark.parametrize("policy", ["shares(surrogate)", "shares(surrogate,by=static)", *SHIPPED])
+def test_a_head_keeps_a_block_where_no_token_is_protected(policy, budget, make_llm, monkeypatch):
+    llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
+    config = heads(policy, budget=budget, sinks=0, recent=0)
+    shadow, outputs = check_shadow(llm, config, monkeypatch)
+    assert outputs[0].metrics.compactions >= 4
+    for history in shadow.histories.values():
+        assert min(len(kept) for rows in history.heads for kept in rows) >= 8
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_without_windows(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)

@@ -151,11 +151,12 @@ def replace_message(step, one, settings):
     ("make", "alternating"), [("plain", False), ("plain", True), ("paired", False), ("transposed", False)]
 )
 @pytest.mark.parametrize("policy", ["shares(knorm)", "ada_kv(knorm, alpha=0)", "ada_kv(lagkv)"])
-def test_a_walk_against_lists(make: str, alternating: bool, policy: str) -> None:
+@pytest.mark.parametrize("change", [{}, {"budget": 1, "sinks": 0, "recent": 0}], ids=["", "one-block"])
+def test_a_walk_against_lists(make: str, alternating: bool, policy: str, change: dict[str, int]) -> None:
     """Requests come, grow, are compressed into blocks of their own and fresh ones, and go."""
     rng = random.Random(f"{make} {alternating} {policy}")
     torch.manual_seed(1)
-    walk = Walk(make_layers(make, alternating), replace(SETTINGS, policy=policy))
+    walk = Walk(make_layers(make, alternating), replace(SETTINGS, policy=policy, **change))
     num_passes = 0
     for number in range(60):
         if len(walk.requests) < 3 and rng.random() < 0.4 and len(walk.free) > 8:

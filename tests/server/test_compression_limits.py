@@ -77,6 +77,14 @@ def test_what_is_at_the_bound_is_served(bounded: Running, path: str, change: dic
     assert answer.json()["usage"]["kv_cache"]["tokens_evicted"] > 0
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("policy", ["auto", "shares(knorm)", "ada_kv(knorm)", "pyramidkv", "snapkv"])
+def test_neither_sinks_nor_recent_tokens_are_needed(bounded: Running, path: str, policy: str) -> None:
+    answer = ask(bounded, path, {"policy": policy, "budget": 16, "interval": 16, "sinks": 0, "recent": 0})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["kv_cache"]["tokens_evicted"] > 0
+
+
 def test_the_window_inside_a_wrapper_counts() -> None:
     asked = CompressionConfig("segments(snapkv(window=65))", 64, 16, 2, 16)
     with pytest.raises(InvalidArgumentError, match="looks back on 65 queries"):

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ada_kv-protect_prompt": {"policy": "ada_kv(knorm)", "protect_prompt": True},
     "shares-query_mixture": {"policy": "shares(query_mixture)"},
     "smaller-budget": {"policy": "ada_kv(knorm)", "budget": 70, "interval": 33},
+    "no-protected-tokens": {"policy": "pyramidkv(knorm)", "sinks": 0, "recent": 0},
     "equal": {"policy": "knorm"},
 }
 LEARNT: dict[str, dict[str, Any]] = {

@@ -1,8 +1,9 @@
 """Unequal counts: how many tokens each (layer, KV head) keeps, rounded so that whole blocks come free.
 
-A head keeps a whole number of blocks' worth of tokens, all heads together exactly `budget` tokens on
-average. So every head's last block is full at the same moment, and a sequence holds budget / S blocks after a
-pass: nothing is lost to rounding but that a head has a few tokens more or less than its policy counted.
+A head keeps a whole number of blocks' worth of tokens, at least one, all heads together exactly `budget`
+tokens on average. So every head's last block is full at the same moment, and a sequence holds budget / S
+blocks after a pass: nothing is lost to rounding but that a head has a few tokens more or less than its policy
+counted.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ Heads = list[list[Tensor]]
 
 
 def round_to_blocks(
-    counts: np.ndarray, block_size: int, least: int, most: np.ndarray, total: int
+    counts: np.ndarray, block_size: int, protected: int, most: np.ndarray, total: int
 ) -> np.ndarray:
-    """Blocks that each head keeps: counts / S by largest remainder, with a fixed sum.
+    """Blocks that each head keeps: counts / S by largest remainder, with a fixed sum. Every head keeps those
+    of its protected tokens, and at least one: a head that attends to nothing has no answer.
 
     Args:
-        counts: [L, K] float, tokens
-        least:  blocks that every head keeps; most: [L, K] int, blocks that it can keep, >= least
-        total:  the sum, from the sum of least to that of most
+        counts:    [L, K] float, tokens
+        protected: tokens that every head keeps
+        most:      [L, K] int, blocks that each head can keep, no fewer than it must
+        total:     the sum, from that of the blocks that heads must keep to that of most
 
     Returns: [L, K] int64, the nearest such numbers in the sum of squares.
     Ties: the lowest (layer, head) gains, the highest loses.
     """
+    least = max(1, blocks_for(protected, block_size))
     assert least * most.size <= total <= most.sum(), f"{total} blocks, {least * most.size} to {most.sum()}"
     wanted = counts.ravel() / block_size
     room = most.ravel().astype(np.int64)
@@ -115,8 +119,7 @@ def select_heads(
     asked = CountsQuestion(free, first + recent, compressor.budget, question.logical_len, compressor.stats)
     counts = _checked(compressor, compressor.policy.counts(asked), tokens)
     total = tokens.size * compressor.budget // block_size
-    least = blocks_for(first + recent, block_size)
-    blocks = round_to_blocks(counts, block_size, least, tokens // block_size, total)
+    blocks = round_to_blocks(counts, block_size, first + recent, tokens // block_size, total)
     kept = _kept(compressor, question, scores, blocks * block_size)
     return UnevenChoice(kept, round(float(np.maximum(counts - blocks * block_size, 0).sum())))
 
