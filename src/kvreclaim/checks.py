@@ -5,7 +5,9 @@ field: what the error is about, where that is not the name that the sentence beg
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 
@@ -82,6 +84,14 @@ def check_offsets(name: str, value: object) -> tuple[int, ...]:
     for item in value:
         check_int(f"an entry of {name}", item, 0, maximum=MAX_OFFSET, field=name)
     return tuple(value)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What the text holds. Raises: ValueError, also where it is nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def check_text(name: str, value: str, field: str) -> None:

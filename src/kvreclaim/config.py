@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvreclaim import speculation
-from kvreclaim.checks import check_choice, check_int, check_number, require
+from kvreclaim.checks import check_choice, check_int, check_number, parse_json, require
 from kvreclaim.options import check_options, option
 
 AUTO = "auto"
@@ -44,7 +44,7 @@ def format_names(names: Sequence[object]) -> tuple[str, ...]:
 def _as_json(overrides: object) -> str | None:
     """hf_overrides, JSON or a dict, in one way of writing; None where they replace nothing."""
     try:
-        said = json.loads(overrides) if isinstance(overrides, str) else overrides
+        said = parse_json(overrides) if isinstance(overrides, str) else overrides
         text = json.dumps(said, sort_keys=True)
     except (ValueError, TypeError) as error:
         said, text = error, ""

@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kvreclaim.checks import check_bool, check_choice, check_int, check_number
 
 KEY = "option"
+LARGEST = (1 << 63) - 1
+"""Of an int that says no greatest value: more overflows what it is taken for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class Option:
     """What is said of a field.
 
     help:      a sentence; an option without one is not offered on command lines
-    low, high: least and greatest value; an int may lack either, a float neither
+    low, high: least and greatest value; an int may lack the greatest, which is LARGEST then
     unit:      stands behind an int's bound in a refusal
     choices:   the only values
     flags:     on command lines; the field's own name where empty
@@ -72,7 +74,7 @@ class Setting:
             check_bool(label, value)
         elif self.type is int:
             assert low is not None, f"{self.name} is an int without a least value"
-            check_int(label, value, int(low), said.unit, maximum=None if high is None else int(high))
+            check_int(label, value, int(low), said.unit, maximum=LARGEST if high is None else int(high))
         elif self.type is float:
             assert low is not None, f"{self.name} is a float without a least value"
             assert high is not None, f"{self.name} is a float without a greatest value"

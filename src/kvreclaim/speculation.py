@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from kvreclaim.checks import check_choice, require
+from kvreclaim.checks import check_choice, parse_json, require
 from kvreclaim.options import check_options, option
 
 METHODS = ("ngram", "draft_model")
@@ -71,7 +71,7 @@ def as_json(said: object) -> str | None:
     if isinstance(said, SpeculativeConfig):
         return json.dumps(asdict(said), sort_keys=True)
     try:
-        given = json.loads(said) if isinstance(said, str) else said
+        given = parse_json(said) if isinstance(said, str) else said
     except ValueError:
         given = None
     require(
@@ -94,4 +94,4 @@ def as_json(said: object) -> str | None:
 
 def from_json(said: str | None) -> SpeculativeConfig | None:
     """What as_json has written."""
-    return None if said is None else SpeculativeConfig(**json.loads(said))
+    return None if said is None else SpeculativeConfig(**parse_json(said))

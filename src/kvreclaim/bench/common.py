@@ -18,6 +18,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from kvreclaim.outputs import write_text
+
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 Row = dict[str, Any]
@@ -96,8 +98,7 @@ def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
 
 def write_json(content: Row, path: Path) -> None:
     """Write the report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def alternate(runs: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:

@@ -30,7 +30,7 @@ class ModelPlan:
     """A benchmark of one model directory."""
 
     model: Path = option(MODEL, "Model directory; `make bench-model` makes this one.")
-    threads: int = option(2, THREADS, low=1)
+    threads: int = option(2, THREADS, low=1, high=1024)
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
 
     def __post_init__(self) -> None:
@@ -296,7 +296,7 @@ class ServePlan(PolicyPlan):
     num_prompt: int = option(64, "Prompt tokens of each.", low=1, flags=("--prompt",))
     num_output: int = option(256, "Generated tokens of each.", low=1, flags=("--output",))
     rounds: int = option(7, "Of both sides, in turns.", low=1)
-    threads: int = option(1, THREADS, low=1)
+    threads: int = option(1, THREADS, low=1, high=1024)
     num_blocks: int = option(4096, "Of the pool, on both sides.", low=1)
     dtype: str = option("auto", "auto, bfloat16 or float32.")
     compress: str = option("full", "The policy of every request.", flags=("--policy",))
@@ -326,7 +326,7 @@ class LatentPlan:
     contexts: tuple[int, ...] = option((0, 1024, 8192), "Tokens before the new ones.")
     new_tokens: tuple[int, ...] = option((16, 64, 128, 171, 256, 512), "Tokens computed at once.")
     heads: int = option(16, "Query heads: 16 in V2-Lite, 128 in V2 and V3.", low=1)
-    threads: int = option(2, THREADS, low=1)
+    threads: int = option(2, THREADS, low=1, high=1024)
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
     kernels: str = option("auto", KERNELS)
     device: str = option("cpu", "cpu or cuda.")

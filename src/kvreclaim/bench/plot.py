@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvreclaim.bench.decode_table import short, speeds
+from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.outputs import writing
 
 COLORS = {
     "kvreclaim-full": "#1f77b4",
@@ -45,13 +46,13 @@ def decode_chart(files: Sequence[Path], out: Path) -> None:
     for axis in grid.flat:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    with writing(out):
+        figure.savefig(out, dpi=120)
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = parse_json(file.read_text(encoding="utf-8"))
         known = {"system", "context", "batch", "tokens_per_s"}
         if all(known <= set(row) for row in report["rows"]) and report["rows"]:
             return dict(report)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import is_int, require
+from kvreclaim.checks import is_int, parse_json, require
 from kvreclaim.errors import InvalidArgumentError
 
 TOKENS_PER_HASH = 512
@@ -28,8 +28,15 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
     Raises: InvalidArgumentError for a file that is missing, has no hashes or is malformed.
     """
-    require(path.is_file(), f"--trace is {str(path)!r}, which is no file; name a trace of block hashes.")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    require(
+        os.path.isfile(path), f"--trace is {str(path)!r}, which is no file; name a trace of block hashes."
+    )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(
+            f"--trace {str(path)!r} cannot be read ({error}); name a trace of block hashes."
+        ) from error
     require(bool(lines), f"--trace {str(path)!r} is empty; name a trace of block hashes.")
     if not lines[0].lstrip().startswith("{"):
         raise InvalidArgumentError(
@@ -46,8 +53,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 def _request(path: Path, number: int, line: str) -> TracedRequest:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise InvalidArgumentError(
             f"{path}, line {number}: {error}; each line is one JSON object."
         ) from error
@@ -56,6 +63,6 @@ def _request(path: Path, number: int, line: str) -> TracedRequest:
     valid = isinstance(ids, list) and all(is_int(block) and -(2**63) < block < 2**63 for block in ids)
     require(valid, f"{path}, line {number}: hash_ids is {ids!r}; it must be a list of 64-bit integers.")
     milliseconds: Any = fields.get("timestamp", 0)
-    timed = is_int(milliseconds) or isinstance(milliseconds, float)
+    timed = (is_int(milliseconds) or isinstance(milliseconds, float)) and abs(milliseconds) < 1e18
     require(timed, f"{path}, line {number}: timestamp is {milliseconds!r}; it must be a number.")
     return TracedRequest(milliseconds / 1000, tuple(ids))

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.vllm_pool import WITH, WITHOUT
+from kvreclaim.outputs import writing
 
 COLORS = {WITHOUT: "#d62728", WITH: "#2ca02c"}
 
@@ -30,8 +31,8 @@ def pool_chart(rows: Sequence[Row], out: Path) -> None:
         grid[1][i].set_xlabel("seconds")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    with writing(out):
+        figure.savefig(out, dpi=120)
 
 
 def _panel(axis: Axes, rows: Sequence[Row], what: str, label: str) -> None:

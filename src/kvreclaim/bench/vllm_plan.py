@@ -25,7 +25,7 @@ class VllmPlan(ModelPlan):
     python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
     starts: int = option(3, "Of the processes of `cost`.", low=1)
     rounds: int = option(24, "Of `cost`, in each start, after one that is not counted.", low=1)
-    threads: int = option(1, THREADS, low=1)
+    threads: int = option(1, THREADS, low=1, high=1024)
     plot: Path | None = option(None, "Write the pool over time to this image.")
     rate: float = option(4.0, "Of `serve`, requests that come per second.", low=0.001, high=1000.0)
     turns: int = option(2, "Of `serve`, for each side.", low=1)

@@ -26,6 +26,7 @@ from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import Json, publish, ready
+from kvreclaim.cli.options import picture
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
 from kvreclaim.config import format_names
 from kvreclaim.sim.groups import GroupsPlan
@@ -45,6 +46,7 @@ def _decode_plan(**given: Any) -> DecodePlan:
 
 
 @bench_app.command("blocks")
+@takes
 def blocks(json_file: Json = None) -> None:
     """Cost of block operations at 10^3, 10^5 and 10^6 blocks."""
     from kvreclaim.bench import blocks, common
@@ -143,7 +145,7 @@ def groups(plan: Annotated[GroupsPlan, Takes(config=GroupsPlan)], json_file: Jso
 @bench_app.command("kernels")
 def kernels(
     kernels: Annotated[str, typer.Option(help=KERNELS)] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help=THREADS)] = 2,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help=THREADS)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="KV formats, comma-separated, timed in turns with bf16, or auto.")
@@ -366,7 +368,9 @@ def vllm(plan: Annotated[VllmPlan, Takes(config=VllmPlan)], json_file: Json = No
 @bench_app.command("plot")
 def plot(
     files: Annotated[list[Path], typer.Argument(help="Results of `bench decode`.")],
-    out: Annotated[Path, typer.Option(help="The image to write.")] = Path("docs/decode_speed.png"),
+    out: Annotated[Path, typer.Option(help="The image to write.", callback=picture)] = Path(
+        "docs/decode_speed.png"
+    ),
 ) -> None:
     """Chart decode speed over the context from result files."""
     with usage_errors():

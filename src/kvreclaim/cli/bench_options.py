@@ -7,16 +7,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvreclaim.cli.options import Figures
 from kvreclaim.cli.takes import usage_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+Json = Figures
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvreclaim.checks import require
-from kvreclaim.cli.options import Device, DType, ModelOption, model_of
+from kvreclaim.cli.options import Device, DType, ModelOption, model_of, writable
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
@@ -72,7 +72,9 @@ def calibrate(
     ] = None,
     sparse_prefill: Annotated[
         Path | None,
-        typer.Option(help="Instead, write a pattern of sparse prefill for each head to this file."),
+        typer.Option(
+            help="Instead, write a pattern of sparse prefill for each head to this file.", callback=writable
+        ),
     ] = None,
     budget: Annotated[int, typer.Option(help="Of these patterns: tokens that each reads.", min=128)] = 2048,
     text: Annotated[

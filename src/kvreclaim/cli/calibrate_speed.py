@@ -13,6 +13,7 @@ from rich.table import Table
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.checks import require
 from kvreclaim.cli.bench_options import ready
+from kvreclaim.cli.options import writable
 from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
@@ -55,7 +56,9 @@ class LogPlan:
 def calibrate_speed(
     here: Annotated[dict[str, Any], Takes(config=SpeedPlan, panel=HERE, unset=True, build=dict)],
     logged: Annotated[dict[str, Any], Takes(config=LogPlan, panel=LOG, unset=True, build=dict)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The JSON file to write.", callback=writable)
+    ],
     log: Annotated[
         Path | None,
         typer.Option(

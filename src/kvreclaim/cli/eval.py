@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvreclaim.checks import require
 from kvreclaim.chunks import WHOLE
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.bench_options import command_line
 from kvreclaim.cli.takes import Takes, names_in, takes
 from kvreclaim.config import CompressionSettings, EngineConfig
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.options import option
+from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
     from kvreclaim import LLM
@@ -52,15 +50,8 @@ class Files:
     def __post_init__(self) -> None:
         """Refuse a file that cannot be written before anything has run, not after hours."""
         for name in KINDS:
-            path: Path | None = getattr(self, name)
-            if path is None:
-                continue
-            folder = next(parent for parent in path.absolute().parents if parent.exists())
-            file = path if path.exists() else folder
-            require(
-                folder.is_dir() and not path.is_dir() and os.access(file, os.W_OK),
-                f"--{name} {str(path)!r} cannot be written; name a file in a directory that can.",
-            )
+            if (path := getattr(self, name)) is not None:
+                check_writable(path, f"--{name}")
 
     def of(self, kind: str) -> Iterator[Path]:
         """The file that was asked for, and one in --out."""
@@ -97,7 +88,7 @@ def evaluate(
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
     threads: Annotated[
-        int | None, typer.Option(rich_help_panel=opt.ENGINE, min=1, help="CPU threads.")
+        int | None, typer.Option(rich_help_panel=opt.ENGINE, min=1, max=1024, help="CPU threads.")
     ] = None,
 ) -> None:
     """Compare policies and KV formats at equal bytes: accuracy with intervals, blocks freed, speed."""
@@ -148,8 +139,5 @@ def _write(report: EvalReport, files: Files) -> None:
     writers = (report.write_json, report.write_csv, partial(write_html, report))
     for kind, write in zip(KINDS, writers, strict=True):
         for path in files.of(kind):
-            try:
-                write(path)
-            except OSError as error:
-                raise InvalidArgumentError(f"{str(path)!r} cannot be written: {error}.") from error
+            write(path)
             typer.echo(f"wrote {path}", err=True)

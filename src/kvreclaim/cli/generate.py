@@ -48,7 +48,7 @@ def generate(
         typer.Option(
             help="File of what the cache holds of prompt and answer: read first, if it is there, and written "
             "at the end, so that a prompt that goes on is not computed again.",
-            dir_okay=False,
+            callback=opt.writable,
         ),
     ] = None,
     compress_at: Annotated[

@@ -17,7 +17,7 @@ from kvreclaim.cli.calibrate_speed import calibrate_speed
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.fetch import fetch
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.options import KVCacheDType
+from kvreclaim.cli.options import Figures, KVCacheDType, folder, picture
 from kvreclaim.cli.plan import plan
 from kvreclaim.cli.serve import serve
 from kvreclaim.cli.simulate import simulate
@@ -66,8 +66,8 @@ def _main(
 @takes
 def demo(
     engine: Annotated[EngineConfig, KVCacheDType],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-    out: Annotated[Path, typer.Option(help="Directory of the chart.")] = Path("demo_out"),
+    json_file: Figures = None,
+    out: Annotated[Path, typer.Option(help="Directory of the chart.", callback=folder)] = Path("demo_out"),
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads of the demo model, which is too small for more.")
     ] = 1,
@@ -113,9 +113,9 @@ def demo_24gb(
     tokens: Annotated[int, typer.Option(min=1024, help="Of the chain.")] = 32_768,
     budget: Annotated[int, typer.Option(min=64, help="Tokens that compression keeps for each head.")] = 2048,
     card_mib: Annotated[int, typer.Option(min=1, help="Of the card: 24 GiB over 64.")] = 384,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    out: Annotated[Path, typer.Option(help="The chart.")] = Path("demo_out/24gb.png"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")] = None,
+    out: Annotated[Path, typer.Option(help="The chart.", callback=picture)] = Path("demo_out/24gb.png"),
+    json_file: Figures = None,
 ) -> None:
     """Live through the story of a 4-bit model on a 24 GB card at a 64th of its size: one long chain of
     thought in a process that gets no more memory: with the full cache, a budget, int4, and both."""

@@ -11,10 +11,13 @@ import typer
 from kvreclaim import demo_model, real_model
 from kvreclaim.cli.takes import Takes
 from kvreclaim.config import CompressionSettings, EngineConfig
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.outputs import check_writable
 
 if TYPE_CHECKING:
     from kvreclaim import CompressionConfig
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 ENGINE, SAMPLING, COMPRESSION = "engine", "sampling", "KV compression"
 
 DEMO = "demo"
@@ -27,6 +30,34 @@ ModelOption = Annotated[
 ]
 DType = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(rich_help_panel=ENGINE, help="auto, cpu or cuda.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """For options that name a file to write: refuse it before anything has run, not after hours."""
+    try:
+        if path is not None:
+            check_writable(path)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    return path
+
+
+def folder(path: Path) -> Path:
+    """Of files that are written: as writable."""
+    writable(path / "file")
+    return path
+
+
+def picture(path: Path | None) -> Path | None:
+    """As writable, in a format that charts are drawn in."""
+    if path is not None and path.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"{str(path)!r} is no image; end its name with {', '.join(PICTURES)}.")
+    return writable(path)
+
+
+Figures = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures to this file.", callback=writable)
+]
 
 
 def _tell(line: str) -> None:

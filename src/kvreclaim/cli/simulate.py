@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvreclaim.cli.options import Figures, picture
 from kvreclaim.cli.takes import Takes, takes
+from kvreclaim.outputs import write_text
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, Machine, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
 from kvreclaim.sim.targets import AXES, parse_targets
 
 WIDTH = 110
+UNDEFINED = "–"
 
 
 @takes
@@ -25,10 +28,11 @@ def simulate(
     traffic: Annotated[Traffic, Takes(config=Traffic, panel=LOAD)],
     machine: Annotated[Machine, Takes(config=Machine, panel=MACHINE)],
     serving: Annotated[Serving, Takes(config=Serving, panel=ENGINE)],
-    replicas: Annotated[int, typer.Option(min=1, help="Engines behind the router.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=65_536, help="Engines behind the router.")] = 1,
     router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.")] = "rr",
     scrape: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that what the router knows of replicas may be old.")
+        float,
+        typer.Option(min=0.0, max=1e9, help="Seconds that what the router knows of replicas may be old."),
     ] = 0.0,
     slo: Annotated[str | None, typer.Option(help="Targets: ttft=2s,tpot=60ms,e2e=30s, any of them.")] = None,
     search: Annotated[
@@ -37,8 +41,10 @@ def simulate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Beside it the same without compression.")
     ] = False,
-    chart: Annotated[Path | None, typer.Option(help="Pool, queue and hits over time, as an image.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Pool, queue and hits over time, as an image.", callback=picture)
+    ] = None,
+    json_file: Figures = None,
 ) -> None:
     """Serve a trace in virtual time: latencies, hits, preemptions, blocks, money; or seek what it takes."""
     from kvreclaim.sim.report import report
@@ -80,8 +86,7 @@ def simulate(
 
 def _write(found: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:
@@ -102,7 +107,7 @@ def _times(name: str, scale: float = 1.0) -> Any:
         found = report[name]
         bands = (report["bands"] or {}).get(name)
         if not found:
-            return "-"
+            return UNDEFINED
         numbers = " / ".join(f"{found[key] * scale:.3g}" for key in ("mean", "p50", "p90", "p99"))
         if bands:
             low, high = bands["p99"]
@@ -124,19 +129,27 @@ def _hit_rate(report: dict[str, Any]) -> str:
 def _money(report: dict[str, Any]) -> str:
     money = report["money"]
     if money is None:
-        return "-"
-    return f"{money['per_million_output_tokens']:.3f} / {money['per_million_tokens']:.4f}"
+        return UNDEFINED
+    output, every = money["per_million_output_tokens"], money["per_million_tokens"]
+    return f"{_number(output, form='.3f')} / {_number(every, form='.4f')}"
 
 
 def _goodput(report: dict[str, Any]) -> str:
     good = report["goodput"]
-    return "-" if good is None else f"{good['requests_per_s']:.3f} a second, {good['share']:.2%}"
+    if good is None:
+        return UNDEFINED
+    return f"{_number(good['requests_per_s'], form='.3f')} a second, {good['share']:.2%}"
 
 
 def _preempted(report: dict[str, Any]) -> str:
     reasons = ", ".join(f"{why} {count:,}" for why, count in report["preemptions_by_reason"].items())
     more = f" ({reasons}); {report['swaps']:,} swapped" if reasons else ""
     return f"{report['preemptions']:,}{more}"
+
+
+def _refused(report: dict[str, Any]) -> str:
+    reasons = "; ".join(f"{why}: {count:,}" for why, count in report["refused_by_reason"].items())
+    return f"{report['refused']:,}" + (f" ({reasons})" if reasons else "")
 
 
 _LINES = {
@@ -154,8 +167,10 @@ _LINES = {
     "running, mean over steps": lambda report: f"{report['mean_running']:.2f}",
     "offered load over capacity": lambda report: f"{report['utilisation']:.2f}",
     "$ a million tokens: output / all": _money,
-    "refused": lambda report: f"{report['refused']:,}",
-    "simulated requests a minute": lambda report: f"{report['simulated_requests_per_min_per_core']:,.0f}",
+    "refused": _refused,
+    "simulated requests a minute": lambda report: _number(
+        report["simulated_requests_per_min_per_core"], form=",.0f"
+    ),
 }
 
 
@@ -197,5 +212,5 @@ def _show_search(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def _number(value: float | None, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:.4g}"
+def _number(value: float | None, scale: float = 1.0, form: str = ".4g") -> str:
+    return UNDEFINED if value is None else f"{value * scale:{form}}"

@@ -14,6 +14,7 @@ from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
 from kvreclaim.demo.show import draw_real, draw_report, show_real, show_report
 from kvreclaim.engine.face.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.outputs import write_text
 
 
 def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:
@@ -81,7 +82,6 @@ def present(report: DemoReport, console: Console, out: Path, json_file: Path | N
         draw_real(report.real, pictures[1])
     console.print(f"\ncharts: {', '.join(map(str, pictures))}")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, report.model_dump_json(indent=1) + "\n")
         console.print(f"figures: {json_file}")
     console.print(f"the demo took {report.elapsed_s:.0f} s")

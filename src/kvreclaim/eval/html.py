@@ -10,14 +10,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from kvreclaim.eval import charts
 from kvreclaim.eval.best_mix import HEADINGS, best_mix_lines, mixes
 from kvreclaim.eval.report import EvalReport
+from kvreclaim.outputs import write_text
 
 TEMPLATE = "report.html.jinja"
 
 
 def write_html(report: EvalReport, path: Path) -> None:
     """Tables, charts (inlined SVG) and how it was made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(report), encoding="utf-8")
+    write_text(path, render(report))
 
 
 def render(report: EvalReport) -> str:

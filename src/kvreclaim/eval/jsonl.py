@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.task import Answer, Item, Outcome, PlainTask
 from kvreclaim.eval.text.base import final_part
@@ -95,7 +95,7 @@ def _read_file(file: Path) -> list[tuple[str, tuple[str, ...]]]:
 
 def _question(line: str, where: str) -> tuple[str, tuple[str, ...]]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         prompt, answer = record["prompt"], record["answer"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from kvreclaim.chunks import WHOLE
 from kvreclaim.config import AUTO, DENSE
 from kvreclaim.eval.task import Metric
+from kvreclaim.outputs import write_text, writing
 
 Bounds = tuple[float, float]
 
@@ -191,20 +192,15 @@ class EvalReport(BaseModel):
         raise KeyError(f"no row of {policy} on {task} at {fraction}")
 
     def write_json(self, path: Path) -> None:
-        _parent(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(path, self.model_dump_json(indent=1) + "\n")
 
     def write_csv(self, path: Path) -> None:
         """A line for each row; lists and maps as JSON-like text, ci95 as two columns."""
         rows = [_flat(row) for row in self.rows]
-        with _parent(path).open("w", encoding="utf-8", newline="") as file:
+        with writing(path), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             writer.writeheader()
             writer.writerows(rows)
-
-
-def _parent(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _flat(row: EvalRow) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvreclaim.plan.families import COMPOSITE, DEFAULTS, EXPERTS, FAMILIES, TELL
 from kvreclaim.plan.shapes import Experts, LayerShape
 
 _MOST_LAYERS = 1024
+_LARGEST = 1 << 40
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -41,16 +42,31 @@ class ConfigReader:
         return self.config.get(key, DEFAULTS[self.kind].get(key, default))
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Raises: InvalidArgumentError if it is missing or another thing."""
+        """A positive integer of sense. Raises: InvalidArgumentError if it is missing or another thing."""
         value: Any = self.get(key)
         value = default if value is None else value
         require(value is not None, f"config.json of {self.name} ({self.kind}) lacks {key}; add it.", "model")
         require(
-            is_int(value) and value > 0,
-            f"config.json of {self.name}: {key} is {value!r}; it must be an integer >= 1.",
+            is_int(value) and 0 < value <= _LARGEST,
+            f"config.json of {self.name}: {key} is {_short(value)}; it must be an integer from 1 to "
+            f"{_LARGEST}.",
             "model",
         )
         return int(value)
+
+    def count(self, key: str) -> int:
+        """As number, or 0, which null and nothing are, too."""
+        return self.number(key) if self.get(key) else 0
+
+    def numbers(self, key: str) -> list[int] | None:
+        """A list of integers; None where there is none. Raises: InvalidArgumentError."""
+        value = self.get(key)
+        require(
+            value is None or (isinstance(value, list) and all(map(is_int, value))),
+            f"config.json of {self.name}: {key} is {_short(value)}; it must be a list of integers.",
+            "model",
+        )
+        return value
 
     def says(self, switch: Switch) -> bool:
         return bool(self.get(switch)) if isinstance(switch, str) else switch
@@ -71,10 +87,10 @@ class ConfigReader:
         read |= {"kv_lora_rank"} if family.latent else set()
         for key in TELLING:
             value = self.config.get(key)
-            plain = key == "layer_types" and value and set(value) == {_FULL}
+            plain = key == "layer_types" and isinstance(value, list) and all(kind == _FULL for kind in value)
             if value and not plain and key not in read:
                 raise UnsupportedModelError(
-                    f"config.json of {self.name} has {key} = {str(value)[:60]}, which changes what is "
+                    f"config.json of {self.name} has {key} = {_short(value)}, which changes what is "
                     f"cached, and models of type {self.kind} are not known with it; a plan would be wrong."
                 )
 
@@ -89,11 +105,11 @@ class ConfigReader:
         types = self.get("layer_types") if how not in ("all", "all_if_used") else None
         if types is None:
             types = self._default_types(count)
-        strange = sorted({*map(str, types)} - {_FULL, narrow})
-        if strange or len(types) != count:
+        known = isinstance(types, list) and all(kind in (_FULL, narrow) for kind in types)
+        if not known or len(types) != count:
             raise UnsupportedModelError(
-                f"config.json of {self.name}: layer_types has {len(types)} entries for {count} layers, of "
-                f"the types {', '.join(sorted({*map(str, types)}))}; known are {_FULL} and {narrow}."
+                f"config.json of {self.name}: layer_types is {_short(types)}; for {count} layers it must "
+                f"have as many entries, each {_FULL} or {narrow}."
             )
         window = self.number(key)
         return [window if kind == narrow else None for kind in types]
@@ -107,7 +123,7 @@ class ConfigReader:
             return [_SLIDING if n >= first else _FULL for n in range(count)]
         if how in ("types_if_used", "chunks"):
             every = self.number("no_rope_layer_interval")
-            rotated = self.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
+            rotated = self.numbers("no_rope_layers") or [(n + 1) % every for n in range(count)]
             turned, still = (_CHUNKED, _FULL) if how == "chunks" else (_FULL, _SLIDING)
             return [turned if each else still for each in rotated]
         pattern = self.number(*pattern) if isinstance(pattern, tuple) else pattern or count + 1
@@ -159,7 +175,7 @@ class ConfigReader:
             plain += (2 * size + hidden) * self.says(family.mlp_bias)
         else:
             plain += experts.count * (hidden + family.router_bias)
-            if shared := self.get(family.shared) if isinstance(family.shared, str) else family.shared:
+            if shared := self.count(family.shared) if isinstance(family.shared, str) else family.shared:
                 size = shared * self.number("moe_intermediate_size", self.get("intermediate_size"))
                 linear += 3 * hidden * size
                 plain += (2 * size + hidden) * self.says(family.mlp_bias)
@@ -169,11 +185,12 @@ class ConfigReader:
     def _has_experts(self, number: int) -> bool:
         if not self.family.experts:
             return False
-        if (chosen := self.get("moe_layers")) is not None:
+        if (chosen := self.numbers("moe_layers")) is not None:
             return number in chosen
         step = self.number("decoder_sparse_step", self.get("interleave_moe_layer_step", 1))
-        dense = number < (self.get("first_k_dense_replace") or 0)
-        return not dense and number not in (self.get("mlp_only_layers") or ()) and (number + 1) % step == 0
+        if number < self.count("first_k_dense_replace"):
+            return False
+        return number not in (self.numbers("mlp_only_layers") or ()) and (number + 1) % step == 0
 
     def _experts(self) -> Experts:
         hidden = self.number("hidden_size")
@@ -185,3 +202,9 @@ class ConfigReader:
             linear=3 * hidden * size,
             plain=(2 * size + hidden) * self.family.expert_bias,
         )
+
+
+def _short(value: Any) -> str:
+    """As a message can hold it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvreclaim.checks import require
+from kvreclaim.checks import parse_json, require
 from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.config_reader import ConfigReader
@@ -24,19 +24,24 @@ def bundled_models() -> dict[str, Path]:
     """Files of configs that come with the package, by each of their names, the hub's id first."""
     names: dict[str, Path] = {}
     for path in sorted(BUNDLED.glob("*.json")):
-        about = json.loads(path.read_text(encoding="utf-8"))[ABOUT]
+        about = parse_json(path.read_text(encoding="utf-8"))[ABOUT]
         names.update(dict.fromkeys(about["names"], path))
     return names
 
 
 def load_shape(model: str | Path) -> ModelShape:
-    """Of a bundled name (whatever its case), a directory with a config.json, or such a file.
+    """Of a bundled name (whatever its case), a directory with a config.json, such a file, or a GGUF file.
 
     Raises: InvalidArgumentError if there is none, UnsupportedModelError if its layers are not known here.
     """
     path = _find(str(model))
+    if path.suffix.lower() == ".gguf":
+        from kvreclaim.plan import gguf
+
+        index = gguf.read_index(path)
+        return gguf.weighed(shape_of(gguf.config_of(index, path), path.stem), index, path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(
             f"--model: {str(path)!r} cannot be read as JSON ({error}); name a transformers config.json.",
@@ -45,16 +50,14 @@ def load_shape(model: str | Path) -> ModelShape:
     require(
         isinstance(config, dict), f"--model: {str(path)!r} holds no JSON object; name a config.json.", "model"
     )
-    about = config.pop(ABOUT, None)
-    name = about["names"][0] if about else path.parent.name if path.name == "config.json" else path.stem
-    return shape_of(config, name)
+    if path.parent == BUNDLED:
+        return shape_of(config, config[ABOUT]["names"][0])
+    return shape_of(config, path.parent.name if path.name == "config.json" else path.stem)
 
 
 def _find(model: str) -> Path:
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
+    path = Path(model, "config.json") if os.path.isdir(model) else Path(model)
+    if os.path.isfile(path):
         return path
     known = bundled_models()
     by_case = {name.lower(): file for name, file in known.items()}
@@ -62,8 +65,8 @@ def _find(model: str) -> Path:
         return found
     listed = ", ".join(dict.fromkeys(_first_names()))
     raise InvalidArgumentError(
-        f"--model {model!r} is no directory with a config.json, no such file, and none of the configs that "
-        f"come with kvreclaim: {listed}.",
+        f"--model {model!r} is no directory with a config.json, no such file, no .gguf file, and none of the "
+        f"configs that come with kvreclaim: {listed}.",
         field="model",
     )
 

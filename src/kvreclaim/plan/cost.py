@@ -10,8 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvreclaim.checks import require
+from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.outputs import write_text
 
 VERSION = 1
 
@@ -90,15 +91,15 @@ class Linear:
         return self.move * num_blocks
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """As JSON. Raises: InvalidArgumentError."""
         whole = {"version": VERSION, "kind": type(self).__name__} | asdict(self)
-        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(whole, indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Linear:
         """What save wrote, of either kind. Raises: InvalidArgumentError."""
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InvalidArgumentError(
                 f"{path} cannot be read as the JSON of a calibration ({error}); make one with "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
 
 PROMPT = ("input_length", "ContextTokens", "input_toks", "input_tokens", "prompt_tokens")
@@ -24,6 +25,7 @@ OUTPUT = (
     "completion_tokens",
 )
 SECONDS, MILLISECONDS, DATES = ("arrival_s", "arrival_time"), ("timestamp",), ("TIMESTAMP",)
+LONGEST = 1 << 40
 Integers = NDArray[np.int64]
 
 
@@ -67,10 +69,10 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             start = file.readline()
             file.seek(0)
             if start.lstrip().startswith("{"):
-                yield from (json.loads(line) for line in file if line.strip())
+                yield from (parse_json(line) for line in file if line.strip())
             else:
                 yield from csv.DictReader(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InvalidArgumentError(
             f"--trace {str(path)!r} cannot be read ({error}); pass Azure's CSV, or JSON lines with "
             f"{PROMPT[0]} and {OUTPUT[0]}.",
@@ -81,22 +83,28 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def _row(path: Path, number: int, row: Mapping[str, Any]) -> tuple[int, int, float | None]:
     try:
         prompt, output = (int(next(row[key] for key in keys if key in row)) for keys in (PROMPT, OUTPUT))
-        if prompt < 1 or output < 0:
-            raise ValueError("a length is below 0")
+        if not (1 <= prompt <= LONGEST and 0 <= output <= LONGEST):
+            raise ValueError("a length is below 0, or of no sequence")
         return prompt, output, _time(row)
-    except (StopIteration, RuntimeError, TypeError, ValueError) as error:
+    except (StopIteration, RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"--trace {str(path)!r}, request {number} has no lengths ({str(dict(row))[:80]}); write "
+            f"--trace {str(path)!r}, request {number} has no lengths ({str(row)[:80]}); write "
             f"{PROMPT[0]} and {OUTPUT[0]}, or the columns of Azure's traces.",
             field="trace",
         ) from error
+
+
+def _finite(value: float) -> float:
+    if not isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return value
 
 
 def _time(row: Mapping[str, Any]) -> float | None:
     for keys, scale in ((SECONDS, 1.0), (MILLISECONDS, 1e-3)):
         for key in keys:
             if row.get(key) is not None:
-                return float(row[key]) * scale
+                return _finite(float(row[key])) * scale
     for key in DATES:
         if row.get(key):
             return datetime.fromisoformat(str(row[key])[:26]).timestamp()

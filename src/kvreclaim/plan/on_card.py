@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvreclaim.checks import require
@@ -13,7 +14,7 @@ from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.pool import Fit, Pool, activation_bytes, binds, card_memory, fit, make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.sections import Answer, Section
-from kvreclaim.plan.weights import WeightFormat, weight_bytes, weight_format
+from kvreclaim.plan.weights import WeightBytes, WeightFormat, weight_bytes, weight_format
 
 GIB = 1 << 30
 
@@ -22,7 +23,7 @@ def on_card(answer: Answer, cache: Cache, asked: Asked) -> None:
     """Blocks, the longest context, sequences at once, what binds; then what a trace's lengths say."""
     card = None if asked.gpu is None else find_card(asked.gpu).overridden(price=asked.price)
     require(
-        asked.calibration is None or Path(asked.calibration).is_file(),
+        asked.calibration is None or os.path.isfile(asked.calibration),
         f"--calibration {asked.calibration!r} is no file; make one with `kvreclaim calibrate-speed`.",
         "calibration",
     )
@@ -122,12 +123,8 @@ def _memory(
     if card is not None and asked.memory_bytes is None:
         who = f"reported by {card.reported_by}" if card.reported_bytes else "the data sheet's"
         section.step(f"memory of {card.name}: {card.usable_bytes:,} bytes, {who}; table of {card.date}")
-    why = f" ({weights.why})" if weights.why else ""
-    section.step(
-        f"weights: {words.billions(sizes.linear_params)} linear x {weights.bits:g} bits{why}, "
-        f"{words.billions(sizes.plain_params)} others (embedding, head, norms) = {sizes.total:,} bytes"
-        + ("" if asked.tensor_parallel_size == 1 else f", / {asked.tensor_parallel_size}")
-    )
+    divided = "" if asked.tensor_parallel_size == 1 else f", / {asked.tensor_parallel_size}"
+    section.step(f"weights: {_counted(sizes, weights)} = {sizes.total:,} bytes{divided}")
     if asked.other_gib is None:
         section.step(
             f"other: activations of {asked.max_num_batched_tokens:,} tokens, {activation_bytes(cache):,} "
@@ -139,6 +136,16 @@ def _memory(
         f"= {pool.kv_bytes:,} bytes"
     )
     section.step(f"/ {pool.block_bytes:,} bytes a block = {pool.num_blocks:,} blocks")
+
+
+def _counted(sizes: WeightBytes, weights: WeightFormat) -> str:
+    if weights.scope == "file":
+        return f"the file's tensors, {weights.why}"
+    why = f" ({weights.why})" if weights.why else ""
+    return (
+        f"{words.billions(sizes.linear_params)} linear x {weights.bits:g} bits{why}, "
+        f"{words.billions(sizes.plain_params)} others (embedding, head, norms)"
+    )
 
 
 def _sequences(section: Section, cache: Cache, asked: Asked, pool: Pool, found: Fit) -> None:

@@ -88,12 +88,27 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What a file's tensors measure, where they are of several kinds.
+
+    kinds:  of tensors, with how many there are of each, the most first
+    total:  bytes; routed: of routed experts; looked_up: of an embedding that is no head, too
+    """
+
+    kinds: tuple[tuple[str, int], ...]
+    total: int
+    routed: int
+    looked_up: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder. num_params and the like count numbers, not bytes.
 
     dtype:        that the checkpoint is in; a name of KV_CACHE_DTYPES, or whatever its config says
     embedding:    numbers of the embedding; the head has as many, and is the same where tied
     quantization: how the checkpoint's linear weights are stored, as `plan.weights` names it; None: in dtype
+    stored:       the weights of the file that the shape was read from; None: of none
     notes:        sentences that an answer should carry: what was not counted
     """
 
@@ -107,6 +122,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     final_plain: int
     quantization: str | None = None
+    stored: StoredWeights | None = None
     notes: tuple[str, ...] = ()
 
     @property

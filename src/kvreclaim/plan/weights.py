@@ -10,9 +10,9 @@ from typing import Any, Literal
 from kvreclaim.checks import require
 from kvreclaim.config import KV_CACHE_DTYPE_ALIASES
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.plan.shapes import ModelShape
+from kvreclaim.plan.shapes import ModelShape, StoredWeights
 
-Scope = Literal["linear", "experts", "all"]
+Scope = Literal["linear", "experts", "all", "file"]
 UNKNOWN = "unknown:"
 PLAIN_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
 
@@ -22,7 +22,8 @@ class WeightFormat:
     """How a checkpoint stores its weights.
 
     bits:  of a linear weight, with its share of scales and zero points
-    scope: what is stored so: linear weights and experts, experts alone, or everything
+    scope: what is stored so: linear weights and experts, experts alone, everything; file: as the tensors of
+           the file are, whose bits differ
     """
 
     name: str
@@ -61,6 +62,8 @@ def weight_format(said: str, shape: ModelShape) -> WeightFormat:
     Raises: InvalidArgumentError.
     """
     name = KV_CACHE_DTYPE_ALIASES.get(said, said) if said != "fp8" else said
+    if name == "auto" and shape.stored is not None:
+        return _as_in_file(shape.stored)
     if name == "auto":
         name = shape.quantization or dtype_of(shape)
         require(
@@ -73,9 +76,10 @@ def weight_format(said: str, shape: ModelShape) -> WeightFormat:
         return WEIGHTS[name]
     try:
         if name.startswith("group:"):
-            _, width, group = name.split(":")
-            return grouped(f"{width} bits in groups of {group}", int(width), int(group))
-        bits = float(name)
+            width, group = map(int, name.split(":")[1:])
+            if 1 <= width <= 32 and group >= 1:
+                return grouped(f"{width} bits in groups of {group}", width, group)
+        bits = 0.0 if name.startswith("group:") else float(name)
     except ValueError:
         bits = 0.0
     require(
@@ -85,6 +89,13 @@ def weight_format(said: str, shape: ModelShape) -> WeightFormat:
         "weights",
     )
     return WeightFormat(f"{bits:g} bits", bits)
+
+
+def _as_in_file(stored: StoredWeights) -> WeightFormat:
+    """Named after the kind of most tensors with few bits."""
+    named = [kind for kind, _ in stored.kinds if kind not in ("F32", "F16", "BF16")]
+    why = ", ".join(f"{count} {kind}" for kind, count in stored.kinds)
+    return WeightFormat(" + ".join(named) or stored.kinds[0][0], 0.0, "file", why)
 
 
 def dtype_of(shape: ModelShape) -> str:
@@ -113,13 +124,23 @@ class WeightBytes:
 
 def weight_bytes(shape: ModelShape, form: WeightFormat) -> WeightBytes:
     """Embedding, head, norms and routers in the model's dtype, the rest as the format stores it."""
-    plain_bits = form.bits if form.scope == "all" else PLAIN_BITS[dtype_of(shape)]
-    linear_bits = plain_bits if form.scope == "experts" else form.bits
     linear = sum(layer.linear for layer in shape.layers)
     routed = sum(x.experts.count * x.experts.linear for x in shape.layers if x.experts)
     routed_plain = sum(x.experts.count * x.experts.plain for x in shape.layers if x.experts)
     tables = shape.embedding if shape.tied else 2 * shape.embedding
     plain = shape.final_plain + sum(layer.plain for layer in shape.layers) + tables
+    if form.scope == "file":
+        assert shape.stored is not None, "a format of a file's tensors is made of them"
+        stored = shape.stored
+        return WeightBytes(
+            total=stored.total,
+            dense=stored.total - stored.routed - stored.looked_up,
+            routed=stored.routed,
+            linear_params=linear + routed,
+            plain_params=plain + routed_plain,
+        )
+    plain_bits = form.bits if form.scope == "all" else PLAIN_BITS[dtype_of(shape)]
+    linear_bits = plain_bits if form.scope == "experts" else form.bits
     routed_bytes = (routed * form.bits + routed_plain * plain_bits) / 8
     dense = (linear * linear_bits + plain * plain_bits) / 8
     read = dense - (0 if shape.tied else shape.embedding * plain_bits / 8)

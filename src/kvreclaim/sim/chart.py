@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvreclaim.outputs import writing
+
 COLORS = ("#d62728", "#2ca02c", "#1f77b4", "#9467bd")
 PANELS = (
     ("blocks", "blocks in use"),
@@ -39,8 +41,8 @@ def chart(reports: Mapping[str, dict[str, Any]], out: Path) -> None:
         f"{first['trace']}: {first['requests']:,} requests, {first['replicas']} replicas, {first['router']}"
     )
     figure.suptitle(title, fontsize=11)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    with writing(out):
+        figure.savefig(out, dpi=120)
 
 
 def _line(axis: Axes, timeline: dict[str, list[Any]], what: str, name: str, color: str) -> None:

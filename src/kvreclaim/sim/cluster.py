@@ -36,7 +36,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a simulation. refused: requests that no replica could ever run."""
+    """What came of a simulation. refused: requests that no replica could ever run; why: how many of them, by
+    the reason."""
 
     records: list[Record]
     refused: list[Asked]
@@ -44,6 +45,7 @@ class Outcome:
     samples: list[Sample]
     makespan_s: float = 0.0
     memory: list[MemoryStats] = field(default_factory=list)
+    why: Counter[str] = field(default_factory=Counter)
 
     @property
     def preemptions(self) -> Counter[str]:
@@ -138,8 +140,9 @@ class Cluster:
         chosen = self.router.choose(known)
         replica = self.replicas[chosen]
         seq = replica.sequence(number, asked, now)
-        if seq is None:
+        if isinstance(seq, str):
             self._out.refused.append(asked)
+            self._out.why[seq] += 1
             return
         self.router.loads[chosen] += 1
         if self.scrape_s:

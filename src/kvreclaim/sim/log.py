@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from kvreclaim.checks import parse_json
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sim.request import Asked
 
@@ -55,15 +55,15 @@ def read_log(path: Path) -> list[Logged]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read ({error}); pass {FORMATS}.", field="log") from None
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError:
         whole = None
     try:
         if isinstance(whole, dict) and "start_times" in whole:
             rows = _of_lists(whole)
         else:
-            rows = [_of_line(json.loads(line)) for line in text.splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+            rows = [_of_line(parse_json(line)) for line in text.splitlines() if line.strip()]
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise InvalidArgumentError(
             f"{path} is no log of requests ({what}); pass {FORMATS}.", field="log"

@@ -34,7 +34,7 @@ class Machine:
     """Of one replica. Raises: InvalidArgumentError."""
 
     model: str = option(
-        "meta-llama/Llama-3.1-8B", "A config.json, its directory, or one of the bundled names."
+        "meta-llama/Llama-3.1-8B", "A config.json, its directory, a .gguf file, or one of the bundled names."
     )
     gpu: str | None = option(None, "The card: H100, 4090 and so on.")
     tensor_parallel_size: int = option(1, "Cards of a replica.", low=1, high=64)

@@ -20,6 +20,8 @@ from kvreclaim.sim.settings import Settings
 
 SCATTER = 2654435761
 """Numbers of requests times this are spread evenly over all remainders."""
+PAST_LIMIT = "the prompt leaves no token below max_model_len"
+PAST_POOL = "the prompt takes more blocks than the pool has"
 
 
 class Leap:
@@ -82,13 +84,15 @@ class Replica:
     def is_busy(self) -> bool:
         return self.leap is not None or self._plan is not None
 
-    def sequence(self, number: int, asked: Asked, arrival_s: float) -> Simulated | None:
-        """A request as this engine would take it; None if it can never run here."""
+    def sequence(self, number: int, asked: Asked, arrival_s: float) -> Simulated | str:
+        """A request as this engine would take it, or why it can never run here."""
         settings, footprint = self.settings, self._footprint(number)
         prompt, blocks = asked.num_prompt, settings.num_blocks
         longest = settings.max_model_len or 1 << 40
-        if prompt >= longest or excess_slots(prompt, prompt + 1, footprint, blocks) > 0:
-            return None
+        if prompt >= longest:
+            return PAST_LIMIT
+        if excess_slots(prompt, prompt + 1, footprint, blocks) > 0:
+            return PAST_POOL
         limit = longest_output(prompt, min(longest, prompt + asked.num_output), footprint, blocks)
         return Simulated(
             seq_id=number,

@@ -76,6 +76,7 @@ def describe(scenario: Scenario, outcome: Outcome, wall_s: float) -> dict[str, A
         "trace": trace.name,
         "requests": count,
         "refused": len(outcome.refused),
+        "refused_by_reason": dict(outcome.why),
         "replicas": len(replicas),
         "router": scenario.router,
         "simulated_s": outcome.makespan_s,

@@ -28,7 +28,7 @@ class LosslessPlan:
         None, f"Model directory, or {DEMO}; the real model, else the demo model, where not said."
     )
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=DTYPES)
-    threads: int = option(2, THREADS, low=1)
+    threads: int = option(2, THREADS, low=1, high=1024)
     contexts: tuple[int, ...] = option((16384,), "Tokens of each prompt, comma-separated.")
     batches: tuple[int, ...] = option((1, 8), "Sequences at once, comma-separated.")
     policy: str = option("streaming_llm", "That drafts, and that compresses in the lossy system.")

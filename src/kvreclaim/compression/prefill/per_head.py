@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import require
+from kvreclaim.checks import parse_json, require
 from kvreclaim.compression.prefill.method import SparsePrefill, Tiles
 from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.outputs import write_text
 
 FORMAT = "kvreclaim sparse prefill patterns 1"
 PATTERNS = {cls.name: cls for cls in (AShape, VerticalSlash, BlockSparse)}
@@ -32,16 +33,16 @@ class Patterns:
     heads: tuple[tuple[int, ...], ...]
 
     def save(self, path: str | Path) -> None:
-        """Write them as JSON. Raises: OSError."""
+        """Write them as JSON. Raises: InvalidArgumentError."""
         methods = [{"name": method.name, **_own(method)} for method in self.methods]
         told = {"format": FORMAT, "model": self.model, "methods": methods, "heads": self.heads}
-        Path(path).write_text(json.dumps(told) + "\n", encoding="utf-8")
+        write_text(Path(path), json.dumps(told) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Patterns:
         """Raises: InvalidArgumentError for a file that is none of these."""
         try:
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            told = parse_json(Path(path).read_text(encoding="utf-8"))
             require(told.pop("format") == FORMAT, "it is of another format")
             methods = tuple(PATTERNS[each.pop("name")](**each) for each in told["methods"])
             heads = tuple(tuple(map(int, layer)) for layer in told["heads"])

@@ -17,6 +17,7 @@ from rich.table import Table
 from kvreclaim.bench.common import machine
 from kvreclaim.demo.card.plan import MIB, REFUSED, CardPlan, CardReport, CardRun, Setup
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.outputs import write_text, writing
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 """For the child's malloc: large pieces are unmapped as soon as they are free, and no longer counted."""
@@ -66,12 +67,11 @@ def present(report: CardReport, console: Console, out: Path, json_file: Path | N
     for run in report.runs:
         if run.said:
             console.print(f"{run.name}: {run.said}", style="dim")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draw(report, out)
+    with writing(out):
+        draw(report, out)
     console.print(f"chart: {out}")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_text(json_file, report.model_dump_json(indent=1) + "\n")
         console.print(f"figures: {json_file}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -11,12 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvreclaim.checks import check_choice, is_int, require
+from kvreclaim.checks import check_choice, is_int, parse_json, require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.traces.trace import Trace
 
 MOONCAKE_PIECE = 512
+LONGEST, LATEST = 1 << 40, 1e12
+"""Tokens, and seconds or milliseconds, beyond which a number is none of a request."""
 
 
 def read_trace(path: Path, form: str = "auto", *, piece: int = MOONCAKE_PIECE) -> Trace:
@@ -58,22 +59,22 @@ def _mooncake(lines: list[str], piece: int) -> Trace:
 
 
 def _hashed(row: Mapping[str, Any], number: int, piece: int) -> Asked:
-    prompt, ids = _count(row, "input_length", number), row.get("hash_ids") or ()
+    prompt, ids = _count(row, "input_length", number), _ids(row, "hash_ids", number)
     require(
-        isinstance(ids, list | tuple) and len(ids) in (0, -(-prompt // piece)),
-        f"line {number}: hash_ids has {len(ids) if isinstance(ids, list) else ids!r} entries for "
+        len(ids) in (0, -(-prompt // piece)),
+        f"line {number}: hash_ids has {len(ids)} entries for "
         f"{prompt} tokens; ids of {piece} tokens each would be {-(-prompt // piece)}; pass --piece.",
         "trace",
     )
     output = max(1, _count(row, "output_length", number, least=0))
     arrival = _number(row, "timestamp", number) / 1000
-    return Asked(arrival, prompt, output, tuple(ids), piece, prompt if ids else 0)
+    return Asked(arrival, prompt, output, ids, piece, prompt if ids else 0)
 
 
 def _azure(lines: list[str], piece: int) -> Trace:
     """TIMESTAMP, ContextTokens, GeneratedTokens; nothing about content."""
     asked = []
-    for number, row in enumerate(csv.DictReader(lines), 2):
+    for number, row in enumerate(_csv_rows(lines), 2):
         require(
             row.keys() >= {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
             f"line 1: the columns are {', '.join(map(str, row))}; needed are TIMESTAMP, ContextTokens and "
@@ -83,6 +84,13 @@ def _azure(lines: list[str], piece: int) -> Trace:
         prompt, output = (_digits(row[name], name, number) for name in ("ContextTokens", "GeneratedTokens"))
         asked.append(Asked(_date_s(row["TIMESTAMP"], number), max(1, prompt), max(1, output)))
     return Trace(asked, knows_content=False)
+
+
+def _csv_rows(lines: list[str]) -> Iterator[dict[str, Any]]:
+    try:
+        yield from csv.DictReader(lines)
+    except csv.Error as error:
+        raise InvalidArgumentError(f"--trace is no CSV: {error}.", field="trace") from None
 
 
 def _date_s(text: str, number: int) -> float:
@@ -109,7 +117,7 @@ def _aiperf(lines: list[str], piece: int) -> Trace:
         if "session_id" not in row:
             alone.append(asked)
             continue
-        session = turns.setdefault(row["session_id"], [])
+        session = turns.setdefault(_name(row, "session_id", number), [])
         if session:
             asked = replace(asked, arrival_s=_number({"delay": 0, **row}, "delay", number) / 1000)
         session.append(replace(asked, session=list(turns).index(row["session_id"])))
@@ -127,9 +135,8 @@ def _own(lines: list[str], piece: int) -> Trace:
         strange = sorted(row.keys() - _OWN)
         require(not strange, f"line {number} has {', '.join(strange)}; known are {', '.join(_OWN)}.", "trace")
         prompt = _count(row, "prompt_tokens", number)
-        size, ids = row.get("piece", piece), tuple(row.get("ids") or ())
-        require(is_int(size) and size > 0, f"line {number}: piece is {size!r}; it is a number >= 1.", "trace")
-        session = row.get("session")
+        size = _count({"piece": piece, **row}, "piece", number)
+        ids, session = _ids(row, "ids", number), _name(row, "session", number)
         asked = Asked(
             _number(row, "arrival_s", number) if "arrival_s" in row else 0.0,
             prompt,
@@ -138,7 +145,7 @@ def _own(lines: list[str], piece: int) -> Trace:
             size,
             min(prompt, len(ids) * size),
             tail=None if session is None else ("session", session),
-            priority=row.get("priority", 0),
+            priority=_priority(row, number),
         )
         knows = knows or bool(ids) or session is not None
         if session is None:
@@ -174,7 +181,7 @@ def _objects(lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: str, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise InvalidArgumentError(f"line {number} is no JSON: {error}.", field="trace") from None
     require(isinstance(row, dict), f"line {number} is no JSON object; write one a line.", "trace")
@@ -184,19 +191,45 @@ def _object(line: str, number: int) -> dict[str, Any]:
 def _number(row: Mapping[str, Any], name: str, number: int) -> float:
     value = row.get(name)
     require(
-        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
-        f"line {number}: {name} is {value!r}; it must be a number >= 0.",
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST,
+        f"line {number}: {name} is {value!r}; it must be a number from 0 to {LATEST:g}.",
         "trace",
     )
     assert isinstance(value, int | float)
     return float(value)
 
 
+def _ids(row: Mapping[str, Any], name: str, number: int) -> tuple[Any, ...]:
+    value = row.get(name) or ()
+    require(
+        isinstance(value, list | tuple) and all(isinstance(each, int | str) for each in value),
+        f"line {number}: {name} is {str(value)[:60]!r}; it must be a list of numbers or names.",
+        "trace",
+    )
+    return tuple(value)
+
+
+def _name(row: Mapping[str, Any], name: str, number: int) -> int | str | None:
+    value = row.get(name)
+    require(
+        value is None or isinstance(value, int | str),
+        f"line {number}: {name} is {str(value)[:60]!r}; it must be a number or a name.",
+        "trace",
+    )
+    return value
+
+
+def _priority(row: Mapping[str, Any], number: int) -> int:
+    value: Any = row.get("priority", 0)
+    require(is_int(value), f"line {number}: priority is {value!r}; it must be an integer.", "trace")
+    return int(value)
+
+
 def _count(row: Mapping[str, Any], name: str, number: int, least: int = 1) -> int:
     value: Any = row.get(name)
     require(
-        is_int(value) and value >= least,
-        f"line {number}: {name} is {value!r}; it must be an integer >= {least}.",
+        is_int(value) and least <= value <= LONGEST,
+        f"line {number}: {name} is {value!r}; it must be an integer from {least} to {LONGEST}.",
         "trace",
     )
     return int(value)
@@ -204,7 +237,7 @@ def _count(row: Mapping[str, Any], name: str, number: int, least: int = 1) -> in
 
 def _digits(text: str | None, name: str, number: int) -> int:
     require(
-        text is not None and text.strip().isdecimal(),
+        text is not None and text.strip().isdecimal() and len(text.strip()) <= len(str(LONGEST)),
         f"line {number}: {name} is {text!r}; it must be a number of tokens.",
         "trace",
     )
