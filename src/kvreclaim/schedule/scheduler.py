@@ -221,12 +221,18 @@ class Scheduler(Generic[Seq]):
         found = []
         for seq in sequences:
             if seq.status is Status.RUNNING and seq.is_due:
-                done = compress(
-                    seq.seq_id, seq.num_computed, seq.num_prompt, seq.footprint, seq.account, self.memory
-                )
-                assert done is not None, f"{seq.seq_id}: {self.memory.stats()}, {seq.footprint}"
-                found.append(done)
+                found.append(self._pass(seq))
         return found
+
+    def _pass(self, seq: Seq) -> Pass[int]:
+        """The pass of one that is due; companions may have taken blocks since the step was planned."""
+        lengths = seq.num_computed, seq.num_prompt
+        while True:
+            done = compress(seq.seq_id, *lengths, seq.footprint, seq.account, self.memory)
+            if done is not None:
+                return done
+            gave = self._companion_gives_way()
+            assert gave, f"sequence {seq.seq_id} lacks blocks for its pass: {self.memory.stats()}"
 
     def compressed(self, done: Pass[int], gone: ListLike[int], prompt_slots: int | None) -> Pass[int]:
         """take_choice of a sequence that runs."""

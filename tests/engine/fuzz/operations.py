@@ -258,7 +258,7 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             sparse=None,
             reuse=None,
             recall=None,
-            verify=0,
+            verify=random.choice((0, 0, 0, 4)),
             compress_at=each.compress_at if random.random() < 0.3 else None,
         )
         if isinstance(each, Ask)
