@@ -218,11 +218,7 @@ class Scheduler(Generic[Seq]):
 
         A pass under Way.MASK or Way.BLOCKS is to be followed by `compressed`.
         """
-        found = []
-        for seq in sequences:
-            if seq.status is Status.RUNNING and seq.is_due:
-                found.append(self._pass(seq))
-        return found
+        return [self._pass(seq) for seq in sequences if seq.status is Status.RUNNING and seq.is_due]
 
     def _pass(self, seq: Seq) -> Pass[int]:
         """The pass of one that is due; companions may have taken blocks since the step was planned."""
