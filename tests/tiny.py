@@ -206,11 +206,13 @@ def save_model(family: str, directory: Path, *, seed: int = 5, **overrides: Any)
         model.generation_config.eos_token_id = overrides.get("eos_token_id")
     model.save_pretrained(directory)
     if family == "llama":
-        tokenizer().save_pretrained(directory)
+        tokenizer(eos_token=None).save_pretrained(
+            directory
+        )  # where none is asked for, nothing ends an output
     return Path(directory)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(eos_token: str | None = "<eos>") -> PreTrainedTokenizerFast:
     """Byte-level: ids 0 to 255 are bytes, then a few merged words, then <eos>; encodes any text."""
     alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("e", "n"), ("en", "d"), ("t", "h"), ("th", "e"), ("s", "t"), ("o", "p")]
@@ -219,7 +221,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<eos>", special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos_token)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -17,6 +18,7 @@ from gguf import GGMLQuantizationType as Form
 from transformers import PreTrainedModel
 
 EOS = 262
+CONTROL = 265
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -56,6 +58,9 @@ def write(
     without: str = "",
     beside: Sequence[str] = (),
     scaling: str = "none",
+    controls: Sequence[str] = (),
+    ends: Mapping[str, int] = MappingProxyType({"eos": EOS}),
+    template: str = tiny.CHAT_TEMPLATE,
     **overrides: Any,
 ) -> PreTrainedModel:
     """The model that transformers should make of the file; its vectors are F32.
@@ -67,6 +72,8 @@ def write(
     without: a tensor that is left out
     beside:  further tensors, of 8 numbers each
     scaling: of rotary positions
+    controls: texts of control tokens, from CONTROL on
+    ends:    ids that the header names, by kind
     overrides: fields of the model's config
     """
     model = tiny.build(family, eos_token_id=EOS, **(FAMILIES[family] | overrides))
@@ -74,7 +81,10 @@ def write(
     writer = gguf.GGUFWriter(file, architecture)
     _write_config(writer, model.config)
     _write_rotation(writer, model.config, scaling)
-    _write_tokenizer(writer, pre)
+    _write_tokenizer(writer, pre, controls)
+    for kind, token in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", token)
+    writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -132,20 +142,19 @@ def _write_rotation(writer: gguf.GGUFWriter, config, scaling: str) -> None:
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, pre: str, controls: Sequence[str]) -> None:
     """tiny.tokenizer() with a merge of two line ends and one across a digit, filled up with unused tokens."""
     vocab = tiny.tokenizer().get_vocab()
     tokens = sorted(vocab, key=vocab.get)
     assert tokens[EOS] == "<eos>"
-    tokens += ["ĊĊ", "Ġ1", *(f"unused{i}" for i in range(tiny.VOCAB_SIZE - len(tokens) - 2))]
+    tokens += ["ĊĊ", "Ġ1", *controls]
+    tokens += [f"unused{i}" for i in range(tiny.VOCAB_SIZE - len(tokens))]
     plain, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([control if token == "<eos>" else plain for token in tokens])
+    writer.add_token_types([control if token in ("<eos>", *controls) else plain for token in tokens])
     writer.add_token_merges(["e n", "en d", "t h", "th e", "s t", "o p", "Ċ Ċ", "Ġ 1"])
-    writer.add_eos_token_id(EOS)
-    writer.add_chat_template(tiny.CHAT_TEMPLATE)
 
 
 def _num_heads(name: str, config) -> int | None:

@@ -58,28 +58,6 @@ def test_dtypes(stored: str, asked: str, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {want}
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "ids"),
-    [
-        (9, {"eos_token_id": 7}, {7}),
-        (9, {"eos_token_id": [7, 8]}, {7, 8}),
-        ([8, 9], {}, {8, 9}),
-        (9, None, {9}),
-        (None, {}, set()),
-    ],
-)
-def test_end_tokens_of_the_generation_config_come_before_those_of_the_config(
-    config, generation, ids, tmp_path: Path
-) -> None:
-    directory = tiny.save_model("qwen3", tmp_path, eos_token_id=config)
-    file = directory / "generation_config.json"
-    if generation is None:
-        file.unlink()
-    else:
-        file.write_text(json.dumps(generation))
-    assert load_model(directory).eos_token_ids == ids
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "float64", "FLOAT32", "", "torch.float32"])
 def test_an_unknown_dtype_lists_the_known_ones(dtype: str, tiny_dir) -> None:
     with pytest.raises(InvalidArgumentError, match="allowed are auto, float32, bfloat16, float16"):

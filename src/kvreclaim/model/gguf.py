@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreclaim.errors import FetchError
+from kvreclaim.model.ends import gguf_ends
 from kvreclaim.model.gguf_index import GgufIndex
 
 if TYPE_CHECKING:
@@ -43,17 +44,28 @@ def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> N
     """
     check_packages()
     try:
-        header, tokenizer, model, missing = _read(file)
+        index, tokenizer, model, missing = _read(file)
     except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
         reason = (str(error).strip() or "no reason given").split("\n", 1)[0]
         raise FetchError(
             f"{file.name} cannot be read as GGUF ({type(error).__name__}: {reason}); it is damaged or of an "
             "architecture that transformers does not read from GGUF: pass another file or a hub id."
         ) from error
+    header = header_of(index)
     _check_whole(file.name, header, model, missing)
     cut_as_trained(tokenizer, header.rule, say)
     model.save_pretrained(directory)
+    _write_ends(gguf_ends(index.fields, tokenizer, model.config), model.config, directory)
     tokenizer.save_pretrained(directory)
+
+
+def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
+    """Write the generation config, with one id or a list."""
+    from transformers import GenerationConfig
+
+    settings, ids = GenerationConfig.from_model_config(config), sorted(ends)
+    settings.update(eos_token_id=ids[0] if len(ids) == 1 else ids or None)
+    settings.save_pretrained(directory)
 
 
 @dataclass(frozen=True)
@@ -70,19 +82,19 @@ class Header:
     rotation: str | None
 
 
-def _read(file: Path) -> tuple[Header, Tokenizer, PreTrainedModel, set[str]]:
-    """The header, what transformers makes of the file, and the weights that it found no tensor for."""
+def _read(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel, set[str]]:
+    """The index, what transformers makes of the file, and the weights that it found no tensor for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    header = header_of(GgufIndex(file))
+    index = GgufIndex(file)
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     plain = GgufConfig(dequantize=True)
     how: Any = {"dtype": torch.bfloat16, "quantization_config": plain, "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **how)
     model, report = loaded
-    return header, tokenizer, model, set(report["missing_keys"])
+    return index, tokenizer, model, set(report["missing_keys"])
 
 
 def header_of(index: GgufIndex) -> Header:

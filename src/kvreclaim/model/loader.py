@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
 from kvreclaim.model.decoder import use_fast_layers
+from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.linears import use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
@@ -119,12 +120,18 @@ def load_model(
         os.path.basename(os.path.normpath(name)) if known else name,
         None if packed is None else packed.label,
     )
+    tokenizer = load_tokenizer(name)
+    ends = (
+        directory_ends(name, tokenizer, config)
+        if gguf is None
+        else gguf_ends(gguf.index.fields, tokenizer, config)
+    )
     use_token_positions(model)  # behind the probe, which looks for rotations alone
     return LoadedModel(
         model=model,
-        tokenizer=load_tokenizer(name),
+        tokenizer=tokenizer,
         facts=facts,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=ends,
         vocab_size=int(config.get_text_config().vocab_size),
         modules=modules,
     )
@@ -267,15 +274,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
             f"the tokenizer of model {name!r} cannot be read ({type(error).__name__}: {_first_line(error)}); "
             "repair its tokenizer files, or remove them to pass prompts as token ids."
         ) from error
-
-
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    sources = (model.generation_config, model.config.get_text_config())
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,101 @@
+"""The tokens that end an answer: all that a model's files name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+from kvreclaim.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+Ids = int | Iterable[int] | None
+WELL_KNOWN = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>"),
+        *("<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+    }
+)
+"""Texts of tokens that end an answer whether or not a GGUF header says so, as in llama.cpp."""
+ANSWER = "kvreclaim"
+logger = logging.getLogger(__name__)
+
+
+def gguf_ends(fields: Mapping[str, Any], tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
+    """Of a GGUF file with these fields."""
+    said = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return _ends(config, tokenizer, *said, _well_known(tokenizer))
+
+
+def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
+    """Of a directory or a hub id. Raises: InvalidArgumentError."""
+    return _ends(config, tokenizer, _generation_ends(name))
+
+
+def _ends(config: Any, tokenizer: Tokenizer | None, *said: Ids) -> frozenset[int]:
+    """What is said, and what tokenizer, chat template and config say.
+
+    A config's value that its class filled in counts only where nothing else is said: the 2 of LlamaConfig is
+    "#" in Llama 3.
+    """
+    if tokenizer is not None:
+        said = (*said, tokenizer.eos_token_id, _template_end(tokenizer))
+    parts = [config, config.get_text_config()]
+    ids = [(getattr(part, "eos_token_id", None), getattr(type(part), "eos_token_id", None)) for part in parts]
+    found = _all(*said, *(own for own, filled in ids if own != filled)) or _all(*(own for own, _ in ids))
+    num_tokens = config.get_text_config().vocab_size
+    return frozenset(i for i in found if 0 <= i < num_tokens)  # no other can be drawn, or forbidden
+
+
+def _all(*said: Ids) -> set[int]:
+    return {i for ids in said for i in ([ids] if isinstance(ids, int) else ids or ())}
+
+
+def _template_end(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template writes right behind an assistant's message."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception as error:  # templates are foreign code, and may want other messages than these
+        logger.warning(
+            "no end of a turn is read from the chat template, which takes no plain answer: %s", error
+        )
+        return None
+    _, answer, behind = text.rpartition(ANSWER)
+    first = tokenizer.encode(behind, add_special_tokens=False)[:1] if answer else []
+    return next((i for i in first if i in _special_tokens(tokenizer).values()), None)
+
+
+def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """Ids of special tokens by text."""
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return {str(token): i for i, token in added.items() if token.special}
+
+
+def _well_known(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Special tokens whose text says that they end an answer."""
+    texts = _special_tokens(tokenizer)
+    known = WELL_KNOWN - {"<|end|>"} if "<|return|>" in texts else WELL_KNOWN  # there messages end with it
+    return frozenset(texts[text] for text in known & texts.keys())
+
+
+def _generation_ends(name: str) -> Ids:
+    """What generation_config.json of a directory or a hub id says. Raises: InvalidArgumentError."""
+    file = cached_file(name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    try:
+        found: Ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"{GENERATION_CONFIG_NAME} of model {name!r} cannot be read ({error}); repair or remove it."
+        ) from error
+    return found
