@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
+import gguf
 import pytest
 import tiny
 import tiny_gguf
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
+from kvreclaim.model import checkpoint_file, gguf_weights
 from kvreclaim.model.gguf import convert_gguf
 from kvreclaim.model.loader import load_model
 
@@ -107,3 +111,54 @@ def test_without_its_package(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("kvreclaim.model.gguf.find_spec", {}.get)
     with pytest.raises(FetchError, match=r"needs gguf, .*pip install 'kvreclaim\[gguf\]'"):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+
+
+def written_by_transformers(file: Path, directory: Path, **how) -> dict[str, bytes]:
+    """The files of a model that transformers reads whole and writes whole, by name."""
+    plain = GgufConfig(dequantize=True)
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=plain)
+    model.save_pretrained(directory, **how)
+    return {
+        file.name: file.read_bytes() for file in directory.glob("*") if file.name != "generation_config.json"
+    }
+
+
+@pytest.mark.parametrize("most_bytes", ["50GB", "60KB"])
+@pytest.mark.parametrize("without", ["", "output.weight"], ids=["head", "tied"])
+def test_the_bytes_are_those_that_transformers_writes(
+    without: str, most_bytes: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(checkpoint_file, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(checkpoint_file, "AT_ONCE", 1000)
+    monkeypatch.setattr(gguf_weights, "AT_ONCE", 1000)
+    tiny_gguf.write(tmp_path / "tiny.gguf", without=without)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+    want = written_by_transformers(tmp_path / "tiny.gguf", tmp_path / "want", max_shard_size=most_bytes)
+    assert len(want) == (2 if most_bytes == "50GB" else 2 + len(list(tmp_path.glob("want/*.safetensors"))))
+    assert {name: (tmp_path / "made" / name).read_bytes() for name in want} == want
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gguf_weights, "AT_ONCE", 1000)
+    source, dequantize = tiny_gguf.write(tmp_path / "tiny.gguf"), gguf.dequantize
+    pieces: list[tuple[int, weakref.ref]] = []
+    before = tensors_alive()
+    known = {id(tensor) for tensor in before}
+
+    def watched(blocks, form):
+        assert not any(piece() is not None for _, piece in pieces), "the piece before is held"
+        assert {id(tensor) for tensor in tensors_alive()} <= known, "the tensor before is held"
+        numbers = dequantize(blocks, form)
+        pieces.append((numbers.size, weakref.ref(numbers)))
+        return numbers
+
+    monkeypatch.setattr(gguf, "dequantize", watched)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
+    assert sum(size for size, _ in pieces) == sum(p.numel() for p in source.parameters())
+    assert max(size for size, _ in pieces) <= 1000
+
+
+def tensors_alive() -> list[torch.Tensor]:
+    """Those with memory; isinstance would ask objects that warn when they are asked."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]

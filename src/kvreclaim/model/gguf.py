@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreclaim.errors import FetchError
+from kvreclaim.model.checkpoint_file import write_checkpoint
 from kvreclaim.model.ends import gguf_ends
 from kvreclaim.model.gguf_index import GgufIndex
+from kvreclaim.model.gguf_weights import GgufWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,28 +38,38 @@ def check_packages() -> None:
 
 
 def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> None:
-    """Write config, tokenizer, chat template and weights, dequantised to bf16, into an empty directory.
+    """Write config, tokenizer, chat template and weights, dequantised to bf16, into an empty directory; one
+    tensor at a time is in memory.
 
     say: told where the tokenizer may cut text otherwise than the model has learned
 
-    Raises: FetchError where the file is no GGUF that transformers reads, or reads whole; OSError or
-        SafetensorError where the directory cannot be written.
+    Raises: FetchError where the file is no GGUF that transformers reads, or reads whole; OSError where the
+        directory cannot be written.
     """
     check_packages()
+    with _reading(file.name):
+        index, tokenizer, model = _opened(file)
+        weights = GgufWeights(index, model)
+    header = header_of(index)
+    _check_whole(file.name, header, model, weights.missing)
+    cut_as_trained(tokenizer, header.rule, say)
+    model.config.save_pretrained(directory)
+    _write_ends(gguf_ends(index.fields, tokenizer, model.config), model.config, directory)
+    write_checkpoint(model, weights.own, _reading(file.name)(weights.read), directory)
+    tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raises: FetchError for whatever is raised by foreign code that parses foreign files."""
     try:
-        index, tokenizer, model, missing = _read(file)
-    except Exception as error:  # foreign files, parsed by foreign code, which raises whatever comes of it
+        yield
+    except Exception as error:
         reason = (str(error).strip() or "no reason given").split("\n", 1)[0]
         raise FetchError(
-            f"{file.name} cannot be read as GGUF ({type(error).__name__}: {reason}); it is damaged or of an "
+            f"{name} cannot be read as GGUF ({type(error).__name__}: {reason}); it is damaged or of an "
             "architecture that transformers does not read from GGUF: pass another file or a hub id."
         ) from error
-    header = header_of(index)
-    _check_whole(file.name, header, model, missing)
-    cut_as_trained(tokenizer, header.rule, say)
-    model.save_pretrained(directory)
-    _write_ends(gguf_ends(index.fields, tokenizer, model.config), model.config, directory)
-    tokenizer.save_pretrained(directory)
 
 
 def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
@@ -82,19 +95,18 @@ class Header:
     rotation: str | None
 
 
-def _read(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel, set[str]]:
-    """The index, what transformers makes of the file, and the weights that it found no tensor for."""
+def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
+    """The index, and what transformers makes of the header; the model is in bf16 and has no memory."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     index = GgufIndex(file)
     where: Any = {"pretrained_model_name_or_path": os.fspath(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    plain = GgufConfig(dequantize=True)
-    how: Any = {"dtype": torch.bfloat16, "quantization_config": plain, "output_loading_info": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **how)
-    model, report = loaded
-    return index, tokenizer, model, set(report["missing_keys"])
+    config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config.update({"architectures": [type(model).__name__]})
+    return index, tokenizer, model
 
 
 def header_of(index: GgufIndex) -> Header:
@@ -108,7 +120,7 @@ def header_of(index: GgufIndex) -> Header:
     )
 
 
-def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: set[str]) -> None:
+def _check_whole(name: str, header: Header, model: PreTrainedModel, missing: Set[str]) -> None:
     """Refuse what transformers would fill with random numbers or leave out, since the model would be another.
 
     Raises: FetchError.
