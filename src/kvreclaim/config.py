@@ -80,7 +80,8 @@ class EngineConfig:
     max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=1)
     max_model_len: int | None = option(
         None,
-        "Tokens of the longest sequence, prompt and output; the model's own limit where not said.",
+        "Tokens of the longest sequence, prompt and output; where not said, the model's own limit, or what "
+        "the pool holds.",
         low=1,
     )
     disable_hybrid_kv_cache_manager: bool | None = option(

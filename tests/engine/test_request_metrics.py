@@ -169,7 +169,7 @@ def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monke
     llm = make_llm(num_blocks=4)
     monkeypatch.setattr(engine_module, "check_length", lambda *_, **__: None)
     engine = llm.engine
-    monkeypatch.setattr(engine_module, "output_limit", lambda *_: math.inf)
+    monkeypatch.setattr(engine_module, "output_limit", lambda *_, **__: math.inf)
     huge = engine.add_request("huge", tiny.prompts((100,))[0], GREEDY)
     engine.add_request("fine", tiny.prompts((10,))[0], GREEDY)
     fine = engine.requests["fine"]

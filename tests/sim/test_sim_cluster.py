@@ -134,8 +134,17 @@ def test_important_ones_run_first() -> None:
 def test_a_request_that_fits_nowhere_is_refused() -> None:
     tight = Settings(10, 16, footprint=Footprint())
     outcome = simulate(tight, [Asked(0.0, 300, 5), Asked(0.0, 30, 5), Asked(0.0, 30, 500)])
-    assert len(outcome.refused) == 1
-    assert [record.num_output for record in outcome.records] == [5, 130], "the pool ends an answer"
+    assert [(asked.num_prompt, asked.num_output) for asked in outcome.refused] == [(300, 5), (30, 500)]
+    assert [record.num_output for record in outcome.records] == [5]
+
+
+def test_a_length_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> None:
+    machine = Machine(model="Llama-3.1-8B", gpu="4090", num_blocks=10)
+    cost = machine.cost(16)
+    assert Serving(max_model_len=160).settings(machine, cost).max_model_len == 160
+    with pytest.raises(InvalidArgumentError, match=r"max_model_len is 161, .* holds 160 tokens") as refused:
+        Serving(max_model_len=161).settings(machine, cost)
+    assert refused.value.field == "max_model_len"
 
 
 def test_block_policies_are_refused() -> None:

@@ -115,7 +115,14 @@ def calibrate(
     assert output is not None
     QueryStats.check_target(output)
     hide_progress_bars()
-    llm = LLM(model_of(model), dtype=dtype, device=device, num_blocks=1, max_model_len=1)
+    llm = LLM(
+        model_of(model),
+        dtype=dtype,
+        device=device,
+        num_blocks=1,
+        max_model_len=1,
+        disable_hybrid_kv_cache_manager=True,
+    )
     stats = _measure(llm, text, reading, {"covariance": covariance, **measuring}, console)
     stats.save(output, half=half)
     found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()

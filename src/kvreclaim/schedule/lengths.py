@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule.footprint import Footprint
 
@@ -16,19 +18,17 @@ def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks:
     return needed - num_blocks * footprint.block_size
 
 
-def longest_output(num_prompt: int, limit: int, footprint: Footprint, num_blocks: int) -> int:
-    """Tokens, prompt included, that the pool can hold of one sequence, `limit` at most."""
-    excess = excess_slots(num_prompt, limit, footprint, num_blocks)
-    if excess <= 0:
-        return limit
-    if not footprint.windows and not footprint.trailing:
-        return num_blocks * footprint.block_size if footprint.bounded else limit - excess
-    low, high = 1, limit  # the windows' part grows with the length, too
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = excess_slots(num_prompt, middle, footprint, num_blocks) <= 0
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+def longest_sequence(num_prompt: int | None, limit: int, footprint: Footprint, num_blocks: int) -> int:
+    """Tokens, prompt included, that the pool can hold of one sequence, `limit` at most.
+
+    num_prompt: tokens of its prompt; None: however many they are
+    """
+
+    def excess(length: int) -> int:
+        prompt = length if num_prompt is None else num_prompt
+        return excess_slots(prompt, length, footprint, num_blocks)
+
+    return bisect_right(range(1, limit + 1), 0, key=excess)
 
 
 def most_blocks(width: int, num_prompt: int, length: int, footprint: Footprint) -> int:

@@ -66,7 +66,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(anthropic.router)
     app.include_router(slots.router)
     install_page(app, service)
-    limit = body_limit(service.config.max_body_bytes, service.max_model_len)
+    limit = body_limit(service.config.max_body_bytes, service.longest)
     app.add_middleware(Gate, config=service.config, max_body_bytes=limit)
     observe(app, service)
     return app

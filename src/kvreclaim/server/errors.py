@@ -54,6 +54,7 @@ ENGINE_FIELDS = {"compression": "kv_compression"} | {
         "n",
         "priority",
         "stop",
+        "max_tokens",
         "stop_token_ids",
         "logit_bias",
         "prompt_logprobs",

@@ -41,7 +41,7 @@ MIN_TOKEN_CHARS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt and what a request wants to be done with it; tenant: the name of who asks."""
+    """A prompt and what a request wants (NewRequest); tenant: the name of who asks."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -52,6 +52,7 @@ class Prompt:
     compress_at: int | None = None
     beams: BeamSearchParams | None = None
     chunks: Chunks | None = None
+    may_end_early: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -76,11 +77,16 @@ class Service:
         self.plain: PlainText | None = None
         if engine.tokenizer is not None:
             self.plain = PlainText(engine.tokenizer, allow=config.allow_special_tokens_in_text)
-        self.max_chars = self.max_model_len * longest_token(engine.tokenizer)
+        self.max_chars = self.longest * longest_token(engine.tokenizer)
 
     @property
     def max_model_len(self) -> int:
         return self.engine.served.max_model_len
+
+    @property
+    def longest(self) -> int:
+        """Tokens that any request may have, one with a compression of its own included."""
+        return self.engine.served.longest
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -130,7 +136,7 @@ class Service:
         if num_chars > self.max_chars:
             raise ApiError(
                 400,
-                f"{param} has {num_chars} characters, but max_model_len is {self.max_model_len} tokens, "
+                f"{param} has {num_chars} characters, but max_model_len is {self.longest} tokens, "
                 f"which have {self.max_chars} at most; shorten it.",
                 param=param,
                 code="context_length_exceeded",
@@ -138,10 +144,10 @@ class Service:
 
     def check_messages(self, num_messages: int, num_chars: int) -> None:
         """Raises: ApiError 400 for a conversation that cannot fit, before it is rendered."""
-        if num_messages > self.max_model_len:
+        if num_messages > self.longest:
             raise ApiError(
                 400,
-                f"there are {num_messages} messages or blocks, but max_model_len is {self.max_model_len} "
+                f"there are {num_messages} messages or blocks, but max_model_len is {self.longest} "
                 "tokens; leave some out.",
                 param="messages",
                 code="context_length_exceeded",
@@ -190,6 +196,7 @@ class Service:
                 compress_at=prompt.compress_at,
                 beams=prompt.beams,
                 chunks=prompt.chunks,
+                may_end_early=prompt.may_end_early,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -17,6 +17,7 @@ from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import dtype_of, weight_format
 from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.lengths import longest_sequence
 from kvreclaim.schedule.limits import footprint
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
@@ -155,8 +156,16 @@ class Serving:
     def settings(self, machine: Machine, cost: Linear) -> Settings:
         """Of each replica."""
         per_block, footprint = machine.bytes_per_block(self.block_size), self.footprint()
+        num_blocks, longest = machine.pool(footprint, self.max_num_seqs), self.max_model_len
+        held = longest_sequence(None, longest or 1, footprint, num_blocks)
+        require(
+            longest is None or held == longest,
+            f"max_model_len is {longest}, but the pool of {num_blocks} blocks of {self.block_size} holds "
+            f"{held} tokens of one sequence; lower it, leave it out, or compress within a budget that fits.",
+            "max_model_len",
+        )
         return Settings(
-            num_blocks=machine.pool(footprint, self.max_num_seqs),
+            num_blocks=num_blocks,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -13,7 +13,7 @@ from kvreclaim.plan.cost import Load, StepTime
 from kvreclaim.plan.loads import keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan, Way
 from kvreclaim.schedule.leap import leap, leap_length
-from kvreclaim.schedule.lengths import excess_slots, longest_output
+from kvreclaim.schedule.lengths import excess_slots
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.request import Asked, Record, Simulated
 from kvreclaim.sim.settings import Settings
@@ -89,11 +89,11 @@ class Replica:
         settings, footprint = self.settings, self._footprint(number)
         prompt, blocks = asked.num_prompt, settings.num_blocks
         longest = settings.max_model_len or 1 << 40
+        limit = min(longest, prompt + asked.num_output)
         if prompt >= longest:
             return PAST_LIMIT
-        if excess_slots(prompt, prompt + 1, footprint, blocks) > 0:
+        if excess_slots(prompt, limit, footprint, blocks) > 0:
             return PAST_POOL
-        limit = longest_output(prompt, min(longest, prompt + asked.num_output), footprint, blocks)
         return Simulated(
             seq_id=number,
             request_id=str(number),

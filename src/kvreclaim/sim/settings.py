@@ -24,7 +24,7 @@ class Settings:
 
     footprint:       of every request; its block_size and max_chunk are set here
     bytes_per_block: moved when a block goes to the host or comes back
-    max_model_len:   None: whatever the pool can hold
+    max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
     leaps, extents:  count decode steps, and blocks, in groups where that changes no count
     spread:          due points differ between requests, as spread_compression makes them

@@ -19,6 +19,8 @@ POISON = 63
 FIRST_SPECIAL = GUILTY
 NEVER = -1e4
 """The logit of special tokens, where the model forbids them."""
+NUM_POSITIONS = 512
+"""That it has angles of; some checks look beyond what an engine serves."""
 
 
 class Boom(RuntimeError):
@@ -42,7 +44,7 @@ class Lean:
         self.norm = model.model.norm.weight.detach()
         self.head = model.get_output_embeddings().weight.detach().T.contiguous()
         self.eps = model.config.rms_norm_eps
-        positions = torch.arange(model.config.max_position_embeddings)[None]
+        positions = torch.arange(NUM_POSITIONS)[None]
         turn = model.model.rotary_emb(self.embeddings, positions)
         if isinstance(turn, Tensor):  # Llama 4's, complex, of neighbouring dims
             self.cos, self.sin = (x[0, :, None].repeat_interleave(2, -1) for x in (turn.real, turn.imag))

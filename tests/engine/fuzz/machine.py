@@ -77,16 +77,18 @@ class Machine:
         path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
-        llm = LLM(path, dtype="float32", device="cpu", block_size=BLOCK_SIZE, num_blocks=256)
+        how = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "num_blocks": 256}
+        llm = LLM(path, **how)
         lengths = (60, 60, 60, 140)
         *texts, long = [[token % FIRST_SPECIAL for token in text] for text in tiny.prompts(lengths, seed=5)]
         calibrate(llm.loaded, [*texts, long], num_centers=4, kvzap="mlp").save(path / STATS_FILE)
+        llm = LLM(path, **how, hf_overrides={"max_position_embeddings": MAX_MODEL_LEN})
         self.texts = [text[:28] for text in texts]
         self.faults = Lean(llm.loaded.model)
-        known = llm.score([texts[0]], [texts[1]])[0].logprobs
+        known = llm.score([texts[0]], [texts[1][:28]])[0].logprobs
         llm.loaded.model.forward = self.faults
         llm.engine.memory.reset_prefix_cache()
-        lean = llm.score([texts[0]], [texts[1]])[0].logprobs
+        lean = llm.score([texts[0]], [texts[1][:28]])[0].logprobs
         assert lean == pytest.approx(known, abs=1e-3), "the lean model is another one"
         self.faults.forbids = True
         self._first = llm
@@ -106,7 +108,6 @@ class Machine:
         heads, cold_units = facts.layers[0].num_kv_heads, 0 if setup.on_host else setup.cold_units
         llm = self._first.sibling(
             block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
             num_blocks=setup.num_blocks,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,

@@ -46,6 +46,7 @@ class Ours(System):
         self.llm = LLM(
             setup.model,
             dtype=setup.dtype,
+            compression=config,
             block_size=BLOCK_SIZE,
             num_blocks=max(blocks_for(slots, BLOCK_SIZE) for slots in self._slots.values()),
             max_num_seqs=max(point.batch for point in points),

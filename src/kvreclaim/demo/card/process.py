@@ -65,7 +65,7 @@ def run_limited(plan: CardPlan, setup: Setup) -> CardRun:
     )
     try:
         llm = _load(plan, setup)
-        _run(plan, setup, llm, base, found)
+        _run(plan, llm, base, found)
     except (InvalidArgumentError, MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in NO_MEMORY):
             raise
@@ -95,14 +95,17 @@ def _taken_by_libraries(model: Path) -> int:
 
 def _load(plan: CardPlan, setup: Setup) -> LLM:
     known = read_config(plan.model).max_position_embeddings
+    compression = None
+    if setup.policy is not None:
+        compression = CompressionConfig(setup.policy, plan.budget, interval=plan.interval)
     whole = blocks_for(plan.num_tokens, BLOCK_SIZE) if setup.whole_pool else None
     return LLM(
         plan.model,
-        hf_overrides=yarn(known, plan.num_tokens),
+        compression=compression,
+        hf_overrides=yarn(known, plan.num_tokens) or {"max_position_embeddings": plan.num_tokens},
         kv_cache_dtype=setup.kv_cache_dtype,
         block_size=BLOCK_SIZE,
         num_blocks=whole,
-        max_model_len=plan.num_tokens,
         max_num_seqs=1,
         max_num_batched_tokens=CHUNK,
         max_signal_bytes=0,
@@ -111,7 +114,7 @@ def _load(plan: CardPlan, setup: Setup) -> LLM:
     )
 
 
-def _run(plan: CardPlan, setup: Setup, llm: LLM, base: int, found: CardRun) -> None:
+def _run(plan: CardPlan, llm: LLM, base: int, found: CardRun) -> None:
     """Fill in what the chain does, sample by sample."""
     prompt = prompt_of(llm)
     found.bytes_per_block = llm.engine.cache.bytes_per_block
@@ -137,11 +140,8 @@ def _run(plan: CardPlan, setup: Setup, llm: LLM, base: int, found: CardRun) -> N
         if before // plan.every != computed // plan.every:
             sample(computed, step.blocks_in_use)
 
-    compression = None
-    if setup.policy is not None:
-        compression = CompressionConfig(setup.policy, plan.budget, interval=plan.interval)
-    params = replace(SAMPLING, max_tokens=plan.num_tokens - len(prompt))
-    (output,) = llm.generate([prompt], params, compression, on_step=on_step)
+    params = replace(SAMPLING, max_tokens=llm.engine.max_model_len - len(prompt))
+    (output,) = llm.generate([prompt], params, on_step=on_step)
     _tell(plan, output, found, time.perf_counter() - started)
 
 

@@ -19,8 +19,7 @@ from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.lengths import excess_slots, longest_output, most_blocks
-from kvreclaim.schedule.limits import check_blocks
+from kvreclaim.schedule.lengths import most_blocks
 from kvreclaim.schedule.sparse import SparseRows
 from kvreclaim.schedule.way import Way
 
@@ -253,52 +252,6 @@ def _check_compress_at(compress_at: int | None, compressor: Compressor | None, n
         "to be computed behind it.",
         "compress_at",
     )
-
-
-def check_length(
-    num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
-) -> None:
-    """Raise RequestTooLongError if the request can never run, InvalidArgumentError if its way of compressing
-    does not go with the size of the blocks.
-
-    num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
-    """
-    check_blocks(footprint, policy)
-    assert config.max_model_len is not None, "the engine's limits are set"
-    if known >= config.max_model_len:
-        raise RequestTooLongError(
-            f"the prompt has {known} tokens, but max_model_len is {config.max_model_len} (prompt and "
-            "output together); shorten the prompt or raise max_model_len.",
-            field="prompt",
-        )
-    assert config.num_blocks is not None, "the engine's limits are set"
-    excess = excess_slots(num_prompt, known + 1, footprint, config.num_blocks)
-    if excess > 0:
-        capacity = config.num_blocks * config.block_size
-        remedy = (
-            "lower the budget, the interval or max_num_batched_tokens, or raise num_blocks"
-            if footprint.bounded
-            else "shorten the prompt, raise num_blocks, or compress with a budget"
-        )
-        if config.full_cache_host_size:
-            remedy = "shorten the prompt, or raise full_cache_host_size"
-        windows = ", which windows take some of" if footprint.windows else ""
-        raise RequestTooLongError(
-            f"the prompt of {known} tokens needs {capacity + excess} slots, but the pool holds {capacity} "
-            f"({config.num_blocks} blocks of {config.block_size}{windows}); {remedy}.",
-            field="prompt",
-        )
-
-
-def output_limit(
-    num_prompt: int, known: int, max_tokens: int | None, footprint: Footprint, config: EngineConfig
-) -> int:
-    """Tokens, prompt included, at which outputs end with reason "length": max_tokens, max_model_len, or
-    what the whole pool can hold of one sequence, whichever comes first."""
-    assert config.max_model_len is not None, "the engine's limits are set"
-    assert config.num_blocks is not None, "the engine's limits are set"
-    limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
-    return longest_output(num_prompt, limit, footprint, config.num_blocks)
 
 
 def check_beams(

@@ -21,14 +21,12 @@ from kvreclaim.engine.answer.answers import Answers, Looked
 from kvreclaim.engine.answer.beam_search import BeamSearch
 from kvreclaim.engine.core.admission import (
     check_beams,
-    check_length,
     check_priority,
     check_prompt,
     check_recall,
     check_reuse,
     check_sparse_prefill,
     footprint_of,
-    output_limit,
 )
 from kvreclaim.engine.core.chunked import ChunkedPrompts
 from kvreclaim.engine.core.full_cache import (
@@ -39,6 +37,7 @@ from kvreclaim.engine.core.full_cache import (
     full_cache,
     streamed_layers,
 )
+from kvreclaim.engine.core.lengths import bounded_by_pool, check_length, output_limit
 from kvreclaim.engine.core.lifecycle import Lifecycle
 from kvreclaim.engine.core.outputs import StepStats
 from kvreclaim.engine.core.request import Beams, Request, Scheduled, Scores
@@ -97,6 +96,9 @@ class Engine:
 
     config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
     draft: the model that config.speculative_config names, if it names one
+
+    max_model_len: up to which every request without a compression of its own is served (`bound`)
+    longest:       that any request may have
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: Draft | None = None) -> None:
@@ -118,7 +120,7 @@ class Engine:
         check_full_cache(config, form, groups, self._sparse_prefill)
         self.loaded = loaded
         self.config = config
-        self.max_model_len = config.max_model_len
+        self.max_model_len = self.longest = config.max_model_len
         weight = next(loaded.model.parameters())
         like = weight.new_empty(0, dtype=facts.dtype)
         need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
@@ -192,6 +194,16 @@ class Engine:
         self.kernels += "" if self.drafter is None else f"; drafts: {self.drafter.describe()}"
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self._num_added = 0
+
+    def bound(self, compressor: Compressor | None, said: int | None) -> None:
+        """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
+        have that bring none. said: max_model_len as the caller gave it
+
+        Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
+        """
+        footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
+        longest = self.loaded.facts.max_position
+        self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
 
     def _make_recalls(self, config: EngineConfig) -> Recalls | None:
         if not config.kv_cold_size:
@@ -285,6 +297,7 @@ class Engine:
         chunks: Chunks | None = None,
         parent: Request | None = None,
         trial: Reuse | None = None,
+        may_end_early: bool = False,
     ) -> Request:
         """Queue a request; with `continuation` its tokens are scored instead of drawing any.
 
@@ -297,6 +310,7 @@ class Engine:
         sparse_prefill: a method, whatever params say
         chunks:    parts of the prompt that are computed alone first, unless they have been, and reused
         parent:    on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
+        may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
@@ -340,7 +354,9 @@ class Engine:
         check_length(*lengths, footprint, self._admitting, policy=policy)
         self.signals.check(compressor, scored=continuation is not None)
         check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
-        max_len = output_limit(*lengths, params.max_tokens, footprint, self._admitting)
+        max_len = output_limit(
+            *lengths, params.max_tokens, footprint, self._admitting, may_end_early=may_end_early
+        )
         search = None
         if beams is not None:
             eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids

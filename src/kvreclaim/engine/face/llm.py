@@ -53,7 +53,8 @@ class LLM:
         device:       "auto", "cpu", "cuda"
         compression:  of requests that bring none of their own; None keeps every token
         engine_options: the fields of EngineConfig; num_blocks and max_model_len are chosen from the model
-                      and the free memory where they are None
+                      and the free memory where they are None; a max_model_len that the pool cannot hold of
+                      one sequence under `compression` is refused
 
     Raises: UnsupportedModelError, InvalidArgumentError, StatsMismatchError.
     """
@@ -87,7 +88,7 @@ class LLM:
         draft: Draft | None = None,
     ) -> None:
         """draft: of another engine, whose weights may serve this one, too"""
-        self.loaded, self.stats_file = loaded, stats_file
+        self.loaded, self.stats_file, self._asked = loaded, stats_file, config
         self.draft = load_draft(config, loaded, draft)
         spoken_for = 0 if self.draft is None else self.draft.kv_bytes
         self.engine = Engine(loaded, choose_limits(config, loaded.facts, spoken_for), self.draft)
@@ -98,21 +99,19 @@ class LLM:
         )
         self._ids = itertools.count()
         self.compression = None if compression is None else self.resolved(compression)
-        if self.compression is not None:
-            self.compressor(self.compression)
+        own = None if self.compression is None else self.compressor(self.compression)
+        self.engine.bound(own, config.max_model_len)
 
     def sibling(self, **changes: Any) -> LLM:
         """Another engine over the same weights, a draft model's included, with a pool of its own until
         nothing refers to it.
 
-        changes: engine options that differ from this one's; what was chosen from the free memory here stays
-                 as it was chosen (num_blocks=None chooses the memory of blocks and signals anew)
+        changes: engine options that differ from what this one was asked for; what was left open is chosen
+                 anew, from the memory that is free now
 
         Raises: InvalidArgumentError.
         """
-        options = {field.name: getattr(self.engine.config, field.name) for field in fields(EngineConfig)}
-        if changes.get("num_blocks", self) is None:
-            options["max_signal_bytes"] = None
+        options = {field.name: getattr(self._asked, field.name) for field in fields(EngineConfig)}
         config = EngineConfig.from_options(options | changes)
         for name in OF_THE_WEIGHTS:
             if getattr(config, name) != options[name]:

@@ -71,6 +71,7 @@ class Host:
                     compress_at=new.compress_at,
                     beams=new.beams,
                     chunks=new.chunks,
+                    may_end_early=new.may_end_early,
                 )
                 requests.append(request)
         except BaseException:

@@ -41,6 +41,8 @@ class Served:
     """An engine's model and limits.
 
     name:        of the model, for messages
+    max_model_len: up to which every request is served that brings no compression of its own; longest: that
+                 any request may have
     compression: of requests that bring none of their own
     config:      EngineConfig's fields as they were chosen; kv_format: of the cache
     """
@@ -48,6 +50,7 @@ class Served:
     name: str
     vocab_size: int
     max_model_len: int
+    longest: int
     num_blocks: int
     block_size: int
     compression: CompressionConfig | None
@@ -63,6 +66,7 @@ class Served:
             name=llm.loaded.facts.name,
             vocab_size=llm.loaded.vocab_size,
             max_model_len=engine.max_model_len,
+            longest=engine.longest,
             num_blocks=engine.memory.pool.num_blocks,
             block_size=engine.memory.block_size,
             compression=llm.compression,

@@ -29,6 +29,7 @@ class NewRequest:
     compress_at: tokens of the prompt behind which it is compressed at once; what is left is kept for others
     beams:       search instead of drawing; params are then its `sampling`
     chunks:      of the prompt, which are reused
+    may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class NewRequest:
     compress_at: int | None = None
     beams: BeamSearchParams | None = None
     chunks: Chunks | None = None
+    may_end_early: bool = False
 
 
 @dataclass(slots=True)

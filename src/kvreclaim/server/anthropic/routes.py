@@ -45,6 +45,7 @@ async def create_message(
         retention=rendered.breakpoints,
         tenant=tenant.name,
         compress_at=_compress_at(body, rendered, compression or service.engine.served.compression),
+        may_end_early=True,
     )
     answer = Answer(body, service, request_id_of(request.scope), prompt)
     if body.stream:

@@ -87,8 +87,8 @@ class MetricsObserver:
         self.cold_bytes = engine.cold_bytes
         self.tier_stats = engine.tier_stats  # asked when somebody wants to know
         self.figures = _read(engine)
-        self._max_model_len = engine.max_model_len
-        self.histograms = {m.name: Histogram.empty(m.bounds(engine.max_model_len)) for m in HISTOGRAMS}
+        self._longest = engine.longest
+        self.histograms = {m.name: Histogram.empty(m.bounds(engine.longest)) for m in HISTOGRAMS}
         self._progress: dict[str, Progress] = {}
         self._gaps = self.histograms["vllm:inter_token_latency_seconds"]
 
@@ -196,7 +196,7 @@ class MetricsObserver:
         ):
             self._observe(name, value)
         if request.params.max_tokens is not None:
-            most = min(request.params.max_tokens, self._max_model_len)  # no client makes sums without meaning
+            most = min(request.params.max_tokens, self._longest)  # no client makes sums without meaning
             self._observe("vllm:request_params_max_tokens", most)
 
     def _conclude(self, request: Request) -> None:

@@ -79,7 +79,7 @@ def _check(body: ChatRequest) -> None:
 
 async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt:
     limit = body.max_completion_tokens or body.max_tokens
-    beams = beams_of(body, limit or service.max_model_len, tenant)
+    beams = beams_of(body, limit or service.longest, tenant)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = (
         sampling_params(body, tenant, max_tokens=limit, logprobs=logprobs)

@@ -17,6 +17,7 @@ from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.service import Prompt, Service
 from kvreclaim.server.tenants import Tenant
 
+LIMITS = ("max_tokens", "max_completion_tokens")
 SAMPLING = (*SHARED, "n", "stop", "stop_token_ids", "prompt_logprobs")
 
 
@@ -59,6 +60,7 @@ def engine_prompt(
 ) -> Prompt:
     """One prompt with everything that its request says about it. Raises: ApiError."""
     check_priority(fields.priority, tenant, service.config)
+    limits = [getattr(fields, name, None) for name in LIMITS]
     return Prompt(
         token_ids=token_ids,
         params=params,
@@ -69,6 +71,7 @@ def engine_prompt(
         compress_at=fields.compress_at,
         beams=beams,
         chunks=chunks,
+        may_end_early=limits == [None] * len(limits),
     )
 
 
@@ -83,8 +86,8 @@ def bounded(prompts: list[Prompt], service: Service) -> list[Prompt]:
     if for_one and params.max_tokens is None and left >= for_one * len(prompts):
         fitting = replace(params, max_tokens=left // (for_one * len(prompts)))
         return [replace(prompt, params=fitting) for prompt in prompts]
-    most = service.max_model_len if params.max_tokens is None else params.max_tokens
-    lengths = (min(most, service.max_model_len - len(prompt.token_ids)) for prompt in prompts)
+    most = service.longest if params.max_tokens is None else params.max_tokens
+    lengths = (min(most, service.longest - len(prompt.token_ids)) for prompt in prompts)
     wanted = of_prompts + for_one * sum(max(0, length) for length in lengths)
     if wanted > limit:
         raise ApiError(
