@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -226,5 +227,7 @@ def test_lengths_are_bounded_by_what_it_holds(make_llm):
     longer = on_host(llm, num_blocks=5)
     with pytest.raises(RequestTooLongError, match="raise full_cache_host_size"):
         longer.generate([list(range(1, 6 * size))], GREEDY)
-    asked = [[1] * (5 * size - 9)]
-    assert said(longer.generate(asked, GREEDY)) == said(llm.sibling(num_blocks=5).generate(asked, GREEDY))
+    asked, fitting = [[1] * (5 * size - 9)], replace(GREEDY, max_tokens=9)
+    with pytest.raises(RequestTooLongError, match=r"lower max_tokens to 9, .* raise full_cache_host_size"):
+        longer.generate(asked, GREEDY)
+    assert said(longer.generate(asked, fitting)) == said(llm.sibling(num_blocks=5).generate(asked, fitting))
