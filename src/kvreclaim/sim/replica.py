@@ -21,7 +21,7 @@ from kvreclaim.sim.settings import Settings
 SCATTER = 2654435761
 """Numbers of requests times this are spread evenly over all remainders."""
 PAST_LIMIT = "the prompt leaves no token below max_model_len"
-PAST_POOL = "the prompt takes more blocks than the pool has"
+PAST_POOL = "the request takes more blocks than the pool has"
 
 
 class Leap:
