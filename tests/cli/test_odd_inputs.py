@@ -215,6 +215,8 @@ def test_simulations_of_nothing(arguments: tuple[str, ...]) -> None:
         ("calibrate", "--show", "folder"),
         ("fetch", "header.gguf", "-o", "out"),
         ("fetch", "no-such.gguf", "-o", "out"),
+        ("fetch", LONG + ".gguf", "-o", "out"),
+        ("eval", "--model", "demo", "--tasks", "jsonl:" + LONG),
         ("fetch", "header.gguf", "-o", "empty"),
         ("serve", "--model", "demo", "--port", "-1"),
         ("serve", "--model", "demo", "--log-level", "x"),

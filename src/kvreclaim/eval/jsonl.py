@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def read_questions(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
     Raises: InvalidArgumentError naming file and line.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.jsonl")) if os.path.isdir(path) else [path]
     questions = [question for file in files for question in _read_file(file)]
     if not questions:
         raise InvalidArgumentError(

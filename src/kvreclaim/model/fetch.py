@@ -184,10 +184,10 @@ def source_from(text: str | None) -> Source:
         return SMOLLM2
     path = Path(text)
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise FetchError(f"{text!r} is no file; pass the path of a .gguf file or a hub id.")
         return GgufFile(path)
-    if path.exists() or path.is_absolute():
+    if os.path.exists(path) or path.is_absolute():
         raise FetchError(
             f"{text!r} is no .gguf file; pass one or a hub id (a directory that transformers reads needs no "
             "fetching: --model takes it as it is)."
