@@ -70,8 +70,9 @@ def _template_end(tokenizer: Tokenizer) -> int | None:
         )
         return None
     _, answer, behind = text.rpartition(ANSWER)
-    first = tokenizer.encode(behind, add_special_tokens=False)[:1] if answer else []
-    return next((i for i in first if i in _special_tokens(tokenizer).values()), None)
+    special = _special_tokens(tokenizer) if answer else {}
+    first = max((text for text in special if behind.startswith(text)), key=len, default="")
+    return special.get(first)
 
 
 def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
