@@ -65,6 +65,13 @@ PARTS = (
         ("kvreclaim/plan/data/models/*.json",),
     ),
     Part(
+        "model-defaults",
+        "data",
+        APACHE,
+        "what config.json may leave out, written by scripts/plan_defaults.py from transformers (Apache-2.0)",
+        ("kvreclaim/plan/data/defaults.json",),
+    ),
+    Part(
         "cards",
         "data",
         APACHE,

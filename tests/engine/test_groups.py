@@ -228,7 +228,7 @@ def test_preemption(policy, make_llm, monkeypatch):
 
 @pytest.mark.parametrize("family", GROUPED)
 def test_the_next_turn_goes_on_behind_the_answer(family, make_llm):
-    llm = make_llm(family, block_size=4)
+    llm = make_llm(family, block_size=4, num_blocks=240)
     (prompt,) = tiny.prompts((50,), seed=5)
     (answer,) = llm.generate([prompt], GREEDY)
     said = answer.outputs[0].token_ids
