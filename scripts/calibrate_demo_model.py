@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.face.calibration import calibrate
-from kvreclaim.engine.face.trial import try_candidates
+from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.calibrate.trial import try_candidates
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
 from kvreclaim.places import STATS_FILE
 

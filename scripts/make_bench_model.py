@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.model.loader import load_model
 from kvreclaim.places import STATS_FILE
 

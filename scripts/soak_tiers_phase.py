@@ -17,7 +17,7 @@ from typing import Any
 from soak_tiers_cases import LIMITS, Case, make_cases
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.request.request import Request
 from kvreclaim.tiers.file_io import Buffer, FileIO
 
 BLOCK_BYTES = 32_768

@@ -23,7 +23,7 @@ from kvreclaim.bench.speed.calibrate import engine_of, fit, observe
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.bench.speed.traffic import Served, Timed, draw, replay
 from kvreclaim.bench.speed.watch import Watched
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster

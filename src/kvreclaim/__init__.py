@@ -12,7 +12,7 @@ from kvreclaim.places import real_model
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig
-    from kvreclaim.engine.face.llm import LLM
+    from kvreclaim.engine.api.llm import LLM
 
 __version__ = version("kvreclaim")
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "real_model",
 ]
 
-_HOMES = {"LLM": "kvreclaim.engine.face.llm", "CompressionConfig": "kvreclaim.compression"}
+_HOMES = {"LLM": "kvreclaim.engine.api.llm", "CompressionConfig": "kvreclaim.compression"}
 
 
 def __getattr__(name: str) -> object:

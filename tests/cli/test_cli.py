@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvreclaim import __version__, demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.compression import QueryStats
-from kvreclaim.engine.core.request import Verify
+from kvreclaim.engine.request.request import Verify
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.ops import native
 from kvreclaim.ops.native import extension

@@ -162,7 +162,7 @@ def test_an_interrupted_run_goes_on(model, tmp_path, monkeypatch):
 
 def test_statistics_can_be_named(model, tmp_path):
     from kvreclaim import LLM
-    from kvreclaim.engine.face.calibration import calibrate
+    from kvreclaim.calibrate.calibration import calibrate
 
     llm = LLM(model, dtype="float32", device="cpu", num_blocks=8)
     stats = tmp_path / "stats.safetensors"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvreclaim.engine.ways.reuse import Source
+from kvreclaim.engine.request.chunk_reuse import Source
 from kvreclaim.ops.dense import attend_rows, probabilities
 
 

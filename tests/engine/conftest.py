@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from kvreclaim import LLM
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.places import STATS_FILE
 
 

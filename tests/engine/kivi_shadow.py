@@ -9,8 +9,8 @@ from shadow import History, Shadow
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.engine.core.request import Sequence
-from kvreclaim.engine.ways.cells import head_cells, head_lengths
+from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
+from kvreclaim.engine.request.request import Sequence
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import cell_view
 from kvreclaim.ops.kv_cache import LayerCache, PagedTokens

@@ -9,8 +9,8 @@ from typing import Any
 
 from settings import assert_idle
 
-from kvreclaim.engine.core.engine import StepResult
 from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.step.engine import StepResult
 
 
 def idle(host: Host) -> bool:

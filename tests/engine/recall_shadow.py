@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from shadow import Shadow
 
-from kvreclaim.engine.ways.job import Done
+from kvreclaim.engine.compact.job import Done
 
 
 class Recalling(Shadow):

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvreclaim import LLM
 from kvreclaim.compression import Signal
 from kvreclaim.compression.kvzap import token_scores
-from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.attend.block_rows import block_row
+from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
+from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.slot_scores import DTYPE
-from kvreclaim.engine.ways.cells import head_cells, head_lengths
-from kvreclaim.engine.ways.pages import block_row
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.schedule.way import Way
 

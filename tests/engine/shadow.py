@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.compact.job import Done
 from kvreclaim.engine.execute import runner as runner_module
-from kvreclaim.engine.ways.job import Done
+from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import PagedTokens

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim import LLM
 from kvreclaim.compression import LayerSignals
-from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 
 PerLayer = dict[int, Tensor]

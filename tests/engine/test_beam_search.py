@@ -11,7 +11,7 @@ from settings import MOVING, assert_idle, small
 
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
 from kvreclaim.compression import Signal, make_policy, policy_names
-from kvreclaim.engine.answer.beam_search import BeamSearch
+from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.schedule.way import Way
 

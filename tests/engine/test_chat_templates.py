@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.engine.face.chat import render_chat
+from kvreclaim.engine.api.chat import render_chat
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import load_model
 

@@ -13,9 +13,9 @@ from settings import assert_idle, small
 
 from kvreclaim import Chunk, ChunkReuse, SamplingParams
 from kvreclaim.chunks import SELECTIONS
-from kvreclaim.engine.core import chunked
-from kvreclaim.engine.core.chunked import squared_change
-from kvreclaim.engine.face.pieces import laid_out
+from kvreclaim.engine.api.pieces import laid_out
+from kvreclaim.engine.lifecycle import chunk_requests as chunked
+from kvreclaim.engine.lifecycle.chunk_requests import squared_change
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots

@@ -10,7 +10,7 @@ from breaking import GREEDY, MANY, POISON, SAMPLED, answers, asked, run
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.answer import sampler
+from kvreclaim.engine.sampling import sampler
 from kvreclaim.schedule.way import Way
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
 
 BYTES = tiny.tokenizer()
 TEXTS = ["", "plain words", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", "a\n\tb  c", "end then stop"]

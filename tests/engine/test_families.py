@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.core.outputs import RequestOutput
+from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.errors import UnsupportedModelError
 
 PROMPTS = tiny.prompts((5, 33, 17, 1, 64), seed=3)

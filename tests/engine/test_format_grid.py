@@ -11,10 +11,10 @@ import torch
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression import make_policy, policy_class, policy_names
 from kvreclaim.compression.policy import Wrapper
 from kvreclaim.config import KV_CACHE_DTYPES
-from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.places import STATS_FILE

@@ -12,7 +12,7 @@ from settings import assert_idle, small
 
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
 from kvreclaim.chunks import Chunk
-from kvreclaim.engine.execute import streamed
+from kvreclaim.engine.attend import streamed
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.link import StreamLink

@@ -9,7 +9,7 @@ from settings import EVICTING, MOVING, small, takes_every_hit
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression import Mode
-from kvreclaim.engine.core.request import Scheduled
+from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.ops import reference as ops
 from kvreclaim.schedule.way import Way
 

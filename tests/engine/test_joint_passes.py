@@ -14,7 +14,7 @@ from torch import Tensor
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.compression import LayerView, Signal, make_policy, policy_names, registry
 from kvreclaim.compression.policies.knorm import Knorm
-from kvreclaim.engine.ways.job import Done
+from kvreclaim.engine.compact.job import Done
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 SPECS = tuple(

@@ -12,8 +12,8 @@ from shadow import Shadow
 from transformers import DeepseekV3Config
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression import Signal, make_policy, policy_names
-from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model import loader
 from kvreclaim.ops import reference

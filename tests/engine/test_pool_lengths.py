@@ -9,7 +9,7 @@ import tiny
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.core import sizing
+from kvreclaim.engine.request import sizing
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 
 SMALL = {"block_size": 8, "num_blocks": 10, "max_num_batched_tokens": 32}

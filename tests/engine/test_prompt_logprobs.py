@@ -8,8 +8,8 @@ import torch
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.answer import logprobs as logprobs_module
-from kvreclaim.engine.answer.logprobs import report, report_prompt
+from kvreclaim.engine.sampling import logprobs as logprobs_module
+from kvreclaim.engine.sampling.logprobs import report, report_prompt
 from kvreclaim.errors import InvalidArgumentError
 
 

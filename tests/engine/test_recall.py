@@ -11,7 +11,7 @@ from settings import EVICTING, assert_idle
 from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.compression import make_policy
 from kvreclaim.compression.policy import Signal
-from kvreclaim.engine.ways.job import Done, Job
+from kvreclaim.engine.compact.job import Done, Job
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.schedule import Pass, Way
 

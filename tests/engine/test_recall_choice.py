@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.engine.recall.choice import PATIENCE, best_pages, ranked
-from kvreclaim.engine.recall.cold import ColdPool
+from kvreclaim.engine.compact.recall_choice import PATIENCE, best_pages, ranked
+from kvreclaim.engine.compact.recall_cold import ColdPool
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(5, 12))

@@ -8,7 +8,8 @@ from dataclasses import fields
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvreclaim.engine.core.outputs import Logprob, RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.serving.messages import Told
 from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.engine.serving.stream import OutputDelta, Update

@@ -9,7 +9,7 @@ import tiny
 from settings import small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.core import engine as engine_module
+from kvreclaim.engine.step import engine as engine_module
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.marks import PINNED
 from kvreclaim.memory.pins import Retention

@@ -8,7 +8,7 @@ import torch
 from settings import assert_idle, small
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.engine.core.outputs import RequestOutput
+from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.errors import (
     InvalidArgumentError,
 )

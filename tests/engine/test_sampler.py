@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.answer.sampler import SampleRow, _sample
-from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.sampling.logprobs import Logprob
+from kvreclaim.engine.sampling.sampler import SampleRow, _sample
 
 VOCAB = 12
 DRAWS = 4000

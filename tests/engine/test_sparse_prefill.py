@@ -11,9 +11,9 @@ from prefill_shadow import PrefillShadow
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
+from kvreclaim.calibrate.prefill_patterns import find_patterns
 from kvreclaim.compression.prefill.minference import AShape, BlockSparse
 from kvreclaim.compression.prefill.per_head import Patterns
-from kvreclaim.engine.face.prefill_patterns import find_patterns
 from kvreclaim.errors import InvalidArgumentError
 
 POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=8, sinks=1, local=1)"
@@ -230,7 +230,7 @@ class TestPatterns:
             AShape(sinks=64, local=64, block=64, layers=0, last=1),
             BlockSparse(top=100, block=64, layers=0, last=1),
         )
-        monkeypatch.setattr("kvreclaim.engine.face.prefill_patterns.candidates", lambda *_: everything)
+        monkeypatch.setattr("kvreclaim.calibrate.prefill_patterns.candidates", lambda *_: everything)
         found = find_patterns(llm, tiny.prompts((500, 430), seed=1), budget=128, span=64)
         assert found.heads == ((1, 1), (1, 1))
         found.save(tmp_path / "heads.json")

@@ -10,8 +10,8 @@ from settings import assert_idle, small
 from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression.policies.kvzap import KVzap
-from kvreclaim.engine.face.calibration import calibrate
 from kvreclaim.engine.signals.slot_scores import DTYPE, score_bytes
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS

@@ -13,11 +13,11 @@ from settings import assert_idle
 from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.calibrate.calibration import held_out
+from kvreclaim.calibrate.trial import num_tokens, try_candidates, window
 from kvreclaim.compression import LayerView, QueryStats
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.trial import Trial
-from kvreclaim.engine.face.calibration import held_out
-from kvreclaim.engine.face.trial import num_tokens, try_candidates, window
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.places import STATS_FILE
 

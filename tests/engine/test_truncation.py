@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.engine.answer import truncation
-from kvreclaim.engine.answer.truncation import Cut, race_among_kept
+from kvreclaim.engine.sampling import truncation
+from kvreclaim.engine.sampling.truncation import Cut, race_among_kept
 
 VOCAB = 3000
 

@@ -10,8 +10,8 @@ from verifying import GREEDY, PROMPTS, drafting, on_host, said
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.chunks import Chunk
 from kvreclaim.config import BUDGETS
-from kvreclaim.engine.core.request import FULL_ROUNDS, Verify
-from kvreclaim.engine.core.verified import budgets_of
+from kvreclaim.engine.request.request import FULL_ROUNDS, Verify
+from kvreclaim.engine.step.verified import budgets_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule import Footprint, Way
 

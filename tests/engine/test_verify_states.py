@@ -13,8 +13,8 @@ from verifying import GREEDY, PROMPTS, SAMPLED, drafting, on_host, said
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.policies.knorm import Knorm
-from kvreclaim.engine.verify import verifier as verifying_module
-from kvreclaim.engine.ways.pages import Pages
+from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.speculative import verifier as verifying_module
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.kv_cache import PagedTokens
 

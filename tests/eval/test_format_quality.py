@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.core import sizing
+from kvreclaim.engine.request import sizing
 from kvreclaim.eval import EvalReport, TaskOptions, evaluate
 from kvreclaim.ops.formats import FORMATS
 

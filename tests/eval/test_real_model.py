@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim import LLM
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.eval import TaskOptions, evaluate
 from kvreclaim.texts import prose
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import Gemma3Config, LlamaConfig, Phi3Config, PreTrainedTokenizerFast, Qwen2Config
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.core.outputs import CompletionOutput
+from kvreclaim.engine.request.outputs import CompletionOutput
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.ends import directory_ends
 from kvreclaim.model.gguf import convert_gguf

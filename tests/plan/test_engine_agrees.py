@@ -12,7 +12,7 @@ import tiny
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kvreclaim import LLM
-from kvreclaim.engine.core import sizing
+from kvreclaim.engine.request import sizing
 from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.plan.configs import ABOUT, bundled_models, load_shape
 from kvreclaim.plan.demand import Cache

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import tiny
 
-from kvreclaim.engine.face.plain import PlainText
+from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.memory.pins import Retention
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.prompt import render

@@ -14,7 +14,7 @@ from running import MODEL, Running, running_server
 from steering import read_at_once
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.server import logs
 from kvreclaim.server.logs import describe
 from kvreclaim.server.service import Service

@@ -11,9 +11,9 @@ import pytest
 from exposition import Scrape
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.core.engine import StepResult
-from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.serving.served import Served
+from kvreclaim.engine.step.engine import StepResult
 from kvreclaim.server.metrics import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
 

@@ -10,7 +10,7 @@ import pytest
 from running import MODEL, Running, openai_client
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.server.openai.logprobs import LOWEST, completion_logprobs
 from kvreclaim.server.vocabulary import TokenPlaces, Vocabulary
 

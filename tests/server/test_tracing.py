@@ -18,7 +18,7 @@ from opentelemetry.semconv.attributes import error_attributes
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.answer.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.tracing import traces_url

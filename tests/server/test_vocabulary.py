@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.engine.answer.detokenizer import Detokenizer
-from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.server.openai.logprobs import completion_logprobs
 from kvreclaim.server.vocabulary import Continuation, TokenPlaces, Vocabulary
 

@@ -96,7 +96,7 @@ def make_stats(model: Path, path: Path, *, num_centers: int = 8, num_tokens: int
 
     Returns: path. Holds moments, centres and covariance: enough for every policy that needs statistics.
     """
-    from kvreclaim.engine.face.calibration import calibrate
+    from kvreclaim.calibrate.calibration import calibrate
     from kvreclaim.model.loader import load_model
 
     documents = random_prompts([1024] * (num_tokens // 1024), seed=77)

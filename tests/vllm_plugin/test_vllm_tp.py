@@ -14,7 +14,7 @@ from engines import Answer, Engine
 from models import make_stats, make_tiny_model, random_prompts
 from oracle import Kept, full_logprobs, logprobs_with_drops, passes_of
 
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.model.loader import load_model
 
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # read when an executor is made

@@ -14,7 +14,7 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.bench.common import Row, seconds, sheet
 from kvreclaim.bench.plans import BeamsPlan
 from kvreclaim.bench.systems.base import random_prompts
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 
 SCORES = 1e-3

@@ -18,9 +18,9 @@ from kvreclaim.bench.plans import ChunksPlan
 from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.chunks import WHOLE, Chunk, ChunkReuse, chunk_reuse_of
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import RequestOutput
-from kvreclaim.engine.face.llm import LLM
-from kvreclaim.engine.face.pieces import Piece
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.api.pieces import Piece
+from kvreclaim.engine.request.outputs import RequestOutput
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
 COLD = "cold"

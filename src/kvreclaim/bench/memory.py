@@ -27,7 +27,7 @@ from kvreclaim.bench.systems.ours import BLOCK_SIZE as OUR_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from kvreclaim.bench.systems.vllm_peer import VllmProcess
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 
 

@@ -15,7 +15,7 @@ from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.plans import PrefillPlan
 from kvreclaim.bench.systems.base import text_tokens
 from kvreclaim.config import DENSE, SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.model.overrides import yarn
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)

@@ -24,7 +24,7 @@ from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.serve_client import Ask, Told, ask_all
 from kvreclaim.checks import require
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 
 NAME = "measured"

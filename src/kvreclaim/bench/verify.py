@@ -27,7 +27,7 @@ from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.systems.base import CHUNK, Setup
 from kvreclaim.bench.systems.hf import Generate
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import KVReclaimError
 
 MARGIN_STDS = 0.15

@@ -22,7 +22,7 @@ from kvreclaim.options import check_options, option
 if TYPE_CHECKING:
     from kvreclaim.compression import QueryStats
     from kvreclaim.compression.trial import Trial
-    from kvreclaim.engine.face.llm import LLM
+    from kvreclaim.engine.api.llm import LLM
 
 _COLUMNS = (
     "on, again: nats per token lost when a document goes on, and when stretches of it are said again; right: "
@@ -98,7 +98,7 @@ def calibrate(
 ) -> None:
     """Measure a model once for the policies that read statistics, and find the policy that is best for it."""
     from kvreclaim.compression import QueryStats
-    from kvreclaim.engine.face.llm import LLM
+    from kvreclaim.engine.api.llm import LLM
     from kvreclaim.model.loader import hide_progress_bars
 
     console = Console()
@@ -135,8 +135,8 @@ def _find_patterns(
     llm: LLM, target: Path, text: Path | None, max_tokens: int, budget: int, console: Console
 ) -> None:
     """A pattern of sparse prefill for each head."""
-    from kvreclaim.engine.face.calibration import read_documents
-    from kvreclaim.engine.face.prefill_patterns import find_patterns
+    from kvreclaim.calibrate.calibration import read_documents
+    from kvreclaim.calibrate.prefill_patterns import find_patterns
 
     found = read_documents(llm.loaded, text, max_tokens=max_tokens, context=llm.engine.max_model_len - 1)
     patterns = find_patterns(llm, found, budget=budget)
@@ -151,10 +151,10 @@ def _measure(
     llm: LLM, text: Path | None, reading: Reading, measuring: dict[str, Any], console: Console
 ) -> QueryStats:
     """Statistics of one part of the text, and a trial on another."""
+    from kvreclaim.calibrate import trial
+    from kvreclaim.calibrate.calibration import calibrate as measure
+    from kvreclaim.calibrate.calibration import held_out, pieces, read_documents
     from kvreclaim.compression.trial import CANDIDATES, FRACTIONS
-    from kvreclaim.engine.face import trial
-    from kvreclaim.engine.face.calibration import calibrate as measure
-    from kvreclaim.engine.face.calibration import held_out, pieces, read_documents
 
     found = read_documents(
         llm.loaded, text, max_tokens=reading.max_tokens, context=trial.window(llm.loaded.facts)
@@ -175,7 +175,7 @@ def _announce(
     llm: LLM, documents: Sequence[list[int]], tried: Sequence[list[int]], num_settings: int, console: Console
 ) -> None:
     """How long it will take, from one forward pass."""
-    from kvreclaim.engine.face.trial import num_tokens
+    from kvreclaim.calibrate.trial import num_tokens
     from kvreclaim.model.capture import capture_queries
 
     started = time.perf_counter()

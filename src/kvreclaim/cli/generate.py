@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvreclaim import LLM, CompressionConfig
-    from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput
+    from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput
 
 OF_MANY = (
     "max_num_seqs",
@@ -65,7 +65,7 @@ def generate(
 ) -> None:
     """Generate from one prompt; text goes to standard output, metrics to standard error."""
     from kvreclaim import LLM
-    from kvreclaim.engine.face.chat import render_chat
+    from kvreclaim.engine.api.chat import render_chat
     from kvreclaim.model.loader import hide_progress_bars
 
     hide_progress_bars()

@@ -12,7 +12,7 @@ from kvreclaim.demo.real import RealPlan, run_real
 from kvreclaim.demo.report import DemoReport
 from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
 from kvreclaim.demo.show import draw_real, draw_report, show_real, show_report
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.outputs import write_text
 

@@ -11,8 +11,8 @@ from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.report import Asked, LoadRun, RealReport
 from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
-from kvreclaim.engine.face.chat import render_chat
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.chat import render_chat
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.compare import evaluate
 from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.plan import TaskOptions

@@ -10,8 +10,8 @@ from typing import Any
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.report import LoadRun, PolicyRun
-from kvreclaim.engine.core.outputs import RequestOutput, ScoreOutput, StepStats
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, Kind, accuracy, exact_match, progress
 from kvreclaim.eval.runner import timed

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kvreclaim
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.grid import Grid, OnProgress
 from kvreclaim.eval.journal import Journal
 from kvreclaim.eval.plan import EvalPlan, TaskOptions

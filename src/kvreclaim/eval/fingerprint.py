@@ -16,7 +16,7 @@ import torch
 import kvreclaim
 from kvreclaim.compression import CompressionPolicy, QueryStats
 from kvreclaim.compression.registry import make_policy
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.task import Task
 

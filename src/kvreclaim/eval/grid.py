@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.fingerprint import cell_identity, run_identity
 from kvreclaim.eval.journal import Journal, cell_key

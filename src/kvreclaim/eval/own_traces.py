@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.passages import Passages
 from kvreclaim.eval.task import SEED_STRIDE, Item
 

@@ -14,7 +14,7 @@ from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:
     from kvreclaim.compression import CompressionConfig, QueryStats
-    from kvreclaim.engine.face.llm import LLM
+    from kvreclaim.engine.api.llm import LLM
 
 FULL = "full"
 DIALECTS = ("auto", "demo", "text")

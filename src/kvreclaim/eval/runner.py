@@ -10,9 +10,9 @@ from typing import TypeVar
 from kvreclaim.chunks import Chunk, ChunkReuse, chunk_reuse_of
 from kvreclaim.compression import CompressionConfig, QueryStats
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import RequestMetrics, RequestOutput, ScoreOutput
-from kvreclaim.engine.face.llm import LLM, Observer, Prompt
-from kvreclaim.engine.face.pieces import Piece
+from kvreclaim.engine.api.llm import LLM, Observer, Prompt
+from kvreclaim.engine.api.pieces import Piece
+from kvreclaim.engine.request.outputs import RequestMetrics, RequestOutput, ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import Storage

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvreclaim import texts
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement
 from kvreclaim.eval.demo_tasks import DEMO_TASKS

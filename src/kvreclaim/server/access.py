@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import RequestStream
 from kvreclaim.server.service import Service
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO
 from pydantic_core import to_json
 
 from kvreclaim.checks import check_choice
-from kvreclaim.engine.face.exports import Tokenizer
+from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.server.access import Access
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -9,8 +9,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict
 
+from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.serving.host import Host
-from kvreclaim.engine.tiers.stats import TierStats
 from kvreclaim.server.errors import ApiError, OpenAIError
 from kvreclaim.server.service import ServiceDep
 

@@ -18,9 +18,9 @@ from kvreclaim.checks import check_text
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.chat import chat_text
-from kvreclaim.engine.face.exports import Retention, Tokenizer
-from kvreclaim.engine.face.plain import PlainText
+from kvreclaim.engine.api.chat import chat_text
+from kvreclaim.engine.api.exports import Retention, Tokenizer
+from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError

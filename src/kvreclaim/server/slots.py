@@ -15,8 +15,8 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from kvreclaim.compression import CompressionConfig
+from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.serving.host import Host
-from kvreclaim.engine.tiers.session import SessionInfo
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
 
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from kvreclaim.engine.answer.detokenizer import TextStream
-from kvreclaim.engine.face.exports import Tokenizer
+from kvreclaim.engine.api.exports import Tokenizer
+from kvreclaim.engine.sampling.detokenizer import TextStream
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

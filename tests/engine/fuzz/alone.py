@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvreclaim import BeamSearchParams, SamplingParams
-from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.request.request import Request
 
 if TYPE_CHECKING:
     from machine import Machine

@@ -18,10 +18,10 @@ from operations import Ask, Setup
 from torch import Tensor
 
 from kvreclaim import LLM, CompressionConfig
+from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression import Compressor, LayerView, registry
 from kvreclaim.compression.policies.knorm import Knorm
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.engine.request.request import Request
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.places import STATS_FILE
 

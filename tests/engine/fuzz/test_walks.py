@@ -27,7 +27,7 @@ from operations import (
 from walk import Walk
 from world import World
 
-from kvreclaim.engine.execute import streamed
+from kvreclaim.engine.attend import streamed
 
 SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1040, 1042)
 """Of walks in which something happens."""

@@ -18,9 +18,9 @@ from prefill_shadow import PrefillShadow
 from recall_shadow import Recalling
 
 from kvreclaim.chunks import ChunkReuse, Chunks
-from kvreclaim.engine.core.engine import Engine
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.ways.chunks import expanded
+from kvreclaim.engine.attend.chunks import expanded
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.memory.pins import Retention
 

@@ -7,7 +7,7 @@ import tiny
 from triton_pair import DEVICE
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.engine.face.calibration import calibrate
+from kvreclaim.calibrate.calibration import calibrate
 
 
 @pytest.mark.parametrize(("family", "policy"), [("llama", "triattention"), ("gemma2", "query_mixture")])

@@ -9,7 +9,7 @@ from time import perf_counter
 from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from kvreclaim import demo_model
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.admission import footprint_of
-from kvreclaim.engine.core.outputs import RequestOutput
-from kvreclaim.engine.face.llm import LLM
-from kvreclaim.engine.verify import drafting
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.engine.request.outputs import RequestOutput
+from kvreclaim.engine.speculative import companion_drafts as drafting
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.schedule import Account, Footprint
 

@@ -9,7 +9,7 @@ from kvreclaim.bench.common import machine, versions
 from kvreclaim.bench.speed.plan import SpeedPlan
 from kvreclaim.bench.speed.traffic import keep_busy
 from kvreclaim.bench.speed.watch import Watched, watching
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.plan.fit import MIN_STEPS, Fitted, fit_steps
 
 WARM_S = 3.0

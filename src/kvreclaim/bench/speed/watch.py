@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from unittest.mock import patch
 
-from kvreclaim.engine.core.engine import Engine, StepResult
+from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.plan.cost import Load
 from kvreclaim.plan.loads import load_of
 from kvreclaim.schedule import StepPlan

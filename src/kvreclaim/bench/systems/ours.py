@@ -15,8 +15,8 @@ import torch
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.request import Request
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
 

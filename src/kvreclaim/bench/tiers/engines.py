@@ -11,8 +11,8 @@ from kvreclaim.bench.systems.base import CHUNK
 from kvreclaim.bench.systems.ours import BLOCK_SIZE
 from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import RequestOutput
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.memory.blocks import blocks_for
 

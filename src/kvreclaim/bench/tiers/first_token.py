@@ -23,7 +23,7 @@ from kvreclaim.bench.common import Row, sheet
 from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.bench.tiers.engines import answer, drain, facts, host_gib, load, require_equal
 from kvreclaim.bench.tiers.plan import TiersPlan
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 
 DISK_SHARE = 1.5
 """Of the host's bytes: headers and padding have room, too."""

@@ -19,8 +19,8 @@ from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.bench.tiers.engines import facts, greedy, host_gib, load, require_equal
 from kvreclaim.bench.tiers.plan import TiersPlan
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.request import Request
 
 MODES = ("swap", "recompute")
 STEPS = 4

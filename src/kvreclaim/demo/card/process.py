@@ -20,9 +20,9 @@ from kvreclaim import demo_model
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.card.plan import REFUSED, CardPlan, CardRun, Sample, Setup
-from kvreclaim.engine.core.outputs import RequestOutput, StepStats
-from kvreclaim.engine.face.chat import render_chat
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.chat import render_chat
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.outputs import RequestOutput, StepStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import load_tokenizer, read_config

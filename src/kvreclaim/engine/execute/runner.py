@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.core.request import Scheduled
+from kvreclaim.engine.attend.block_rows import block_row, slots_are_positions
+from kvreclaim.engine.attend.chunks import Bringer, Scout, expanded, has_chunks
+from kvreclaim.engine.attend.paged import PagedKVBatch
+from kvreclaim.engine.attend.split import has_head_tables, split
+from kvreclaim.engine.attend.streamed import StreamedBatches
+from kvreclaim.engine.attend.windows import window_batches
+from kvreclaim.engine.compact.recall_refresh import Refresher
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.engine.execute.paged import PagedKVBatch
-from kvreclaim.engine.execute.streamed import StreamedBatches
-from kvreclaim.engine.recall.refresh import Refresher
+from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
-from kvreclaim.engine.tiers.tiers import Tiers
-from kvreclaim.engine.ways.chunks import Bringer, Scout, expanded, has_chunks
-from kvreclaim.engine.ways.pages import block_row, slots_are_positions
-from kvreclaim.engine.ways.split import has_head_tables, split
-from kvreclaim.engine.ways.windows import window_batches
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall, KVBatch

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvreclaim.compression import Compressor
-from kvreclaim.engine.core.engine import Engine, StepResult
-from kvreclaim.engine.core.request import Request
-from kvreclaim.engine.core.request import Sequence as Output
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.request.request import Sequence as Output
 from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
+from kvreclaim.engine.step.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
 

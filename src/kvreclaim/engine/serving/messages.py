@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreclaim.compression import CompressionConfig
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.serving.host import Host, News
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update

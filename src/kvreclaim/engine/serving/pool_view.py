@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvreclaim.engine.core.engine import Engine
-from kvreclaim.engine.core.request import Request, Sequence
-from kvreclaim.engine.ways.pages import block_row
+from kvreclaim.engine.attend.block_rows import block_row
+from kvreclaim.engine.request.request import Request, Sequence
+from kvreclaim.engine.step.engine import Engine
 from kvreclaim.memory import marks
 from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED, PoolView, RequestView
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.sampling.logprobs import Logprob
 
 R = TypeVar("R", dict[int, Logprob], dict[int, Logprob] | None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import AUTO
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import KVReclaimError
 
 

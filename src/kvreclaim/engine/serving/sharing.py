@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvreclaim.engine.core.engine import Engine
-from kvreclaim.engine.ways.pages import block_row
+from kvreclaim.engine.attend.block_rows import block_row
+from kvreclaim.engine.step.engine import Engine
 from kvreclaim.page.sharing import Sharing, share_tree
 
 

@@ -10,7 +10,8 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression import CompressionConfig
 from kvreclaim.config import SamplingParams
-from kvreclaim.engine.core.outputs import FinishReason, Logprob, RequestMetrics
+from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.memory.pins import Retention
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvreclaim.compression import CompressionConfig, Compressor
-from kvreclaim.engine.face.llm import LLM
+from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.serving.host import EngineObserver, Host, News
 from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.served import Served

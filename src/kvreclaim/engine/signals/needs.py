@@ -6,7 +6,8 @@ import torch
 
 from kvreclaim.compression import Compressor, Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.engine.core.request import Sequence
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.engine.request.request import Sequence
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.schedule.way import Way
 
@@ -32,11 +33,6 @@ def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, bloc
     if (recall := compressor.recall) is not None and recall.needs_queries:
         found += recall.every * layer.num_heads * layer.head_dim * facts.dtype.itemsize
     return facts.num_layers * found
-
-
-def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
-    """What a policy that ever evicts asks for."""
-    return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
 
 
 def is_watched(seq: Sequence) -> bool:

@@ -13,9 +13,10 @@ from torch import Tensor
 from kvreclaim.checks import require
 from kvreclaim.compression import Compressor, LayerSignals, Signal
 from kvreclaim.compression.kvzap import token_scores
-from kvreclaim.engine.core.request import Scheduled, Sequence
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals
-from kvreclaim.engine.signals.needs import is_watched, needs_of, signal_bytes, window_of, windows_of
+from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of, windows_of
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import DigestStore, MassStore, QueryStore, Room
 from kvreclaim.model.attention import AttentionCall

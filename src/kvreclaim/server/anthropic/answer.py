@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest

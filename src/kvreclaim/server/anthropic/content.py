@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta
 from kvreclaim.server.events import event
 from kvreclaim.server.tool_calls import Piece, ToolCall

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvreclaim.engine.face.exports import Retention
+from kvreclaim.engine.api.exports import Retention
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.anthropic.conversation import ALTERED, Mark, Writer
 from kvreclaim.server.anthropic.fields import TTL_S, ConversationFields

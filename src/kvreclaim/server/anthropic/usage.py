@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvreclaim.engine.core.outputs import RequestMetrics
-from kvreclaim.engine.face.exports import Retention
+from kvreclaim.engine.api.exports import Retention
+from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.server.anthropic.fields import TTL_S
 from kvreclaim.server.usage import kv_cache_usage
 

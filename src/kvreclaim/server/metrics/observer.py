@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvreclaim.engine.core.engine import Engine, StepResult
-from kvreclaim.engine.core.request import Request, Sequence
-from kvreclaim.engine.face.exports import MemoryStats
+from kvreclaim.engine.api.exports import MemoryStats
+from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
 from kvreclaim.server.metrics.tiers import Values, tier_values
 

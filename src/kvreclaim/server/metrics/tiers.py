@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvreclaim.engine.tiers.stats import DiskStats, PrefixCounters, PrefixStats, SlotStats, TierStats
+from kvreclaim.engine.offload.stats import DiskStats, PrefixCounters, PrefixStats, SlotStats, TierStats
 
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
 """Of a metric: one value, or one per value of its label, or of its labels."""

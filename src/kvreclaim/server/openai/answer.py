@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from kvreclaim.engine.core.outputs import RequestMetrics
+from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.ids import answer_id

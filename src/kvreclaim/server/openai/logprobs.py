@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvreclaim.engine.core.outputs import Logprob
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.server.vocabulary import TokenPlaces
 
 LOWEST = -9999.0

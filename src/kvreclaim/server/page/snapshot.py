@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvreclaim.engine.core.engine import Engine, StepResult
-from kvreclaim.engine.core.request import Request
+from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.pool_view import pool_view
 from kvreclaim.engine.serving.sharing import who_shares
+from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 
 

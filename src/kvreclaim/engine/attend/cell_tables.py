@@ -1,0 +1,83 @@
+"""Block tables of sequences whose heads hold unequal numbers of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.attend.parts import HeadPart, head_order
+from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import BatchArrays
+from kvreclaim.ops.cell_tables import Cells, append_cells
+from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, natural_cells
+from kvreclaim.ops.kv_cache import KVCache
+
+
+def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
+    """grown_cells of the sequence's present table, remembered until that changes."""
+    table = memory.table(seq.seq_id)
+    if seq.cell_cache is None or seq.cell_cache[0] != table.version:
+        blocks = np.array(table.blocks(), dtype=np.int64)
+        seq.cell_cache = (table.version, grown_cells(seq.state.cells, blocks, cache))
+    return seq.cell_cache[1]
+
+
+def grown_cells(cells: Cells | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
+    """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
+
+    cells: where the last pass has put them; blocks: [blocks] int64, the table with what was appended since
+    """
+    if cells is None:
+        return natural_cells(cache, blocks)
+    return append_cells(cells, natural_cells(cache, blocks[cells.num_blocks :]))
+
+
+def head_lengths(cells: Cells | None, num_slots: int, cache: KVCache) -> np.ndarray:
+    """[L, K] int64: tokens of each head when the sequence is num_slots long."""
+    if cells is None:
+        return np.full((cache.num_layers, cache.num_kv_heads), num_slots)
+    return (cells.counts - cells.num_blocks) * cache.block_size + num_slots
+
+
+def uneven_part(
+    items: list[Scheduled], rows: Tensor, memory: MemoryManager, cache: KVCache, ops: Backend
+) -> HeadPart:
+    """The part of sequences whose heads hold unequal numbers of tokens. What all layers need is made here,
+    at once, and sent to the device together."""
+    size, heads, device = cache.block_size, cache.num_kv_heads, cache.device
+    cells = [head_cells(item.seq, memory, cache) for item in items]
+    behind = [item.row.first - item.seq.num_computed + item.num_tokens for item in items]
+    physical = [
+        memory.table(item.seq.seq_id).physical_len + new for item, new in zip(items, behind, strict=True)
+    ]
+    lengths = np.concatenate(
+        [head_lengths(item.seq.state.cells, n, cache) for item, n in zip(items, physical, strict=True)],
+        axis=1,
+    )
+    tables = np.empty((*lengths.shape, max(own.shape[-1] for own in cells)), dtype=np.int32)
+    for i, own in enumerate(cells):
+        its = tables[:, i * heads : (i + 1) * heads]
+        its[..., : own.shape[-1]] = own
+        its[..., own.shape[-1] :] = own[..., -1:]
+    query_lens = np.repeat([item.num_tokens for item in items], heads)
+    starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32)).to(device)
+    sent = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)
+    nothing = torch.zeros(lengths.shape[1], dtype=torch.int32, device=device)
+    longest, most_queries = lengths.max(axis=1).tolist(), int(query_lens.max())
+
+    def batch(layer: int, _: Tensor) -> CellBatch:
+        arrays = BatchArrays(
+            block_table=sent[0][layer],
+            query_starts=starts,
+            seq_lens=sent[1][layer],
+            shifts=nothing,
+            max_query_len=most_queries,
+            max_seq_len=longest[layer],
+        )
+        return cell_batch(tables[layer], lengths[layer], query_lens, arrays, size)
+
+    order = head_order([item.num_tokens for item in items], heads, device)
+    return HeadPart(ops, cell_layers(cache), rows, order, batch)

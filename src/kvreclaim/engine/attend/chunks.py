@@ -1,0 +1,174 @@
+"""Chunks that were computed alone and are reused out of place: keys turned to where they stand now, values as
+they are, and some tokens computed anew.
+
+Tokens that are computed anew go through the model in runs: each contiguous run is a sequence of its own, over
+the same table, up to the run's last token, so that every token sees exactly the keys before it (methods that
+compact rows under one mask let earlier tokens see later ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.request.chunk_reuse import Reuse, Source
+from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.engine.signals.signals import Observer
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.rope import rotate
+from kvreclaim.schedule import Row
+
+
+def has_chunks(item: Scheduled) -> bool:
+    """Whether some of the item's tokens may be of a chunk that is reused."""
+    reuse = item.seq.request.reuse
+    return reuse is not None and item.seq.num_computed < len(reuse.anew)
+
+
+def expanded(step: Sequence[Scheduled]) -> list[Scheduled]:
+    """A step with an item for each run of tokens that are computed."""
+    return [
+        part
+        for item in step
+        for part in (
+            [Scheduled(item.seq, Row(item.seq.seq_id, run.start, len(run))) for run in _runs(item)]
+            if has_chunks(item)
+            else [item]
+        )
+    ]
+
+
+def _runs(item: Scheduled) -> list[range]:
+    """Where none of its tokens is computed, the last one is, for its logits; `bring_last` undoes it."""
+    start, reuse = item.seq.num_computed, item.seq.request.reuse
+    stop = start + item.num_tokens
+    if reuse is None or start >= len(reuse.anew):
+        return [range(start, stop)]
+    anew = np.ones(item.num_tokens, dtype=bool)
+    known = reuse.anew[start:stop]
+    anew[: len(known)] = known
+    if not anew.any():
+        return [range(stop - 1, stop)]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], anew, [False]])))
+    runs = [range(start + a, start + b) for a, b in edges.reshape(-1, 2).tolist()]
+    return [part for run in runs for part in _parted(run, reuse)]
+
+
+def _parted(run: range, reuse: Reuse) -> list[range]:
+    """Where somebody asks what the tokens behind the last chunk attend to, they are a run of their own."""
+    at = reuse.asked_from
+    if reuse.scores is None or not run.start < at < run.stop:
+        return [run]
+    return [range(run.start, at), range(at, run.stop)]
+
+
+class Bringer:
+    """Writes the keys and values of chunks to where a prompt has them."""
+
+    def __init__(self, memory: MemoryManager, cache: KVCache, ops: Backend, facts: ModelFacts) -> None:
+        self.memory, self.cache, self.ops = memory, cache, ops
+        self.layouts = [layer.rope for layer in facts.layers]
+
+    def bring(self, item: Scheduled) -> None:
+        """All that the item's tokens have of chunks. What is no longer there is computed anew."""
+        reuse, start = item.seq.request.reuse, item.seq.num_computed
+        if reuse is None:
+            return
+        stop = start + item.num_tokens
+        for source in reuse.sources:
+            first, last = max(start, source.start), min(stop, source.stop)
+            if first < last and not reuse.anew[first:last].all():
+                self._copy(item, reuse, source, first, last)
+
+    def bring_last(self, item: Scheduled) -> None:
+        """The last token again, where it was computed for its logits alone."""
+        reuse, at = item.seq.request.reuse, item.seq.num_computed + item.num_tokens - 1
+        if reuse is None or at >= len(reuse.anew) or reuse.anew[at]:
+            return
+        source = next(each for each in reuse.sources if each.start <= at < each.stop)
+        self._copy(item, reuse, source, at, at + 1)
+
+    def _copy(self, item: Scheduled, reuse: Reuse, source: Source, first: int, last: int) -> None:
+        match = self.memory.match_prefix(source.keys)
+        there = source.origin + len(match.entries) * self.cache.block_size
+        if there < last:
+            gone = slice(max(first, there), last)
+            reuse.num_gone += int((~reuse.anew[gone]).sum())
+            reuse.anew[gone] = True
+            last = there
+        if first >= last:
+            return
+        size, device = self.cache.block_size, self.cache.device
+        ids = torch.tensor(match.block_ids, device=device)
+        held = self.memory.table(item.seq.seq_id)
+        moved = held.physical_len - item.seq.num_computed
+        slots = torch.arange(first + moved, last + moved, device=device)
+        table = torch.tensor([block or 0 for block in held.block_ids], device=device)
+        mapping = table[slots // size] * size + slots % size
+        shift = torch.full((last - first,), source.origin, device=device)
+        for layer, layout in zip(self.cache.layers, self.layouts, strict=True):
+            num_read = last - source.origin
+            tokens = PagedTokens(layer, ids[: -(-num_read // size)], num_read)
+            k, v = (x[:, first - source.origin :] for x in self.ops.gather_tokens(tokens))
+            assert layout is not None, "refused where no rotation is known"
+            turned = rotate(k, shift, layout)
+            self.ops.write_kv(layer, turned.transpose(0, 1), v.transpose(0, 1), mapping)
+
+
+class Scout:
+    """Sums up what the tokens behind the last chunk attend to, of prompts whose reuse is only tried."""
+
+    def __init__(
+        self, step: Sequence[Scheduled], batch: AttentionBatch, cache: KVCache, ops: Backend
+    ) -> None:
+        self.cache, self.ops = cache, ops
+        starts = np.cumsum([0, *batch.query_lens]).tolist()
+        self._asking = [
+            (slice(starts[i], starts[i + 1]), batch.part([i]), item.seq.request.reuse)
+            for i, item in enumerate(step)
+            if _is_asked(item)
+        ]
+        self._sums: dict[int, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._asking)
+
+    def beside(self, other: Observer | None) -> Observer:
+        """Both see every call."""
+        if other is None:
+            return Observer((self.see,), self.commit)
+
+        def commit() -> None:
+            other.commit()
+            self.commit()
+
+        return Observer((*other.writes, self.see), commit)
+
+    def see(self, call: AttentionCall) -> None:
+        for i, (rows, batch, reuse) in enumerate(self._asking):
+            if reuse is not None and call.layer in reuse.layers:
+                sums = self.ops.column_sums(call.q[rows], self.cache.layers[call.layer], batch)[0].sum(0)
+                self._sums[i] = sums + self._sums.get(i, 0)
+
+    def commit(self) -> None:
+        for i, sums in self._sums.items():
+            reuse = self._asking[i][2]
+            assert reuse is not None
+            assert reuse.scores is not None
+            width = min(len(sums), len(reuse.scores))
+            reuse.scores[:width] += sums[:width].cpu().numpy()
+
+
+def _is_asked(item: Scheduled) -> bool:
+    reuse, first = item.seq.request.reuse, item.row.first
+    if reuse is None or reuse.scores is None:
+        return False
+    return reuse.asked_from <= first < len(reuse.anew)

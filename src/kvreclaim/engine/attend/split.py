@@ -1,0 +1,57 @@
+"""Which part of a step attends to which sequences."""
+
+from __future__ import annotations
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.attend.cell_tables import uneven_part
+from kvreclaim.engine.attend.parts import HeadPart, Part, PlainPart
+from kvreclaim.engine.attend.prefill import SparsePart, sparse_tokens
+from kvreclaim.engine.attend.reads import SparseReads
+from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.engine.signals.store import DigestStore
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.cells import cell_layers
+from kvreclaim.ops.kv_cache import KVCache
+
+
+def has_head_tables(item: Scheduled) -> bool:
+    """Whether the sequence's heads do not share one block table in this step."""
+    return item.seq.state.cells is not None or item.seq.reads_sparsely or bool(sparse_tokens(item))
+
+
+def split(
+    step: list[Scheduled],
+    batch: AttentionBatch,
+    memory: MemoryManager,
+    cache: KVCache,
+    ops: Backend,
+    digests: DigestStore,
+) -> tuple[Part, ...]:
+    """The parts of a step; () if all its sequences have one table for all layers and heads."""
+    if not any(has_head_tables(item) for item in step):
+        return ()
+    members: dict[Compressor | bool, list[int]] = {}
+    parts: list[Part] = []
+
+    def even(places: list[int]) -> Part:
+        return PlainPart(ops, cache, batch.part(places), batch.rows_of(places))
+
+    def uneven(places: list[int]) -> Part:
+        return uneven_part([step[i] for i in places], batch.rows_of(places), memory, cache, ops)
+
+    for i, item in enumerate(step):
+        if sparse_tokens(item):
+            dense = even([i]) if item.seq.state.cells is None else uneven([i])
+            parts.append(SparsePart(item, dense, memory, cache, ops))
+            continue
+        sparse = item.seq.request.compressor if item.seq.reads_sparsely else None
+        members.setdefault(sparse or item.seq.state.cells is not None, []).append(i)
+    for kind, places in members.items():
+        if isinstance(kind, Compressor):
+            reads = SparseReads([step[i] for i in places], memory, cache, ops, digests)
+            parts.append(HeadPart(ops, cell_layers(cache), batch.rows_of(places), None, reads.batch))
+        else:
+            parts.append(uneven(places) if kind else even(places))
+    return tuple(parts)

@@ -1,0 +1,57 @@
+"""A step's sequences as layers with windows see them: the tokens of the window, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.windows.window import Chunk, Window
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.groups import LayerGroups
+
+
+def window_batches(
+    step: list[Scheduled],
+    groups: LayerGroups,
+    memory: MemoryManager,
+    device: torch.device,
+) -> tuple[AttentionBatch, ...]:
+    """One for each table of a window. Slots are counted from where a sequence's table begins: a window's mask
+    is about differences of slots. Of several chunks each is a sequence of its own."""
+    found = []
+    for n, window in enumerate(groups.windows):
+        parts = [part for item in step for part in _parts(item, n, window, groups.parts, memory)]
+        for group in range(groups.num_groups(window)):
+            rows = tuple(SequenceSlots(ids[group], new, length) for ids, new, length in parts)
+            found.append(AttentionBatch.build(rows, memory.block_size // groups.parts, device))
+    return tuple(found)
+
+
+def _parts(
+    item: Scheduled, n: int, window: Window, parts: int, memory: MemoryManager
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Block ids [groups, blocks], new tokens and length of what attention takes for one sequence."""
+    ids, seq_id = _block_ids(item.seq, n, parts, memory), item.seq.seq_id
+    first = memory.windows.tables(seq_id)[n].first * memory.block_size
+    start = memory.table(seq_id).logical_len
+    end = start + item.num_tokens
+    while isinstance(window, Chunk) and (border := first + window.num_tokens) < end:
+        num_blocks = window.num_tokens // memory.block_size * parts
+        yield ids[:, :num_blocks], border - start, window.num_tokens
+        ids, first, start = ids[:, num_blocks:], border, border
+    yield ids, end - start, end - first
+
+
+def _block_ids(seq: Sequence, n: int, parts: int, memory: MemoryManager) -> np.ndarray:
+    """[groups, blocks] int32 of a sequence's window n, remembered until its table changes."""
+    table = memory.windows.tables(seq.seq_id)[n]
+    known = seq.window_cache.get(n)
+    if known is None or known[0] != table.version:
+        rows = np.array(table.rows, dtype=np.int32).reshape(len(table.rows), -1, parts)
+        ids = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(rows.shape[1], -1)
+        known = seq.window_cache[n] = (table.version, ids)
+    return known[1]

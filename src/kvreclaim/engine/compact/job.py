@@ -1,0 +1,60 @@
+"""A pass of one sequence: what is planned, and what has been chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.uneven import Heads
+from kvreclaim.engine.request.request import Sequence
+from kvreclaim.schedule import Pass, Way
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A pass to be carried out. Where survivors move, the sequence's table is the new one already; the bytes
+    of the source blocks stay as they are until every job of the round has chosen."""
+
+    seq: Sequence
+    compressor: Compressor
+    plan: Pass[int]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in use before, those of masked tokens included."""
+        return self.plan.logical_len if self.plan.way is Way.MASK else self.plan.num_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next query."""
+        return self.num_slots if self.compressor.policy.cache_relative else self.plan.logical_len
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """A pass whose bytes, signals and tensors of state are done.
+
+    kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or [n] of each layer and head
+    gone:         entries of the table whose blocks nobody needs any more, where nothing moves: the caller
+                  gives them back
+    prompt_slots: leading live slots left that hold prompt tokens, where only the choice tells
+    """
+
+    kept: Tensor | Heads
+    gone: tuple[int, ...] = ()
+    prompt_slots: int | None = None
+
+
+class WayOfPass(Protocol):
+    """One way of compressing. What choose finds is for apply alone to understand."""
+
+    def choose(self, jobs: list[Job]) -> list[Any]:
+        """What stays of sequences that share a compressor. Changes nothing."""
+        ...
+
+    def apply(self, job: Job, choice: Any) -> Done:
+        """Carry it out."""
+        ...

@@ -1,0 +1,93 @@
+"""A due sequence as compressors read it: its live tokens in their blocks, positions, signals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import LayerSignals, Signal
+from kvreclaim.compression.compressor import Question
+from kvreclaim.engine.compact.job import Job
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_source import DenseSource, KeySource, PagedSource
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """What every way of compressing reads and changes."""
+
+    memory: MemoryManager
+    cache: KVCache
+    backend: Backend
+    facts: ModelFacts
+    signals: Signals
+
+    def index(self, job: Job) -> Tensor:
+        """[blocks] int64 on the device: the table before the pass."""
+        return torch.tensor(job.plan.source_ids, device=self.cache.device)
+
+    def question(self, job: Job, live: Tensor | None = None) -> Question:
+        """What a compressor is asked about the live tokens; positions, if a sliding window asks for them.
+
+        live: [L, K, T] int64 slots still attended, where evicted ones stayed in place; None: all slots
+        """
+        block_ids = self.index(job)
+
+        def source(layer: int) -> KeySource:
+            tokens = PagedTokens(self.cache.layers[layer], block_ids, job.num_slots)
+            paged = PagedSource(self.backend, tokens)
+            if live is None:
+                return paged
+            rows = live[layer][..., None]
+            k, v = (x.take_along_dim(rows, 1) for x in paged.tensors())
+            return DenseSource(k, v)
+
+        positions = self.positions(job) if self._needs_positions(job) else None
+        if positions is not None and live is not None:
+            positions = positions.take_along_dim(live, -1)
+        return Question(
+            source,
+            job.plan.num_tokens,
+            job.plan.prompt_slots,
+            job.next_position,
+            positions,
+            lambda layer: self._signals(job, layer, source, live),
+            job.plan.first,
+        )
+
+    def _signals(
+        self, job: Job, layer: int, source: Callable[[int], KeySource], live: Tensor | None
+    ) -> LayerSignals:
+        found = self.signals.of(job.seq, layer, job.num_slots, source, live)
+        if Signal.TOKEN_SCORES not in job.compressor.policy.needs or job.seq.state.cells is not None:
+            return found  # heads with cells of their own have their own scores
+        assert self.signals.scores is not None, "Signals.check has made them"
+        scores = self.signals.scores.of(layer, self.index(job), job.num_slots)
+        return replace(found, token_scores=scores if live is None else scores.take_along_dim(live[layer], -1))
+
+    def moved(self, job: Job, kept: Tensor) -> None:
+        """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
+        if self._needs_positions(job) or Signal.POSITIONS in job.compressor.policy.needs:
+            positions = self.positions(job)
+            every_head = kept.expand(*positions.shape[:2], -1)
+            job.seq.state.slot_positions = positions.take_along_dim(every_head, -1)
+        self.signals.compacted(job.seq, kept)
+
+    def _needs_positions(self, job: Job) -> bool:
+        """Whether a sliding window, or a policy beside recall, goes by positions that slots do not tell."""
+        if job.compressor.recall is not None:
+            return True
+        windows = any(layer.softmax.window is not None for layer in self.facts.layers)
+        return windows and not job.compressor.policy.cache_relative
+
+    def positions(self, job: Job) -> Tensor:
+        """[L, K, slots] int32 logical position of every slot."""
+        layers = range(self.cache.num_layers)
+        return torch.stack([self.signals.positions(job.seq, layer, job.num_slots) for layer in layers])

@@ -1,0 +1,88 @@
+"""Passes of sequences that are due together: all choose, then each is carried out, in their order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.compact.blocks import Blocks
+from kvreclaim.engine.compact.cells import UnevenPass
+from kvreclaim.engine.compact.compact import Compact
+from kvreclaim.engine.compact.job import Done, Job, WayOfPass
+from kvreclaim.engine.compact.mask import Mask
+from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.recall_pass import RecallPass
+from kvreclaim.engine.compact.recalls import Recalls
+from kvreclaim.engine.request.outputs import EngineTotals
+from kvreclaim.schedule.way import Way
+
+
+class CompressionPass:
+    """Groups planned passes by compressor and dispatches by way.
+
+    Tables have changed (integers), and so blocks of one sequence may become another's before their bytes have
+    moved. Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
+    """
+
+    def __init__(self, pages: Pages, totals: EngineTotals, recalls: Recalls | None = None) -> None:
+        self.pages = pages
+        self.totals = totals
+        self.ways: dict[Way, WayOfPass] = {
+            Way.COMPACT: Compact(pages),
+            Way.MASK: Mask(pages),
+            Way.BLOCKS: Blocks(pages),
+            Way.CELLS: UnevenPass(pages),
+        }
+        self._recall = None if recalls is None else RecallPass(pages, recalls)
+
+    def run(self, jobs: ListLike[Job]) -> list[Done | Exception]:
+        """Carry planned passes out.
+
+        Returns: for each what was done, or the error after which its request must end. One's error does not
+            touch the others.
+        """
+        started = time.perf_counter()
+        choices = self._choose(jobs)
+        scored = time.perf_counter()
+        outcomes: list[Done | Exception] = [
+            choice if isinstance(choice, Exception) else _tried(self._way(job.compressor).apply, job, choice)
+            for job, choice in zip(jobs, choices, strict=True)
+        ]
+        for job in jobs:
+            if job.compressor.policy.prompt_only:
+                self.pages.signals.drop(job.seq.seq_id)
+        self.totals.score_s += scored - started
+        self.totals.compact_s += time.perf_counter() - scored
+        return outcomes
+
+    def _way(self, compressor: Compressor) -> WayOfPass:
+        if compressor.recall is None:
+            return self.ways[compressor.way]
+        assert self._recall is not None, "a request with recall was refused"
+        return self._recall
+
+    def _choose(self, jobs: ListLike[Job]) -> list[Any]:
+        """What stays of each, or its error. Where those that share a compressor fail together, each is asked
+        alone."""
+        members: dict[Compressor, list[int]] = {}
+        for i, job in enumerate(jobs):
+            members.setdefault(job.compressor, []).append(i)
+        found: dict[int, Any] = {}
+        for compressor, places in members.items():
+            choose = self._way(compressor).choose
+            together = _tried(choose, [jobs[i] for i in places])
+            if isinstance(together, Exception):
+                alone = [_tried(choose, [jobs[i]]) for i in places]
+                together = [one if isinstance(one, Exception) else one[0] for one in alone]
+            found.update(zip(places, together, strict=True))
+        return [found[i] for i in range(len(jobs))]
+
+
+def _tried(work: Any, *args: Any) -> Any:
+    """What it returns, or the error."""
+    try:
+        return work(*args)
+    except Exception as error:
+        return error

@@ -1,0 +1,175 @@
+"""The cold pages of all sequences, and the pages that are back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.recall.page_scores import benefit, live_mass, mixture_benefit
+from kvreclaim.engine.compact.recall_choice import best_pages, ranked
+from kvreclaim.engine.compact.recall_cold import ColdPool
+from kvreclaim.engine.compact.recall_state import PageTable
+from kvreclaim.engine.request.outputs import EngineTotals
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.kv_cache import KVCache, PagedTokens
+from kvreclaim.ops.units import unit_bytes, write_units
+
+STAGING_BLOCKS = 9
+"""Of the cache, behind those of the pool: one for tokens that wait for a page, the others for pages on their
+way to the host."""
+
+
+class Recalls:
+    """Page tables by sequence over one pool of cold memory. What a sequence holds goes by `drop`.
+
+    num_blocks: of the pool; the cache has STAGING_BLOCKS more
+    max_bytes:  of cold pages of all sequences
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        backend: Backend,
+        facts: ModelFacts,
+        num_blocks: int,
+        max_bytes: int,
+        totals: EngineTotals,
+    ) -> None:
+        self.cache, self.backend, self.facts, self.totals = cache, backend, facts, totals
+        self.staging = torch.arange(num_blocks, cache.num_blocks, device=cache.device)
+        assert len(self.staging) == STAGING_BLOCKS, f"{len(self.staging)} blocks for staging"
+        self.pool = ColdPool(unit_bytes(cache), max_bytes, pinned=cache.device.type == "cuda")
+        self.tables: dict[int, PageTable] = {}
+
+    def least_rows(self, num_blocks: int) -> int:
+        """Rows of the pool without which no pass of a sequence with so many recall blocks can be: pages that
+        are back, before and after, and tokens that wait."""
+        return 2 * (num_blocks + 1) * self.cache.num_layers * self.cache.num_kv_heads
+
+    def cells(self, blocks: Tensor) -> Tensor:
+        """[L, K, n] int64: the cells that every head has in blocks [n]."""
+        shape, device = self.cache.shape, self.cache.device
+        layers = torch.arange(shape.num_layers, device=device)[:, None, None] * shape.num_blocks
+        heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
+        return (layers + blocks) * shape.num_kv_heads + heads
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """The child has its parent's pages, too."""
+        table = self.tables.get(parent_id)
+        if table is not None:
+            self.pool.share(table.held)
+            self.tables[child_id] = table.fork()
+
+    def drop(self, seq_id: int) -> None:
+        """Forget the pages of a sequence that has ended or is computed anew."""
+        table = self.tables.pop(seq_id, None)
+        if table is not None:
+            self.pool.give_back(table.held)
+
+    def make_room(self, count: int) -> None:
+        """Let pages go until so many rows are free: those of the least benefit of the sequence that has the
+        most, equally many of each of its heads; pages that are back stay. Raises: MemoryError by `take`,
+        where nobody has any to give."""
+        heads = self.cache.num_layers * self.cache.num_kv_heads
+        while (missing := count - self.pool.num_free) > 0:
+            rich = max(self.tables, key=lambda seq_id: self._spare(seq_id), default=None)
+            if rich is None or not self._spare(rich):
+                return
+            self._shrink(rich, min(self._spare(rich), -(-missing // heads)))
+
+    def write_back(self, seq_id: int, blocks: Tensor, fresh: Tensor, layers: slice = slice(None)) -> None:
+        """Copy pages to the recall blocks [R] of a sequence where `fresh` [layers, K, R] says so."""
+        table = self.tables[seq_id]
+        hot = table.hot[layers].cpu()
+        rows = table.rows[layers].take_along_dim(hot, -1)[fresh.cpu()]
+        if len(rows):
+            write_units(self.cache, self.pool.bytes[rows], self.cells(blocks)[layers][fresh])
+        self.totals.recall_pages += len(rows)
+        self.totals.recall_bytes += len(rows) * self.pool.unit_bytes
+
+    def benefits(
+        self,
+        table: PageTable,
+        layer: int,
+        compressor: Compressor,
+        live: Tensor,
+        queries: Tensor | None,
+        moment: int,
+        *,
+        at_pass: bool = False,
+    ) -> Tensor:
+        """[K, P] of one layer.
+
+        live: [K, T, D] keys of what is attended to anyway; queries: [H, n, D], None where none are kept
+        moment: slots in use or, at a pass, where statistics may know of queries to come, the logical length
+        """
+        recall, facts = compressor.recall, self.facts.layers[layer]
+        assert recall is not None, "asked of recall alone"
+        digests, scale = table.digests[layer], facts.softmax.scale
+        if recall.source == "random":
+            draw = torch.Generator().manual_seed(layer + 65_537 * moment)
+            return torch.rand(digests.scale.shape, generator=draw).to(live.device)
+        found = []
+        if queries is not None:
+            rows = queries.unflatten(0, (facts.num_kv_heads, -1)).flatten(1, 2)
+            found.append(benefit(rows, digests, live_mass(rows, live, scale), scale))
+        if recall.needs_mixture and at_pass:
+            stats = compressor.stats_of(layer)
+            assert stats is not None, "checked with the policy"
+            found.append(mixture_benefit(stats, facts, moment, digests, live))
+        return found[0] if len(found) == 1 else torch.maximum(*found)
+
+    def refresh(
+        self,
+        seq_id: int,
+        layer: int,
+        compressor: Compressor,
+        queries: Tensor | None,
+        blocks: Tensor,
+        num_slots: int,
+    ) -> Tensor | None:
+        """Choose the pages of one layer anew, by queries [H, n, D], and bring them into its recall blocks.
+
+        blocks: [n] int64, the sequence's table, which nobody else reads; num_slots: tokens in it
+
+        Returns: [K, R] bool, blocks that hold another page now; None if none does.
+        """
+        table, recall = self.tables[seq_id], compressor.recall
+        assert recall is not None, "asked of recall alone"
+        tokens = PagedTokens(self.cache.layers[layer], blocks, num_slots)
+        live = self.backend.gather_tokens(tokens)[0]
+        back, size = self.slots(compressor), self.cache.block_size
+        first, end = back.start // size, back.stop // size
+        kept = torch.cat([live[:, : back.start], live[:, back.stop :]], 1)
+        found = self.benefits(table, layer, compressor, kept, queries, num_slots)
+        hot = table.hot[layer]
+        stays = torch.ones_like(hot, dtype=torch.bool)
+        chosen, fresh = best_pages(ranked(found, table.tries[layer], hot, stays), hot, stays)
+        if not bool(fresh.any()):
+            return None
+        table.hot, table.benefit = table.hot.clone(), table.benefit.clone()
+        table.hot[layer], table.benefit[layer] = chosen, found
+        self.write_back(seq_id, blocks[first:end], fresh[None], slice(layer, layer + 1))
+        return fresh
+
+    def slots(self, compressor: Compressor) -> slice:
+        """Where recalled tokens lie in a sequence's table."""
+        assert compressor.recall is not None, "asked of recall alone"
+        count = compressor.recall.slots(self.cache.block_size)
+        return slice(compressor.budget - count, compressor.budget)
+
+    def _spare(self, seq_id: int) -> int:
+        """Pages of each head that it could do without."""
+        table = self.tables[seq_id]
+        return table.num_pages - table.hot.shape[-1]
+
+    def _shrink(self, seq_id: int, count: int) -> None:
+        table = self.tables[seq_id]
+        rank = table.benefit.scatter(-1, table.hot, torch.inf)
+        kept = rank.topk(table.num_pages - count, dim=-1).indices.sort(-1).values
+        gone = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False).cpu()
+        self.pool.give_back(table.rows[gone])
+        self.tables[seq_id] = table.without(kept)
+        self.totals.cold_dropped += int(gone.sum())

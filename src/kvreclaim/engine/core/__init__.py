@@ -1,1 +1,0 @@
-"""A step: schedule, execute, answer; how requests begin and end."""

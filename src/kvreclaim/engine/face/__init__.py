@@ -1,1 +1,0 @@
-"""What callers see of the engine."""

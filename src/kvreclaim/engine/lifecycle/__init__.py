@@ -1,0 +1,1 @@
+"""How requests begin, fork and end."""

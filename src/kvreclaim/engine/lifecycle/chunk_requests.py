@@ -1,0 +1,189 @@
+"""Prompts with chunks: what is computed before they are queued, and which of their tokens are anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.checks import require
+from kvreclaim.chunks import ChunkReuse, Chunks
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.request.chunk_reuse import Reuse, Source
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.signals.needs import chunk_salt
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.model.stopped import call_of_layer
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.rope import rotate
+
+LATE = (0.6, 0.85)
+"""Depths, as shares of the layers, between which a question's attention tells what it needs."""
+BEFORE = SamplingParams(temperature=0.0, max_tokens=1, sparse_prefill="dense")
+PROOF = 96
+OFF = 1e-4
+
+
+def squared_change(old: Tensor, new: Tensor) -> np.ndarray:
+    """[T] fp32: the sum of squares by which values [T, K, Dv] change, as CacheBlend ranks tokens."""
+    return (new.float() - old.float()).square().sum((1, 2)).cpu().numpy()
+
+
+def prove_turning(loaded: LoadedModel, facts: ModelFacts) -> None:
+    """Keys of the first layer depend on a token and its place alone: those of a text that stands behind
+    another must be those of the text alone, turned.
+
+    Raises: InvalidArgumentError where they are not: the rotation is not what the model does.
+    """
+    draws = torch.Generator().manual_seed(1)
+    before, text = (torch.randint(loaded.vocab_size, (n,), generator=draws).tolist() for n in (83, PROOF))
+    there = call_of_layer(loaded, before + text, 0).k[len(before) :]
+    alone = call_of_layer(loaded, text, 0).k.transpose(0, 1)
+    layout = facts.layers[0].rope
+    assert layout is not None, "refused where no rotation is known"
+    turned = rotate(alone, torch.full((len(text),), len(before), device=alone.device), layout)
+    off = float((turned.transpose(0, 1).float() - there.float()).abs().max() / there.float().abs().max())
+    most = max(OFF, 4 * torch.finfo(there.dtype).eps)
+    require(
+        off <= most,
+        f"chunks cannot be reused out of place: keys of {facts.name!r} that are turned are off by {off:.2g} "
+        f"of what the model computes there, {most:.2g} allowed; pass the prompt as one text.",
+        "prompt",
+    )
+
+
+class ChunkedPrompts:
+    """Requests whose chunks are computed, each alone, before they themselves are queued.
+
+    add: queues a request on behalf of another: (request id, tokens, params, parent, reuse or None)
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        facts: ModelFacts,
+        memory: MemoryManager,
+        lifecycle: Lifecycle,
+        add: Callable[[str, list[int], SamplingParams, Request, Reuse | None], Request],
+    ) -> None:
+        self.loaded, self.facts, self.memory, self.lifecycle, self.add = loaded, facts, memory, lifecycle, add
+        self._making: list[tuple[Request, Iterator[None]]] = []
+        self._is_proven = False
+
+    def reuse_of(self, tokens: list[int], chunks: Chunks, salt: str | None) -> Reuse | None:
+        """What of a prompt can be reused; None where nothing can: the first chunk is what any prompt begins
+        with, and one of a block or less has no whole block behind its first token.
+
+        Raises: InvalidArgumentError for a model whose keys cannot be turned.
+        """
+        chunks.check(len(tokens))
+        size = self.memory.block_size
+        spans = [(a, b) for a, b in chunks.spans if a > 0 and b - a > size]
+        if not spans or chunks.reuse.select == "all":
+            return None
+        if not self._is_proven:
+            prove_turning(self.loaded, self.facts)
+            self._is_proven = True
+        lead, salt = min(chunks.reuse.lead, chunks.spans[0][0]), chunk_salt(salt)
+        anew = np.ones(len(tokens), dtype=bool)
+        for a, b in spans:
+            anew[a : a - lead + (lead + b - a - 1) // size * size] = False
+        sources = (Source(a, b, lead, self.memory.keys(tokens[:lead] + tokens[a:b], salt)) for a, b in spans)
+        return Reuse(tuple(sources), anew)
+
+    def begin(self, request: Request, how: ChunkReuse) -> None:
+        """Compute what the request's chunks lack; it is queued in a later step."""
+        self._making.append((request, self._made(request, how)))
+
+    def advance(self) -> None:
+        """Before a step: requests whose chunks are there go on, and are queued in the end."""
+        waiting = []
+        for request, steps in self._making:
+            with self.lifecycle.contained(request, "preparing the chunks of"):
+                if self._waits(request, steps):
+                    waiting.append((request, steps))
+        self._making = waiting
+
+    def _waits(self, request: Request, steps: Iterator[None]) -> bool:
+        """Go on with it as far as it goes."""
+        while not request.finished and all(child.finished for child in request.children):
+            for child in request.children:
+                if child.error is not None:
+                    raise RuntimeError(f"a chunk could not be computed: {child.error}")
+            request.children.clear()
+            if next(steps, self) is self:
+                self.lifecycle.queue(request)
+                return False
+        return not request.finished
+
+    def _made(self, request: Request, how: ChunkReuse) -> Iterator[None]:
+        """Wherever it pauses, the request's children have to end first."""
+        reuse, tokens = request.reuse, request.prompt_token_ids
+        assert reuse is not None, f"request {request.request_id} reuses nothing"
+        params = replace(BEFORE, cache_salt=request.params.cache_salt)
+        for number, source in enumerate(reuse.sources):
+            missing = (source.stop - source.origin - 1) // self.memory.block_size
+            match = self.memory.match_prefix(source.keys)
+            self.memory.refresh(match)
+            if len(match.entries) < missing:
+                name = f"{request.request_id}/chunk-{number}"
+                self.add(name, alone(tokens, source), params, request, None)
+        yield
+        yield from self._choose(request, reuse, how, params)
+        for source in reuse.sources:  # what the trial has left free goes first
+            self.memory.refresh(self.memory.match_prefix(source.keys))
+
+    def _choose(
+        self, request: Request, reuse: Reuse, how: ChunkReuse, params: SamplingParams
+    ) -> Iterator[None]:
+        """Mark what is computed anew though it could be reused. It may pause once, for a trial."""
+        tokens = request.prompt_token_ids
+        places = np.flatnonzero(~reuse.anew)
+        count = round(how.share * len(places))
+        if how.select == "none" or not count:
+            return
+        into = reuse.offsets[places]
+        if how.select == "random":
+            chosen = np.random.default_rng(how.seed).choice(places, count, replace=False)
+        elif how.select == "first":
+            chosen = places[np.argsort(into, kind="stable")[:count]]
+        else:
+            scores = np.ones(len(tokens), np.float32)
+            if how.select in ("change", "deviation"):
+                scores *= self._deviations(tokens, reuse)
+            if how.tries:
+                trial = Reuse(reuse.sources, reuse.anew.copy(), np.zeros(len(tokens), np.float32), self._late)
+                self.add(f"{request.request_id}/trial", tokens, params, request, trial)
+                yield
+                assert trial.scores is not None
+                scores *= trial.scores if how.select == "question" else np.sqrt(trial.scores)
+                scores[reuse.offsets < how.first] = np.inf
+            scores = scores[places]
+            chosen = places[np.argsort(-scores, kind="stable")[:count]]
+        reuse.anew[chosen] = True
+
+    @property
+    def _late(self) -> range:
+        first, stop = (int(depth * self.facts.num_layers) for depth in LATE)
+        return range(first, max(first + 1, stop))
+
+    def _deviations(self, tokens: list[int], reuse: Reuse) -> np.ndarray:
+        """[tokens] fp32: sum of squares by which the values of the second layer change."""
+        layer = min(1, self.facts.num_layers - 1)
+        whole = call_of_layer(self.loaded, tokens, layer).v
+        found = np.zeros(len(tokens), dtype=np.float32)
+        for source in reuse.sources:
+            span = slice(source.start, source.stop)
+            old = call_of_layer(self.loaded, alone(tokens, source), layer).v[source.lead :]
+            found[span] = squared_change(old, whole[span])
+        return found
+
+
+def alone(tokens: list[int], source: Source) -> list[int]:
+    """The text that a chunk of a prompt is computed in."""
+    return tokens[: source.lead] + tokens[source.start : source.stop]

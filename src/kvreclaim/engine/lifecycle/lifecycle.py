@@ -1,0 +1,385 @@
+"""How requests and their sequences begin and end, whatever ends them; a mistake stays with its request."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.config import EngineConfig
+from kvreclaim.engine.compact.recalls import Recalls
+from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.offload.snapshot_state import Hidden
+from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
+from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
+from kvreclaim.engine.request.snapshot_recipe import snapshot_key
+from kvreclaim.engine.sampling.beam_search import Hypothesis
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
+from kvreclaim.engine.signals.needs import chunk_salt, prefix_salt
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
+from kvreclaim.schedule.victims import Preemption
+
+logger = logging.getLogger(__name__)
+
+
+class Forgets(Protocol):
+    """Who keeps something of sequences (engine/speculate)."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is gone."""
+        ...
+
+
+class Follows(Protocol):
+    """Who has companions of sequences (engine/verify)."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+
+    def leave(self, owner_id: int) -> None: ...
+
+
+class Lifecycle:
+    """The requests in flight. What a sequence holds is given back here and nowhere else.
+
+    requests:  by id, those with a sequence that has not ended
+    sequences: by id, those that have not ended
+    hidden:    sequences that hold compressed prefixes
+    touched:   by request id, those that got tokens or ended since the engine last emptied it
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, memory: MemoryManager, signals: Signals
+    ) -> None:
+        self.loaded = loaded
+        self.memory = memory
+        self.signals = signals
+        self.totals = EngineTotals()
+        self.requests: dict[str, Request] = {}
+        self.touched: dict[str, Request] = {}
+        self.scheduler: Scheduler[Sequence] = Scheduler(
+            memory,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            preemption=Preemption(config.preemption_mode),
+            victim_policy=config.victim_policy,
+            max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
+        )
+        self.tiers: Tiers | None = None
+        self.recalls: Recalls | None = None
+        self.drafter: Forgets | None = None
+        self.verifier: Follows | None = None
+        self.sequences: dict[int, Sequence] = {}
+        self._seq_ids = itertools.count()
+        self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
+
+    def begin(
+        self, request: Request, token_ids: list[int], footprint: Footprint, *, queued: bool = True
+    ) -> None:
+        """Take the request in, with its first sequence; queued: at once, or when `queue` is called."""
+        seq = self._new_sequence(request, 0, token_ids, footprint)
+        seq.seats = request.num_seats
+        if footprint.compress_at and request.compressor is not None:
+            salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
+            seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
+        if request.verify is not None:
+            companions = self.scheduler.companions
+            forks = companions is not None and companions.memory is self.memory
+            seq.most_hit = most_hit(request.verify, forks)
+        if request.lacks_prompt_logprobs:
+            seq.most_hit = 0
+        elif request.scores is not None:
+            seq.most_hit = seq.num_prompt - 1
+        self.requests[request.request_id] = request
+        if queued:
+            self.queue(request)
+
+    def new_id(self) -> int:
+        """Of a sequence that nobody has queued."""
+        return next(self._seq_ids)
+
+    def queue(self, request: Request) -> None:
+        """Let its first sequence wait for its turn."""
+        self.scheduler.add(request.sequences[0])
+
+    def fork(self, parent: Sequence) -> list[Sequence]:
+        """The siblings of a prompt that has just been computed; they share all its blocks, or wait."""
+        request, parent.seats = parent.request, 1
+        children = []
+        for index in range(1, request.params.n):
+            child = self._new_sequence(request, index, list(parent.token_ids), parent.footprint)
+            if self.scheduler.fork(parent, child):
+                self._copy(parent, child)
+            children.append(child)
+        return children
+
+    def fork_followers(self, leader: Sequence) -> None:
+        """One that is computed again for others, too, has the tokens that all of them have."""
+        for follower in self.scheduler.fork_followers(leader):
+            self._copy(leader, follower)
+
+    def reorder(self, request: Request, chosen: list[tuple[int, int]]) -> None:
+        """The next beams, the best one first: each goes on from one of the sequences with a token. A sequence
+        that none goes on from gives its blocks back, one that several go on from is forked."""
+        before, beams = request.sequences, request.beams
+        assert beams is not None, f"request {request.request_id} is no beam search"
+        parents = [before[min(beam, len(before) - 1)] for beam, _ in chosen]
+        for seq in before:
+            seq.seats = 1
+            if seq not in parents:
+                beams.retire(seq)
+                seq.finish_reason = "abort"
+                self._release(seq)
+        request.sequences = list(dict.fromkeys(parents))
+        moved: set[int] = set()
+        after = []
+        for parent in parents:
+            is_free = parent.seq_id not in moved
+            moved.add(parent.seq_id)
+            after.append(parent if is_free else self._branch(parent))
+        for index, (seq, (_, token)) in enumerate(zip(after, chosen, strict=True)):
+            seq.index = index
+            seq.token_ids.append(token)
+        request.sequences = after
+
+    def conclude(self, request: Request) -> None:
+        """A beam search is over: its outputs take the place of the beams."""
+        beams = request.beams
+        assert beams is not None, f"request {request.request_id} is no beam search"
+        for seq in request.sequences:
+            beams.retire(seq)
+        found = [self._concluded(request, *item) for item in enumerate(beams.search.best())]
+        self.end_request(request, "stop" if beams.search.best()[0].ended else "length")
+        request.sequences = found
+
+    def _branch(self, parent: Sequence) -> Sequence:
+        child = self._new_sequence(parent.request, 0, list(parent.token_ids), parent.footprint)
+        has_run = self.scheduler.fork(parent, child)
+        assert has_run, f"no seat is left for a beam of request {parent.request_id}"
+        self._copy(parent, child)
+        return child
+
+    def _copy(self, parent: Sequence, child: Sequence) -> None:
+        """It holds its parent's blocks: it begins with all that goes with them."""
+        child.state = parent.state.fork()
+        self.signals.fork(parent.seq_id, child.seq_id)
+        if self.recalls is not None:
+            self.recalls.fork(parent.seq_id, child.seq_id)
+        if self.verifier is not None:
+            self.verifier.fork(parent, child)
+
+    def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
+        seq = Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request.request_id,
+            token_ids=[*request.prompt_token_ids, *found.token_ids],
+            num_prompt=len(request.prompt_token_ids),
+            max_len=request.max_len,
+            index=index,
+            request=request,
+            finish_reason="stop" if found.ended else "length",
+            hypothesis=found,
+        )
+        if self.loaded.tokenizer is not None:
+            seq.detokenizer = Detokenizer(self.loaded.tokenizer, ())
+            for token in found.token_ids:
+                seq.detokenizer.append(token, may_stop=False)
+            seq.detokenizer.finish()
+        return seq
+
+    def follow(self, plan: StepPlan) -> list[Scheduled]:
+        """Note what a plan has done to sequences. Returns: what is to be computed."""
+        for lost in plan.preempted:
+            seq = self.sequences[lost.seq_id]
+            if self.verifier is not None:
+                self.verifier.leave(seq.seq_id)
+            if lost.parked and self.tiers is not None:
+                self.tiers.parking.park(seq)
+                self.totals.swaps += 1
+            else:
+                self.signals.drop(lost.seq_id)
+                self._compute_anew(seq)
+            seq.request.metrics.preemptions += 1
+            self.totals.preemptions[lost.reason] += 1
+        self.hidden.park(plan.parked)
+        for begun in plan.admitted:
+            seq, is_read = self.sequences[begun.seq_id], False
+            if begun.snapshot is not None:
+                with self.contained(seq.request, "beginning behind a compressed prefix"):
+                    self.hidden.begin(seq, begun.snapshot, begun.unparked)
+                is_read = self.hidden.used(begun.snapshot)
+            if not begun.resumed:
+                self._compute_anew(seq)
+            elif self.tiers is not None:
+                with self.contained(seq.request, "bringing back"):
+                    self.tiers.parking.resume(seq)
+            metrics = seq.request.metrics
+            if metrics.queue_s is None:  # for the first time
+                metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
+                if self.tiers is not None:
+                    from_disk = self.tiers.memory.num_from_disk(begun.seq_id)
+                    metrics.num_disk_tokens = begun.num_hit if is_read else from_disk
+        self.hidden.drop(plan.dropped)
+        for seq_id, error in plan.failed:
+            if seq_id in self.sequences:
+                self.fail(self.sequences[seq_id].request, error, "scheduling")
+        rows = (row for row in plan.rows if row.seq_id in self.sequences)
+        return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
+
+    def _compute_anew(self, seq: Sequence) -> None:
+        """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
+        for each in (seq, *seq.followers):
+            if self.tiers is not None:
+                self.tiers.parking.drop(each.seq_id)
+            if self.recalls is not None:
+                self.recalls.drop(each.seq_id)
+        if seq.request.beams is not None:
+            seq.request.beams.rows.clear()
+
+    def unmoved(self, plan: StepPlan) -> None:
+        """What a plan was to move between blocks and host may not have arrived: nobody finds it, or takes it
+        back. Whoever was to come back computes anew; those that the plan computes are the caller's."""
+        for _, block in plan.loads:
+            self.memory.pool.strip(block)
+        for lost in plan.preempted:
+            seq = self.sequences.get(lost.seq_id)
+            if lost.parked and seq is not None and seq.status is Status.WAITING and self.tiers is not None:
+                self.tiers.memory.drop_parked(seq.seq_id)
+                seq.reset()
+                self._compute_anew(seq)
+        unparked = [
+            begun.snapshot for begun in plan.admitted if begun.unparked and begun.snapshot is not None
+        ]
+        self.hidden.unmoved([*plan.parked, *unparked])
+
+    @contextmanager
+    def contained(self, request: Request, doing: str) -> Iterator[None]:
+        """Whatever is raised within ends this request alone. doing: for the log, e.g. "compressing"."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(request, error, doing)
+
+    def fail(self, request: Request, error: Exception, doing: str) -> None:
+        """End a request with reason "error"; the log says which one and where, and nothing of its text."""
+        logger.error("%s request %s failed", doing, request.request_id, exc_info=error)
+        request.error = f"{type(error).__name__}: {error}"
+        self.end_request(request, "error")
+
+    def distrust(self, request: Request) -> None:
+        """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
+        that the same prompt is computed anew."""
+        for seq in request.sequences:
+            self.hidden.distrust(seq.snapshot_key)
+            if seq.status is Status.RUNNING:
+                self.memory.distrust(seq.seq_id)
+
+    def end_request(self, request: Request, reason: FinishReason) -> None:
+        """End its sequences that have not ended."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                self.end(seq, reason)
+
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """Return its blocks; the request leaves with its last sequence."""
+        request = seq.request
+        if seq.detokenizer is not None and reason != "error":
+            try:
+                seq.detokenizer.finish()
+            except Exception as error:
+                self.fail(request, error, "ending the text of")
+                return
+        seq.finish_reason = reason
+        self.touched[request.request_id] = request
+        if request.parent is None:
+            self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        if request.finished:
+            request.metrics.e2e_s = time.perf_counter() - request.arrival_s
+            self.requests.pop(request.request_id, None)
+            for child in request.children:
+                self.end_request(child, "abort")
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.sequences.pop(seq.seq_id, None)
+        if self.recalls is not None:
+            self.recalls.drop(seq.seq_id)
+        if self.drafter is not None:
+            self.drafter.forget(seq.seq_id)
+        if self.verifier is not None:
+            self.verifier.leave(seq.seq_id)
+        try:
+            self.scheduler.remove(seq)
+            self.signals.drop(seq.seq_id)
+            if self.tiers is not None:
+                self.tiers.parking.drop(seq.seq_id)
+        except Exception:
+            logger.exception("returning the blocks of request %s failed", seq.request_id)
+
+    def _new_sequence(
+        self, request: Request, index: int, token_ids: list[int], footprint: Footprint
+    ) -> Sequence:
+        params, tokenizer = request.params, self.loaded.tokenizer
+        generator = None
+        if params.temperature > 0 and request.beams is None:
+            generator = torch.Generator(self.loaded.facts.device)
+            generator.manual_seed((request.seed * 65_537 + index) % 2**63)
+        detokenizer = None
+        if tokenizer is not None and request.beams is None:
+            detokenizer = Detokenizer(tokenizer, params.stop_strings)
+        seq_id = next(self._seq_ids)
+        seq = Sequence(
+            seq_id=seq_id,
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_prompt=len(request.prompt_token_ids),
+            max_len=request.max_len,
+            index=index,
+            first_id=request.sequences[0].first_id if request.sequences else seq_id,
+            footprint=footprint,
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=salt_of(request),
+            lasting=Signal.TOKEN_SCORES not in needs_of(compressor_of(request)),
+            request=request,
+            generator=generator,
+            detokenizer=detokenizer,
+            together=request.beams is not None,
+        )
+        self.sequences[seq_id] = seq
+        request.sequences.append(seq)
+        return seq
+
+
+def salt_of(request: Request) -> str | None:
+    """Names those who may find what the request computes: a chunk is found by prompts that reuse it."""
+    params = request.params
+    if request.parent is not None and request.reuse is None:
+        return chunk_salt(params.cache_salt)
+    return prefix_salt(params.cache_salt, compressor_of(request), request.sparse_prefill)
+
+
+def compressor_of(request: Request) -> Compressor | None:
+    """That the request is compressed by, or that of its companions."""
+    return request.compressor if request.verify is None else request.verify.compressor
+
+
+def most_hit(verify: Verify, forks: bool) -> int | None:
+    """Leading tokens that a prefix hit may cover; None: any number. Of tokens that are hit nobody sees the
+    queries: attention cannot be added up, and companions that follow from the first token on, rather than
+    fork what is there, would have no queries at their passes. A fork does with those behind the hit: fewer
+    than its policy looks at, but the full cache stays the one that others have computed, to the bit.
+    """
+    needs = needs_of(verify.compressor)
+    is_blind = Signal.ATTENTION_MASS in needs or (Signal.RECENT_QUERIES in needs and not forks)
+    return 0 if is_blind else None

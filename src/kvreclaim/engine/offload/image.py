@@ -1,0 +1,137 @@
+"""A sequence as one piece: what its blocks hold and all that belongs to them, wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.request.compression_state import CompressionState
+from kvreclaim.engine.request.request import Sequence
+from kvreclaim.engine.signals.signals import ParkedSignals, Signals
+from kvreclaim.memory.block_table import BlockTable
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.tiers.parked import Parked
+from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
+from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.cells import blocks_of
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.schedule.account import Account
+from kvreclaim.tiers.host import HostSlots
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """What a sequence has besides its blocks, on the host.
+
+    blocks:   ids of its table, by which its cells name blocks
+    open_row: keys [L, K, S, D] and values [L, K, S, Dv] of its last block, where that lies beside the pool
+    """
+
+    signals: ParkedSignals
+    blocks: list[int | None]
+    open_row: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """Block ids are 0, 1, ... in the order of the table, holes left out.
+
+    blocks: [n, bytes_per_block] uint8 on the host; beside: the same of what the cache keeps beside its blocks
+    """
+
+    logical_len: int
+    physical_len: int
+    exact_len: int
+    account: Account
+    state: CompressionState
+    aside: Aside
+    blocks: Tensor
+    beside: Tensor | None
+
+    def table(self, keys: BlockKeys) -> BlockTable:
+        """As of a sequence that holds these block ids."""
+        return BlockTable.of_inexact(
+            keys,
+            self.aside.blocks,
+            logical_len=self.logical_len,
+            physical_len=self.physical_len,
+            exact_len=self.exact_len,
+        )
+
+
+def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Signals) -> Image:
+    """Of a sequence that lies on the device, nothing of which changes while this copies it."""
+    table = memory.table(seq.seq_id)
+    tail, row = table.begun(memory.block_size), None
+    if cache.open is not None and tail is not None:
+        row = cache.open.copy_of(tail)
+    ids = table.block_ids[: blocks_for(table.physical_len, memory.block_size)]
+    held = [block for block in ids if block is not None]
+    blocks, beside = _bytes_of(cache.planes, held), None
+    if signals.scores is not None:
+        beside = _bytes_of(signals.scores.planes, held)
+    aside = Aside(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids, row)
+    return _image(seq, table, aside, cache, blocks, beside)
+
+
+def image_of_parked(seq: Sequence, parked: Parked, aside: Aside, cache: KVCache, slots: HostSlots) -> Image:
+    """Of one that lies on the host."""
+    rows = torch.tensor(parked.held, dtype=torch.int64)
+    beside = None if slots.beside is None else slots.beside[rows]
+    return _image(seq, parked.table, aside, cache, slots.bytes[rows], beside)
+
+
+def _bytes_of(planes: ListLike[Tensor], blocks: list[int]) -> Tensor:
+    found = torch.empty((len(blocks), bytes_per_block(planes)), dtype=torch.uint8)
+    read_blocks(planes, blocks, found, range(len(blocks)))
+    return found
+
+
+def _image(
+    seq: Sequence, table: BlockTable, aside: Aside, cache: KVCache, blocks: Tensor, beside: Tensor | None
+) -> Image:
+    used = aside.blocks[: blocks_for(table.physical_len, cache.block_size)]
+    supply = iter(range(len(used)))
+    names = [None if block is None else next(supply) for block in used]
+    state = moved(seq.state, HOST)
+    if state.cells is not None:
+        state.cells = renamed(state.cells, used, names, cache)
+    return Image(
+        table.logical_len,
+        table.physical_len,
+        table.exact_len,
+        seq.account,
+        state,
+        replace(aside, blocks=names),
+        blocks,
+        beside,
+    )
+
+
+def moved(state: CompressionState, device: torch.device) -> CompressionState:
+    """The same on a device."""
+
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
+    return replace(state, evicted=there(state.evicted), slot_positions=there(state.slot_positions))
+
+
+def renamed(cells: Cells, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache) -> Cells:
+    """The same cells of other blocks."""
+    names = np.zeros(cache.num_blocks, dtype=np.int64)
+    for before, after in zip(old[: cells.num_blocks], new, strict=False):
+        assert before is not None, "cells have no holes"
+        assert after is not None, "cells have no holes"
+        names[before] = after
+    blocks = blocks_of(cache, cells.table).astype(np.int64)
+    table = cells.table + (names[blocks] - blocks) * cache.num_kv_heads
+    return replace(cells, table=table.astype(np.int32))

@@ -1,0 +1,177 @@
+"""An image as facts and tensors, which a session file takes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.offload.image import Aside, Image
+from kvreclaim.engine.request.compression_state import CompressionState
+from kvreclaim.engine.signals.signals import ParkedSignals
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.blocks_io import bytes_per_block
+from kvreclaim.ops.cell_tables import Cells
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.snapshot_key import SnapshotKey
+
+KIND = "compressed"
+
+
+class UnfitError(ValueError):
+    """A record that this engine can't take."""
+
+
+def key_facts(key: SnapshotKey) -> dict[str, Any]:
+    """What a record says of its key besides the tokens themselves, which are a tensor."""
+    return {"kind": KIND, "salt": key.salt_uid, "recipe": key.recipe, "num_tokens": key.num_tokens}
+
+
+def record_of(image: Image, key: SnapshotKey, cache: KVCache) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts as JSON has them, and tensors on the host that nobody changes."""
+    state, aside = image.state, image.aside
+    facts = key_facts(key) | {
+        "physical_len": image.physical_len,
+        "exact_len": image.exact_len,
+        "holes": [i for i, block in enumerate(aside.blocks) if block is None],
+        "account": asdict(image.account),
+        "rounded": state.rounded,
+        "first_queries": {str(window): first for window, (first, _) in aside.signals.queries.items()},
+    }
+    found: dict[str, Tensor | None] = {
+        "tokens": torch.frombuffer(bytearray(key.tokens), dtype=torch.int64),
+        "blocks": image.blocks,
+        "beside": image.beside,
+        "mass": aside.signals.mass,
+        "evicted": state.evicted,
+        "slot_positions": state.slot_positions,
+    }
+    found |= {f"queries.{window}": kept for window, (_, kept) in aside.signals.queries.items()}
+    if aside.open_row is not None:
+        found["open.keys"], found["open.values"] = aside.open_row
+    if (cells := state.cells) is not None:
+        facts["cell_blocks"] = cells.num_blocks
+        found["cells.table"] = torch.from_numpy(_counted(cells.table, cache, cells.num_blocks))
+        found["cells.counts"] = torch.from_numpy(cells.counts.astype(np.int64))
+        found["cells.prompt_slots"] = torch.from_numpy(cells.prompt_slots.astype(np.int64))
+    if state.head_positions is not None:
+        heads = [[len(head) for head in rows] for rows in state.head_positions]
+        found["heads.counts"] = torch.tensor(heads, dtype=torch.int64)
+        found["heads.positions"] = torch.cat([head for rows in state.head_positions for head in rows])
+    return facts, {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+
+
+def image_from(facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache) -> Image:
+    """Raises: UnfitError for what no record_of an engine with such a cache would give."""
+    try:
+        return _Reading(facts, tensors, cache).image()
+    except (KeyError, TypeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
+        raise UnfitError(f"{type(error).__name__}: {error}") from error
+
+
+class _Reading:
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], cache: KVCache) -> None:
+        self.facts, self.tensors, self.cache = facts, tensors, cache
+        self.per_head = (cache.num_layers, cache.num_kv_heads)
+
+    def image(self) -> Image:
+        facts = self.facts
+        physical, exact = int(facts["physical_len"]), int(facts["exact_len"])
+        logical, holes = int(facts["num_tokens"]), {int(hole) for hole in facts["holes"]}
+        entries = blocks_for(physical, self.cache.block_size)
+        num_blocks = entries - len(holes)
+        _require(0 <= exact <= physical <= logical and physical > 0, "lengths")
+        _require(holes <= set(range(entries)) and num_blocks <= self.cache.num_blocks, "blocks")
+        supply = iter(range(num_blocks))
+        ids = [None if i in holes else next(supply) for i in range(entries)]
+        blocks = self._of("blocks", torch.uint8, (num_blocks, bytes_per_block(self.cache.planes)))
+        _require(blocks is not None, "blocks")
+        assert blocks is not None, "just looked at"
+        account = Account(**{name: int(value) for name, value in facts["account"].items()})
+        return Image(
+            logical,
+            physical,
+            exact,
+            account,
+            self._state(entries, num_blocks),
+            Aside(self._signals(physical), ids, self._open_row()),
+            blocks,
+            self._of("beside", torch.uint8, (num_blocks, None)),
+        )
+
+    def _state(self, entries: int, num_blocks: int) -> CompressionState:
+        evicted = self._of("evicted", torch.bool, (*self.per_head, None))
+        positions = self._of("slot_positions", torch.int32, (*self.per_head, None))
+        for tensor in (evicted, positions):
+            _require(tensor is None or tensor.shape[-1] <= entries * self.cache.block_size, "slots")
+        cells, heads = self._cells(num_blocks), None
+        counts = self._of("heads.counts", torch.int64, self.per_head)
+        if counts is not None:
+            flat = self._of("heads.positions", torch.int32, (int(counts.sum()),))
+            assert flat is not None, "it comes with the counts"
+            device = self.cache.device
+            parts = iter(flat.to(device).split(counts.flatten().tolist()))
+            heads = [[next(parts) for _ in row] for row in counts]
+        return CompressionState(evicted, positions, cells, heads, int(self.facts["rounded"]))
+
+    def _cells(self, num_blocks: int) -> Cells | None:
+        table = self._of("cells.table", torch.int32, (*self.per_head, None))
+        if table is None:
+            return None
+        held = int(self.facts["cell_blocks"])
+        limit = self.cache.num_layers * held * self.cache.num_kv_heads
+        _require(held <= num_blocks and bool(((table >= 0) & (table < limit)).all()), "cells")
+        counts, prompt_slots = (
+            self._of(f"cells.{name}", torch.int64, self.per_head) for name in ("counts", "prompt_slots")
+        )
+        assert counts is not None, "they come with the table"
+        assert prompt_slots is not None, "they come with the table"
+        _require(int(counts.max()) <= table.shape[-1] and int(counts.sum()) == limit, "cells")
+        named = _named(table.numpy(), self.cache, held)
+        return Cells(named, counts.numpy(), held, prompt_slots.numpy())
+
+    def _signals(self, physical: int) -> ParkedSignals:
+        queries = {}
+        for window, first in self.facts["first_queries"].items():
+            rows = self._of(f"queries.{window}", None, (self.cache.num_layers, int(window), None, None))
+            assert rows is not None, "they come with the first"
+            queries[int(window)] = int(first), rows
+        return ParkedSignals(queries, self._of("mass", torch.float32, (*self.per_head, physical)))
+
+    def _open_row(self) -> tuple[Tensor, Tensor] | None:
+        shape = (*self.per_head, self.cache.block_size, None)
+        keys, values = (self._of(f"open.{name}", None, shape) for name in ("keys", "values"))
+        return None if keys is None or values is None else (keys, values)
+
+    def _of(self, name: str, dtype: torch.dtype | None, shape: tuple[int | None, ...]) -> Tensor | None:
+        tensor = self.tensors.get(name)
+        if tensor is not None:
+            fits = tensor.dim() == len(shape) and all(
+                wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+            )
+            _require(fits and dtype in (None, tensor.dtype), f"{name} {tuple(tensor.shape)}")
+        return tensor
+
+
+def _require(condition: object, what: str) -> None:
+    if not condition:
+        raise UnfitError(f"its {what} do not fit")
+
+
+def _counted(table: np.ndarray, cache: KVCache, num_blocks: int) -> np.ndarray:
+    """Cells of a cache of so many blocks, whatever this one has."""
+    heads = cache.num_kv_heads
+    layer, rest = np.divmod(table.astype(np.int64), cache.num_blocks * heads)
+    return (layer * num_blocks * heads + rest).astype(np.int32)
+
+
+def _named(table: np.ndarray, cache: KVCache, num_blocks: int) -> np.ndarray:
+    """What _counted was made of."""
+    heads = cache.num_kv_heads
+    layer, rest = np.divmod(table.astype(np.int64), num_blocks * heads)
+    return (layer * cache.num_blocks * heads + rest).astype(np.int32)

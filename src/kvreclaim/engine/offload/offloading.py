@@ -1,0 +1,165 @@
+"""All that an engine has below its pool, and when it is its turn in a step."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvreclaim.engine.offload.disk import WAIT_S, Disk
+from kvreclaim.engine.offload.moves import Moves
+from kvreclaim.engine.offload.parking import Parking
+from kvreclaim.engine.offload.prefixes import Prefixes
+from kvreclaim.engine.offload.stats import SlotStats, TierStats
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.schedule import StepPlan
+from kvreclaim.schedule.victims import Preemption
+from kvreclaim.tiers.host import HostSlots
+from kvreclaim.tiers.slot_file import SlotFile
+
+if TYPE_CHECKING:
+    from kvreclaim.engine.request.outputs import EngineTotals, StepStats
+
+WANTED = -2
+"""Id under which something is read from disk for no sequence."""
+
+logger = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 64
+"""A step with fewer tokens of prompts says little about what a token costs."""
+
+
+class Tiers:
+    """Host slots, the file below them, what parked sequences have aside, and what all that costs.
+
+    disk: None without a file; prefixes: compressed ones in files, None without
+    """
+
+    def __init__(
+        self,
+        memory: TieredMemory,
+        cache: KVCache,
+        signals: Signals,
+        preemption: Preemption,
+        file: SlotFile | None,
+    ) -> None:
+        self.memory, self.preemption = memory, preemption
+        slots = HostSlots(cache.planes, memory.host.pool.num_blocks)
+        preemption.bytes_per_block = slots.bytes_per_slot
+        self.parking = Parking(memory, cache, signals)
+        self.moves = Moves(memory, slots, signals, preemption.rates)
+        self.disk = None if file is None else Disk(memory, slots, file, preemption.rates)
+        self.prefixes: Prefixes | None = None
+
+    def submit(self) -> None:
+        """Begin to read from disk what a new request would hit there."""
+        if self.disk is not None:
+            self.disk.submit()
+        if self.prefixes is not None:
+            self.prefixes.submit()
+
+    def begin_step(self) -> None:
+        """Take in what has come from disk."""
+        if self.disk is not None:
+            self.disk.poll()
+        if self.prefixes is not None:
+            self.prefixes.poll()
+
+    def move(self, plan: StepPlan) -> None:
+        """Blocks of a plan, before anything else is done with blocks."""
+        if plan.outs:
+            self.moves.out(plan.outs)
+        if plan.loads:
+            self.moves.load(plan.loads)
+
+    def wait(self) -> bool:
+        """Where nothing can run: for the disk, if something is on its way. Returns: whether it is."""
+        self.submit()
+        if self.disk is not None and self.disk.tier.num_loading:
+            self.disk.wait()
+            return True
+        if self.prefixes is not None and self.prefixes.below.num_coming:
+            self.prefixes.workers.wait(WAIT_S)
+            return True
+        return False
+
+    def load_now(self) -> None:
+        """What the memory has asked for outside of a step."""
+        self.moves.load(self.memory.take_loads())
+
+    def bring_up(self, keys: BlockKeys) -> None:
+        """Read from disk what it has of these keys and the host has not, and wait for it."""
+        if self.disk is None:
+            return
+        self.memory.prefetch(WANTED, keys, keys.num_tokens - 1)
+        self.disk.submit()
+        while self.memory.must_wait(WANTED):
+            self.disk.wait()
+            self.disk.poll()
+        self.memory.end_loading(WANTED)
+
+    def store(self) -> None:
+        """Blocks that have become full go to the host, and from there to disk."""
+        try:
+            self.moves.store()
+        except Exception:
+            logger.exception("storing blocks on the host failed; who wants them computes them again")
+        if self.disk is not None and self.disk.workers.takes_stores:
+            self.memory.stored()
+        if self.prefixes is not None:
+            self.prefixes.flush()
+        self.submit()
+
+    def note(self, stats: StepStats, totals: EngineTotals) -> None:
+        """What computing costs here, from steps that are mostly prompts."""
+        rates = self.preemption.rates
+        if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
+            rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
+        if totals.compactions:
+            rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
+
+    def stats(self, totals: EngineTotals) -> TierStats:
+        """What is where now, and counts since the start."""
+        self.begin_step()  # an engine without work would go on telling of transfers that are done
+        memory, disk, counts, prefixes = self.memory, self.disk, self.memory.counts, self.prefixes
+        return TierStats(
+            host=SlotStats.of(memory.host.pool),
+            moves=replace(self.moves.totals),
+            parked_seqs=memory.num_parked,
+            parked_slots=memory.num_parked_slots,
+            swaps=totals.swaps,
+            swap_in_bytes=counts.resumed_blocks * self.preemption.bytes_per_block,
+            deferred_seqs=memory.num_deferred + (0 if prefixes is None else prefixes.below.num_deferred),
+            asked_tokens=counts.asked,
+            host_hit_tokens=counts.from_host,
+            disk_hit_tokens=counts.from_disk,
+            refused=memory.num_unstored,
+            bytes_per_block=self.preemption.bytes_per_block,
+            disk=None if disk is None else disk.stats(),
+            prefixes=None if prefixes is None else prefixes.stats(),
+        )
+
+    def reset(self, *, external: bool) -> None:
+        """Forget every prefix; external: below the pool, too."""
+        self.memory.reset_prefix_cache(external=external)
+        if external and self.prefixes is not None:
+            self.prefixes.reset()
+        self.submit()
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether records that are to be forgotten may still be on disk."""
+        disk, prefixes = self.disk, self.prefixes
+        is_clearing = disk is not None and disk.workers.is_clearing
+        return is_clearing or (prefixes is not None and prefixes.workers.is_clearing)
+
+    def close(self) -> None:
+        """Write what is on its way to disk, and let go of the file."""
+        if self.prefixes is not None:
+            self.prefixes.close()
+        if self.disk is not None:
+            self.disk.submit()
+            self.disk.close()

@@ -1,0 +1,159 @@
+"""Sessions: what a cache holds of some tokens, to a file and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Compressor
+from kvreclaim.engine.offload.compressed_session import BEYOND, CompressedSessions, is_compressed
+from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.tiers.session_file import SessionFile
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """num_tokens: that need not be computed again; num_bytes: of the file."""
+
+    num_tokens: int
+    num_bytes: int
+
+
+class Sessions:
+    """Exact prefixes of one engine, and compressed ones, as files. What is restored is cached as if it had
+    just been computed."""
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        cache: KVCache,
+        backend: Backend,
+        tiers: Tiers | None,
+        fields: Mapping[str, str],
+        compressed: CompressedSessions,
+    ) -> None:
+        self.compressed = compressed
+        self.memory, self.cache, self.backend, self.tiers = memory, cache, backend, tiers
+        self.fields = fields
+
+    def save(self, token_ids: Sequence[int], path: str | os.PathLike[str], salt: str | None) -> SessionInfo:
+        """The full blocks of these tokens' beginning that are cached, wherever.
+
+        Raises: InvalidArgumentError if there are none, OSError.
+        """
+        keys = self.memory.keys([*token_ids, BEYOND], salt)
+        blocks = self._cached(keys)
+        if not len(blocks):
+            raise InvalidArgumentError(
+                f"nothing of these {len(token_ids)} tokens is cached; generate with them first, and save "
+                "before others have taken their blocks.",
+            )
+        num_tokens = len(blocks) * self.memory.block_size
+        tokens = torch.tensor(token_ids[:num_tokens], dtype=torch.int64)
+        facts = {"kind": "exact", "num_tokens": num_tokens}
+        file = SessionFile(self.fields, facts, {"tokens": tokens, "blocks": blocks})
+        return SessionInfo(num_tokens, file.save(path))
+
+    def save_compressed(
+        self,
+        token_ids: list[int],
+        path: str | os.PathLike[str],
+        salt: str | None,
+        compressor: Compressor | None,
+        compress_at: int,
+    ) -> SessionInfo:
+        """What compression has left of these tokens at this place, wherever it lies.
+
+        Raises: InvalidArgumentError if there is nothing, OSError.
+        """
+        key = self.compressed.key_of(token_ids, salt, compressor, compress_at)
+        return SessionInfo(key.num_tokens, self.compressed.file_of(key, self.fields).save(path))
+
+    def load(self, path: str | os.PathLike[str], salt: str | None) -> SessionInfo:
+        """Check everything, then let prompts that begin so hit it.
+
+        Raises: InvalidArgumentError, which says what does not fit, or how much room is lacking; OSError.
+        """
+        file = SessionFile.load(path, self.fields)
+        if is_compressed(file):
+            return SessionInfo(self.compressed.enter(file, path, salt), os.stat(path).st_size)
+        tokens, blocks = _parts(file, self.memory.block_size, bytes_per_block(self.cache.planes), path)
+        self._enter(self.memory.keys([*tokens, BEYOND], salt), blocks)
+        return SessionInfo(len(tokens), os.stat(path).st_size)
+
+    def _cached(self, keys: BlockKeys) -> Tensor:
+        """[n, bytes_per_block] of the longest run that is cached."""
+        if self.tiers is not None:
+            self.tiers.bring_up(keys)
+        match = self.memory.match_prefix(keys)
+        found = torch.empty(
+            (len(match.entries) + len(match.lower), bytes_per_block(self.cache.planes)), dtype=torch.uint8
+        )
+        blocks, slots = match.block_ids, [entry.block for entry in match.lower]
+        read_blocks(self.cache.planes, blocks, found, range(len(blocks)))
+        if self.tiers is not None and slots:
+            found[len(blocks) :] = self.tiers.moves.slots.bytes[torch.tensor(slots)]
+        return found
+
+    def _enter(self, keys: BlockKeys, blocks: Tensor) -> None:
+        """As a sequence that is computed at once and ends."""
+        memory, size, seq_id = self.memory, self.memory.block_size, SESSION
+        match = memory.match_prefix(keys)
+        missing = len(blocks) - len(match.entries)
+        if missing > memory.num_spare(match):
+            raise InvalidArgumentError(
+                f"the session takes {missing} blocks, but {memory.num_spare(match)} of "
+                f"{memory.pool.num_blocks} can be had now; end some requests, or give the pool more blocks."
+            )
+        memory.admit(seq_id, match)
+        try:
+            held = match.num_tokens // size
+            growth = memory.grow(seq_id, (len(blocks) - held) * size)
+            if self.tiers is not None:
+                self.tiers.load_now()
+            if growth.new_blocks:
+                self.backend.prepare_blocks(self.cache, list(growth.new_blocks))
+                write_blocks(self.cache.planes, blocks, range(held, len(blocks)), growth.new_blocks)
+            memory.settle()
+            memory.commit(seq_id, (len(blocks) - held) * size)
+            if self.tiers is not None:
+                self.tiers.store()
+        except BaseException:
+            memory.distrust(seq_id)
+            raise
+        finally:
+            memory.free(seq_id)
+
+
+SESSION = -1
+"""Id of the sequence as which a session is entered; no request's has it."""
+
+
+def _parts(file: SessionFile, size: int, length: int, path: Any) -> tuple[list[int], Tensor]:
+    tokens, blocks = file.tensors.get("tokens"), file.tensors.get("blocks")
+    good = (
+        file.facts.get("kind") == "exact"
+        and tokens is not None
+        and blocks is not None
+        and tokens.dtype == torch.int64
+        and blocks.dtype == torch.uint8
+        and tokens.dim() == 1
+        and tuple(blocks.shape) == (len(tokens) // size, length)
+        and len(tokens) % size == 0
+    )
+    if not good or tokens is None or blocks is None:
+        raise InvalidArgumentError(
+            f"{path} holds no exact session of this engine; save it again.", field="filename"
+        )
+    return tokens.tolist(), blocks

@@ -1,0 +1,132 @@
+"""Hidden sequences, which hold compressed prefixes, and what belongs to them outside of the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.offload.moves import Moves
+from kvreclaim.engine.offload.parking import Parking
+from kvreclaim.engine.request.compression_state import CompressionState
+from kvreclaim.engine.request.request import Request, Sequence
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.schedule import Scheduler
+from kvreclaim.schedule.snapshot_key import SnapshotKey
+
+logger = logging.getLogger(__name__)
+
+
+class Files(Protocol):
+    """Where they are kept on disk (engine/offload/prefixes.py)."""
+
+    def made(self, hidden: Sequence) -> None: ...
+
+    def used(self, hidden: Sequence) -> bool: ...
+
+    def distrust(self, key: SnapshotKey) -> None: ...
+
+
+class Hidden:
+    """held: by id; parking, moves: where there is a host; files: where there is a disk"""
+
+    def __init__(self, scheduler: Scheduler[Sequence], signals: Signals, seq_ids: Iterator[int]) -> None:
+        self.scheduler, self.signals, self._seq_ids = scheduler, signals, seq_ids
+        self.held: dict[int, Sequence] = {}
+        self.parking: Parking | None = None
+        self.moves: Moves | None = None
+        self.files: Files | None = None
+
+    def keep(self, parent: Sequence) -> None:
+        """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""
+        seq = replace(
+            parent,
+            seq_id=next(self._seq_ids),
+            token_ids=parent.token_ids[: parent.num_computed],
+            state=parent.state.fork(),
+            keys=None,
+            together=False,
+            followers=[],
+            awaits=None,
+            row_cache=None,
+            cell_cache=None,
+            window_cache={},
+            generator=None,
+            detokenizer=None,
+            logprobs=[],
+        )
+        if self.scheduler.snapshots.keep(parent, seq):
+            self.held[seq.seq_id] = seq
+            self.signals.fork(parent.seq_id, seq.seq_id)
+            if self.files is not None:
+                self.files.made(seq)
+        self._move_out()
+
+    def _move_out(self) -> None:
+        """Those that have given way to a new one go to the host at once: before the next step a pass may take
+        their blocks. One that does not arrive is forgotten."""
+        parked = [seq.seq_id for seq in self.scheduler.snapshots.take_parked()]
+        if not parked or self.moves is None:
+            return
+        try:
+            self.park(parked)
+            self.moves.out(self.moves.memory.take_outs())
+        except Exception:
+            logger.exception("moving %d compressed prefixes to the host failed", len(parked))
+            self.unmoved(parked)
+
+    def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
+        """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""
+        tokens = key.token_ids
+        request = Request("", None, tokens, SamplingParams(), None, max_len=len(tokens), seed=0)
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request.request_id,
+            token_ids=tokens,
+            num_prompt=len(tokens),
+            max_len=len(tokens),
+            request=request,
+            state=state,
+            snapshot_key=key,
+            num_computed=len(tokens),
+        )
+
+    def begin(self, seq: Sequence, snapshot_id: int, unparked: bool) -> None:
+        """A sequence begins as the fork of one."""
+        snapshot = self.held[snapshot_id]
+        if unparked and self.parking is not None:
+            self.parking.resume(snapshot)
+        seq.state = snapshot.state.fork()
+        self.signals.fork(snapshot.seq_id, seq.seq_id)
+
+    def used(self, snapshot_id: int) -> bool:
+        """To be told when a sequence has begun with one. Returns: whether it came from disk for it."""
+        return self.files is not None and self.files.used(self.held[snapshot_id])
+
+    def park(self, seq_ids: Iterable[int]) -> None:
+        """Their blocks go to the host in this step."""
+        for seq_id in seq_ids:
+            assert self.parking is not None, "only a memory with host slots parks anything"
+            self.parking.park(self.held[seq_id])
+
+    def drop(self, seq_ids: Iterable[int]) -> None:
+        """The memory has forgotten them."""
+        for seq_id in seq_ids:
+            del self.held[seq_id]
+            self.signals.drop(seq_id)
+            if self.parking is not None:
+                self.parking.drop(seq_id)
+
+    def unmoved(self, seq_ids: Iterable[int]) -> None:
+        """Their bytes may not have arrived where they were to go."""
+        for seq_id in seq_ids:
+            if seq_id in self.held:
+                self.scheduler.snapshots.drop(self.held[seq_id].snapshot_key)
+
+    def distrust(self, key: SnapshotKey | None) -> None:
+        """What is kept under a key, wherever, may be wrong."""
+        self.scheduler.snapshots.drop(key)
+        if key is not None and self.files is not None:
+            self.files.distrust(key)

@@ -1,0 +1,101 @@
+"""What the tiers tell about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.engine.offload.moves import MoveTotals
+from kvreclaim.memory.pool import BlockPool
+from kvreclaim.tiers.jobs import DiskCounters
+from kvreclaim.tiers.prefix_workers import PrefixCounters
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """Slots of a tier; in_use + cached + free = num_slots. evictions: cached ones used for something else."""
+
+    num_slots: int
+    in_use: int
+    cached: int
+    free: int
+    evictions: int
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> SlotStats:
+        free = pool.num_free - pool.num_cached
+        return cls(pool.num_blocks, pool.num_in_use, pool.num_cached, free, pool.num_evictions)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Of the file. blocks_loaded, blocks_stored: that can be found since; recovered: at the start.
+
+    gone:    loads that found something else, or damaged bytes, in their slot
+    failed:  transfers that the disk did not make
+    refused: stores that found no slot
+    loading, storing: under way
+    """
+
+    slots: SlotStats
+    counters: DiskCounters
+    recovered: int
+    blocks_loaded: int
+    blocks_stored: int
+    gone: int
+    failed: int
+    refused: int
+    loading: int
+    storing: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Of the files of compressed prefixes. files, num_bytes: that may be read; recovered: found at the start.
+
+    hits:  requests that began with one that had been read
+    unfit: whole files that this engine had no use for
+    loading, storing: under way
+    """
+
+    counters: PrefixCounters
+    files: int
+    num_bytes: int
+    recovered: int
+    hits: int
+    unfit: int
+    loading: int
+    storing: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Of all below the pool.
+
+    parked_seqs, parked_slots: sequences that gave way and wait for their blocks, and slots that they have for
+                     themselves
+    swaps:           sequences parked since the start
+    swap_in_bytes:   of moves.load_bytes, those of sequences that came back
+    deferred_seqs:   that wait for what is being read from disk for them
+    asked_tokens:    tokens in full blocks that the pool did not have, at each admission
+    host_hit_tokens: of these, tokens that came from the host alone
+    disk_hit_tokens: tokens that had been read from disk for who asked
+    refused:         times that a full block found no slot on the host
+    bytes_per_block: that a move of one moves
+    disk:            None without a file
+    prefixes:        compressed ones on disk; None without
+    """
+
+    host: SlotStats
+    moves: MoveTotals
+    parked_seqs: int
+    parked_slots: int
+    swaps: int
+    swap_in_bytes: int
+    deferred_seqs: int
+    asked_tokens: int
+    host_hit_tokens: int
+    disk_hit_tokens: int
+    refused: int
+    bytes_per_block: int
+    disk: DiskStats | None
+    prefixes: PrefixStats | None = None

@@ -1,1 +1,0 @@
-"""Cold pages of evicted tokens, and how they come back."""

@@ -1,0 +1,67 @@
+"""How much KV memory a request's compression lets it hold."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from zlib import crc32
+
+from kvreclaim.checks import check_int, require
+from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.config import EngineConfig
+from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.sparse import SparseRows
+
+
+def footprint_of(
+    compressor: Compressor | None,
+    config: EngineConfig,
+    prompt: list[int],
+    compress_at: int | None = None,
+    groups: LayerGroups | None = None,
+    sparse: SparseRows | None = None,
+) -> Footprint:
+    """What a request's compression lets it hold in this engine.
+
+    With spread_compression its due points are shifted by less than the interval, by a hash of its prompt: a
+    function of the request alone, so that a preempted one makes the same choices again.
+    """
+    plain = Footprint(block_size=config.block_size, max_chunk=config.max_num_batched_tokens, sparse=sparse)
+    if groups is not None:
+        plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
+    _check_compress_at(compress_at, compressor, len(prompt))
+    if compressor is None:
+        return plain
+    settings, needs = compressor.config, needs_of(compressor)
+    recall, least = compressor.recall, config.block_size
+    window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
+    if recall is not None:  # the recent tokens must not reach the recalled ones, nor a window's queries
+        least = max(least, settings.recent, compressor.policy.query_window)
+        window = max(window, recall.every if recall.needs_queries else 1)
+    choices = max(1, settings.interval - least + 1) if config.spread_compression else 1
+    return replace(
+        settings.footprint(plain),
+        window=None if Signal.ATTENTION_MASS in needs else window,
+        offset=crc32(array("q", prompt).tobytes()) % choices,
+        compress_at=compress_at or 0,
+    )
+
+
+def _check_compress_at(compress_at: int | None, compressor: Compressor | None, num_prompt: int) -> None:
+    if compress_at is None:
+        return
+    check_int("compress_at", compress_at, 1)
+    require(
+        compressor is not None and compressor.way.evicts,
+        f"compress_at is {compress_at}, but the request's compression evicts nothing; give it a policy that "
+        "does, or leave compress_at out.",
+        "compress_at",
+    )
+    require(
+        compress_at < num_prompt,
+        f"compress_at is {compress_at}, but the prompt has {num_prompt} tokens; it must leave one at least "
+        "to be computed behind it.",
+        "compress_at",
+    )

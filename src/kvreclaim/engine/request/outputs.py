@@ -1,0 +1,254 @@
+"""What a caller gets back. Names follow vLLM where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, Literal, TypeVar, get_args
+
+from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
+from kvreclaim.schedule.step import PreemptionReason
+
+T = TypeVar("T")
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+"""One entry per prompt token; the first, which nothing predicts, is None."""
+
+
+class Grown(Generic[T]):
+    """What a list that only grows holds now, from one place on; copied by whoever asks for it."""
+
+    __slots__ = ("_items", "_start", "_stop")
+
+    def __init__(self, items: list[T], start: int = 0) -> None:
+        self._items, self._start, self._stop = items, start, len(items)
+
+    def copy(self) -> list[T]:
+        return self._items[self._start : self._stop]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grown) and self.copy() == other.copy()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+
+@dataclass
+class CompletionOutput:
+    """One output of a request; text, token_ids and logprobs are all that came so far.
+
+    drawn, reports: what token_ids and logprobs are made of when they are read, so that a stream that says
+                    everything again at each token copies nothing
+    logprobs:       None unless they were asked for
+    stop_reason:    the stop string or token id that ended it; None for end-of-sequence or a length limit
+    cumulative_logprob: of a beam search: of its tokens
+    sequences_scores: of a beam search: the same over the tokens' number to the power of length_penalty
+    """
+
+    index: int
+    text: str
+    drawn: Grown[int]
+    reports: Grown[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    sequences_scores: float | None = None
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        return self.drawn.copy()
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return None if self.reports is None else self.reports.copy()
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """What one request cost and gave back, over all its outputs.
+
+    policy:         of its compression as it was written, or what "auto" stood for; None without compression
+    budget:         tokens per layer and KV head that its compression keeps, or reads, in the blocks of this
+                    engine; None without compression
+    tokens_evicted: slots per head whose token left the attention set
+    blocks_freed:   blocks that compression returned to the pool while the request lived, less those it took;
+                    below 0 while others hold the shared blocks that it left
+    blocks_perfect: blocks that perfect packing would have returned for the same evictions
+    tokens_lost_to_rounding: tokens, summed over passes and heads, that unequal counts gave to a head and
+                    rounding to whole blocks took, for others to keep as many more; no block is lost
+    peak_blocks:    most blocks that one of its outputs' tables held between two steps
+    answer_blocks:  the same over the steps that computed tokens behind the prompt, when a long prompt has
+                    been compressed; 0 where no such token was computed
+    num_cached_tokens: prompt tokens that were found and not computed, wherever they were
+    num_loaded_tokens: of these, the ones that came from below the pool: from the host's memory or from disk
+    num_disk_tokens: of these, the ones that were read from disk while the request waited
+    num_indexed_tokens: leading prompt tokens that were served from the prefix index or entered into it
+    num_repeated_tokens: of these, the ones that were computed although the index had them
+    prefill_tokens_seen: of prompt tokens that were computed sparsely: the tokens before them and their own,
+                    summed over their rows, layers and KV heads; prefill_tokens_read: of these, the ones that
+                    they attended to
+    num_reused_tokens: prompt tokens whose keys and values are those of chunks that were computed alone
+    num_gone_tokens: prompt tokens that were to be reused, but had left the cache by then and were computed
+    queue_s:        from arrival to the first step that computes a token; None while it waits
+    """
+
+    policy: str | None = None
+    budget: int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_indexed_tokens: int = 0
+    num_repeated_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_gone_tokens: int = 0
+    num_generated_tokens: int = 0
+    tokens_evicted: int = 0
+    blocks_freed: int = 0
+    blocks_perfect: int = 0
+    tokens_lost_to_rounding: int = 0
+    compactions: int = 0
+    peak_blocks: int = 0
+    answer_blocks: int = 0
+    preemptions: int = 0
+    prefill_tokens_seen: int = 0
+    prefill_tokens_read: int = 0
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def prefill_share(self) -> float | None:
+        """prefill_tokens_read / prefill_tokens_seen; None where nothing was computed sparsely."""
+        return self.prefill_tokens_read / self.prefill_tokens_seen if self.prefill_tokens_seen else None
+
+    @property
+    def reclaim_efficiency(self) -> float | None:
+        """blocks_freed / blocks_perfect; None where nothing was to be freed."""
+        return self.blocks_freed / self.blocks_perfect if self.blocks_perfect else None
+
+
+@dataclass
+class RequestOutput:
+    """A request's outputs; `finished` once every one of them has a finish_reason.
+
+    error:           why the request failed, None otherwise
+    prompt_reports:  what prompt_logprobs are made of when they are read
+    prompt_logprobs: those of the prompt's tokens so far; None unless they were asked for
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+    prompt_reports: Grown[dict[int, Logprob] | None] | None = None
+
+    @cached_property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return None if self.prompt_reports is None else self.prompt_reports.copy()
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """A given continuation under the model (teacher forcing), one entry per continuation token.
+
+    predicted: the most likely token at each place; logprobs: of the given token
+    """
+
+    request_id: str
+    predicted: list[int]
+    logprobs: list[float]
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One engine step, for charts and logs.
+
+    num_running, num_waiting, blocks_in_use: at the end of the step, after compression and after finished
+                        requests left
+    num_prefill_tokens: of num_tokens, those of prompts, and of sequences that are computed again
+    num_decode_tokens:  the rest: the newest token of each sequence that generates, and drafts behind it
+    num_prompts_done:   requests whose whole prompt has been computed now for the first time
+    """
+
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_prompts_done: int
+    blocks_in_use: int
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class SpeculationTotals:
+    """Drafts over the engine's life.
+
+    accepted_at: by the draft's place, so many were accepted there
+    num_failed:  times that drafting failed, and sequences went on without
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    num_failed: int = 0
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Tokens of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Counters over the engine's life.
+
+    preemptions: sequences that lost their blocks, by reason (all reasons are always there)
+    swaps:       of these, sequences whose blocks' bytes were kept on the host
+    finished:    sequences by finish reason
+    recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
+    recall_hits: of pages that were back at a pass, those of which a token stayed for good
+    cold_dropped: pages that went for lack of cold memory
+    streamed_bytes: of a full cache in host memory: brought to the device; written_bytes: of its blocks that
+                 got tokens, back to the host; stream_buffer_bytes: what the buffers on the device take now
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prompts_done: int = 0
+    generation_tokens: int = 0
+    tokens_evicted: int = 0
+    blocks_perfect: int = 0
+    compactions: int = 0
+    score_s: float = 0.0
+    compact_s: float = 0.0
+    swaps: int = 0
+    recall_pages: int = 0
+    recall_hits: int = 0
+    recall_bytes: int = 0
+    cold_dropped: int = 0
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
+    streamed_bytes: int = 0
+    written_bytes: int = 0
+    stream_buffer_bytes: int = 0
+    preemptions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(PreemptionReason), 0))
+    finished: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.preemptions.values())

@@ -1,0 +1,353 @@
+"""A request and its sequences: one prompt, n outputs."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from kvreclaim import schedule
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.prefill.method import SparsePrefill
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.request.chunk_reuse import Reuse
+from kvreclaim.engine.request.compression_state import CompressionState
+from kvreclaim.engine.request.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Grown,
+    RequestMetrics,
+    RequestOutput,
+    ScoreOutput,
+)
+from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
+from kvreclaim.engine.sampling.detokenizer import Detokenizer
+from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
+from kvreclaim.engine.sampling.sampler import SampleRow
+from kvreclaim.memory.pins import Retention
+from kvreclaim.schedule.account import Account
+
+PROBABLE = (0.5, 0.9)
+"""Drafts are told apart by how probable they are: below, between and above these."""
+BELIEF_STEP = 0.05
+"""Weight of the newest token in how often drafts are accepted."""
+FULL_ROUNDS = 8
+"""Rounds without a refused draft after which a budget that chooses itself falls."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(schedule.Sequence):
+    """One output in the making, with what its tokens and text are made from.
+
+    state:      what its way of compressing remembers
+    row_cache:  (version, block ids) of the block table as the kernels want it
+    cell_cache: (version, cells of each head), where heads have their own tables
+    window_cache: of each window (version, block ids [groups, blocks])
+    hypothesis: that it says, where it is what a beam search has come to
+    """
+
+    token_ids: list[int]
+    request: Request
+    generator: torch.Generator | None = None
+    detokenizer: Detokenizer | None = None
+    state: CompressionState = field(default_factory=CompressionState)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    peak_blocks: int = 0
+    answer_blocks: int = 0
+    row_cache: tuple[int, np.ndarray] | None = None
+    cell_cache: tuple[int, np.ndarray] | None = None
+    window_cache: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    hypothesis: Hypothesis | None = None
+
+    @property
+    def waits_for_fork(self) -> bool:
+        """Whether its siblings are to begin once its prompt is computed."""
+        return self.seats > 1
+
+    def note_blocks(self, num_held: int) -> None:
+        """Its table holds so many blocks after computing up to num_computed."""
+        self.peak_blocks = max(self.peak_blocks, num_held)
+        if self.num_computed > self.num_prompt:
+            self.answer_blocks = max(self.answer_blocks, num_held)
+
+    def reset(self) -> None:
+        """Forget what was computed (preemption by recompute); the tokens stay known."""
+        schedule.Sequence.reset(self)
+        self.state = CompressionState()
+        self.row_cache = None
+        self.cell_cache = None
+        self.window_cache = {}
+
+    def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
+        """What the sampler has to know to draw the next token."""
+        params = self.request.params
+        forbidden: tuple[int, ...] = ()
+        if self.num_generated < params.min_tokens:
+            forbidden = tuple({*eos_token_ids, *(params.stop_token_ids or ())})
+        needs_tokens = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        generated = self.token_ids[self.num_prompt :] if needs_tokens else []
+        return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
+
+    def output(self) -> CompletionOutput:
+        found = self.hypothesis
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            drawn=Grown(self.token_ids, self.num_prompt),
+            reports=Grown(self.logprobs) if self.request.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            cumulative_logprob=None if found is None else found.cumulative,
+            sequences_scores=None if found is None else found.score,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled:
+    """A sequence and what it computes in this step. cut: less than was planned, its drafts being left out."""
+
+    seq: Sequence
+    row: schedule.Row
+    cut: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row.num_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Of its tokens, those that are no drafts."""
+        return self.row.num_tokens - self.row.num_drafts
+
+    def without_drafts(self) -> Scheduled:
+        """The same with the tokens alone that are known."""
+        if not self.row.num_drafts:
+            return self
+        return Scheduled(self.seq, replace(self.row, num_tokens=self.num_known, num_drafts=0), cut=True)
+
+    @property
+    def tokens(self) -> list[int]:
+        """That are computed, drafts included."""
+        known = self.seq.token_ids[self.row.first : self.row.first + self.num_known]
+        return known + self.seq.draft_ids[: self.row.num_drafts] if self.row.num_drafts else known
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """Filled in while a scored request is computed; index i belongs to continuation token i.
+
+    observer: told (first, log-probabilities [n, V] fp32) of continuation tokens first .. first + n - 1 as
+              they are computed, in order; a preempted request tells them again
+    """
+
+    predicted: list[int]
+    logprobs: list[float]
+    observer: Callable[[int, torch.Tensor], None] | None = None
+
+    def record(self, first: int, given: list[int], logits: torch.Tensor) -> None:
+        """Continuation tokens first, first + 1, ... were given; logits [len(given), V] predicted them."""
+        index = torch.tensor(given, device=logits.device)[:, None]
+        every = torch.log_softmax(logits.float(), -1)
+        found = every.gather(-1, index)[:, 0]
+        self.predicted[first : first + len(given)] = logits.argmax(-1).tolist()
+        self.logprobs[first : first + len(given)] = found.tolist()
+        if self.observer is not None:
+            self.observer(first, every)
+
+
+@dataclass(slots=True, eq=False)
+class Beams:
+    """A request's beam search, and what its sequences, the beams, have come to.
+
+    rows:   by seq_id: logits [V] of beams whose siblings have to be computed before anything is chosen
+    begun:  the first choice has been made: before, one sequence stands for all beams
+    spent:  what compression did to beams that are no more, and what rounding moved there
+    """
+
+    search: BeamSearch
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    begun: bool = False
+    spent: Account = field(default_factory=Account)
+    rounded: int = 0
+    peak_blocks: int = 0
+    answer_blocks: int = 0
+
+    def retire(self, seq: Sequence) -> None:
+        """A beam ends."""
+        gone, spent = seq.account, self.spent
+        spent.num_evicted += gone.num_evicted - gone.inherited_evicted
+        for name in ("blocks_freed", "blocks_perfect", "compactions"):
+            setattr(spent, name, getattr(spent, name) + getattr(gone, name))
+        self.rounded += seq.state.rounded
+        self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
+        self.answer_blocks = max(self.answer_blocks, seq.answer_blocks)
+
+
+@dataclass(slots=True, eq=False)
+class Verify:
+    """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
+
+    compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
+    budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
+              was; empty: it stays
+    is_short: the budget has just risen: companions are to be chosen anew from the full cache
+    beliefs:  how often drafts have been accepted lately, by how probable they were (PROBABLE)
+    """
+
+    compressor: Compressor
+    footprint: schedule.Footprint
+    num_tokens: int
+    budgets: tuple[int, ...] = ()
+    is_short: bool = False
+    num_full: int = 0
+    beliefs: list[float] = field(default_factory=lambda: [0.85, 0.95, 0.99])
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def way(self) -> schedule.Way:
+        return self.compressor.way
+
+    def belief(self, probability: float) -> float:
+        """In a draft that the compressed cache holds so probable."""
+        return self.beliefs[bisect(PROBABLE, probability)]
+
+    def note(self, probabilities: list[float], accepted: int) -> None:
+        """A round: drafts that were so probable, and how many of them were accepted."""
+        drafted = len(probabilities)
+        self.num_rounds += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        for place, probability in enumerate(probabilities[: accepted + 1]):
+            kind = bisect(PROBABLE, probability)
+            self.beliefs[kind] += BELIEF_STEP * ((place < accepted) - self.beliefs[kind])
+        self.num_full = self.num_full + 1 if accepted == drafted else 0
+        if accepted < drafted:
+            self._step(1)
+        elif self.num_full >= FULL_ROUNDS:
+            self._step(-1)
+
+    def _step(self, by: int) -> None:
+        place = next((i for i, b in enumerate(self.budgets) if b >= self.compressor.config.budget), 0) + by
+        if 0 <= place < len(self.budgets):
+            size = self.footprint.block_size
+            self.compressor = self.compressor.with_budget(self.budgets[place], size)
+            self.footprint = replace(self.footprint, budget=self.compressor.budget)
+            self.is_short, self.num_full = by > 0, 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way through the engine.
+
+    max_len:   tokens at which every output ends, prompt included
+    seed:      of its outputs' generators, the caller's or the engine's
+    priority:  a lower number is more important
+    retention: how long which part of the prompt is worth keeping in the prefix index
+    tenant:    for whom: tenants get fair shares of the engine
+    scores:    None for generation; else the given continuation is scored and nothing is drawn
+    prompt_logprobs: of the prompt tokens computed so far; None: not asked for
+    prompt_done: the whole prompt has been computed, maybe before a preemption
+    beams:     None unless it is a beam search
+    sparse_prefill: how its prompt is computed; None: by full attention
+    reuse:     of its prompt's chunks; None: it has none
+    verify:    None unless a compressed cache drafts for it; compressor is None then
+    parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    compressor: Compressor | None
+    max_len: int
+    seed: int
+    priority: int = 0
+    retention: tuple[Retention, ...] = ()
+    tenant: str | None = None
+    scores: Scores | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    arrival_s: float = field(default_factory=time.perf_counter)
+    error: str | None = None
+    prompt_done: bool = False
+    beams: Beams | None = None
+    sparse_prefill: SparsePrefill | None = None
+    reuse: Reuse | None = None
+    verify: Verify | None = None
+    parent: Request | None = None
+    children: list[Request] = field(default_factory=list)
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that it will have at a time."""
+        return self.params.n if self.beams is None else self.beams.search.params.beam_width
+
+    @property
+    def shown(self) -> list[Sequence]:
+        """The outputs that a caller sees: beams may all be others in the end."""
+        return [] if self.beams is not None and not self.finished else self.sequences
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are asked for and not all known."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+    def collect_metrics(self) -> RequestMetrics:
+        """Sum the sequences' figures into the request's."""
+        m = self.metrics
+        compressor = self.compressor if self.verify is None else self.verify.compressor
+        if compressor is not None:
+            m.policy, m.budget = compressor.config.policy, compressor.budget
+        m.num_prompt_tokens = len(self.prompt_token_ids)
+        if self.reuse is not None:
+            m.num_reused_tokens, m.num_gone_tokens = int((~self.reuse.anew).sum()), self.reuse.num_gone
+        m.num_generated_tokens = sum(seq.num_generated for seq in self.sequences)
+        accounts = [seq.account for seq in self.sequences]
+        peaks = [(seq.peak_blocks, seq.answer_blocks) for seq in self.sequences]
+        m.tokens_lost_to_rounding = sum(seq.state.rounded for seq in self.sequences)
+        if self.beams is not None:
+            accounts.append(self.beams.spent)
+            peaks.append((self.beams.peak_blocks, self.beams.answer_blocks))
+            m.tokens_lost_to_rounding += self.beams.rounded
+        m.tokens_evicted = sum(a.num_evicted - a.inherited_evicted for a in accounts)
+        m.blocks_freed = sum(a.blocks_freed for a in accounts)
+        m.blocks_perfect = sum(a.blocks_perfect for a in accounts)
+        m.compactions = sum(a.compactions for a in accounts)
+        m.peak_blocks = max((peak for peak, _ in peaks), default=0)
+        m.answer_blocks = max((peak for _, peak in peaks), default=0)
+        return replace(m)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[seq.output() for seq in sorted(self.shown, key=lambda s: s.index)],
+            finished=self.finished,
+            metrics=self.collect_metrics(),
+            error=self.error,
+            prompt_reports=None if self.prompt_logprobs is None else Grown(self.prompt_logprobs),
+        )
+
+    def score_output(self) -> ScoreOutput:
+        assert self.scores is not None, f"request {self.request_id} is not scored"
+        return ScoreOutput(
+            request_id=self.request_id,
+            predicted=self.scores.predicted,
+            logprobs=self.scores.logprobs,
+            metrics=self.collect_metrics(),
+            error=self.error,
+        )

@@ -1,0 +1,1 @@
+"""From logits to tokens and text: logprobs, drawing, beams, detokenising."""

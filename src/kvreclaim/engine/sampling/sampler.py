@@ -1,0 +1,151 @@
+"""Draw one token per row, all rows at once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.config import SamplingParams
+from kvreclaim.engine.sampling.logprobs import Logprob, report
+from kvreclaim.engine.sampling.truncation import Cut, race_among_kept
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRow:
+    """One row's request.
+
+    prompt, generated: token ids so far, for penalties
+    forbidden:         token ids that may not come yet (end tokens before min_tokens)
+    generator:         the output's own source of randomness, on the logits' device: batching changes nothing
+    """
+
+    params: SamplingParams
+    prompt: list[int]
+    generated: list[int]
+    forbidden: tuple[int, ...]
+    generator: torch.Generator | None
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the row's argmax and nothing is to be reported."""
+        p = self.params
+        penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+        changed = self.forbidden or penalties or p.logit_bias
+        return p.temperature == 0 and p.logprobs is None and not changed
+
+    def noise(self, vocab_size: int) -> Tensor | None:
+        """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
+        if self.params.temperature == 0:
+            return None
+        device = None if self.generator is None else self.generator.device
+        return torch.empty(vocab_size, device=device).exponential_(generator=self.generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token, and the log-probabilities asked for."""
+
+    token: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]) -> list[Drawn | Exception]:
+    """A token for each ask from its row of logits [R, V]; best: [R] the rows' argmax, which is all that
+    most greedy asks need.
+
+    An ask that cannot be met gives its error; the others get the tokens that they would have had.
+    """
+    found: list[Drawn | Exception] = [Drawn(best[row]) for row in rows]
+    noises: dict[int, Tensor | None] = {}
+    for i, ask in enumerate(asked):
+        if not ask.is_argmax:
+            try:
+                noises[i] = ask.noise(logits.shape[-1])
+            except Exception as error:
+                found[i] = error
+
+    def drawn(places: list[int]) -> list[Drawn]:
+        chosen = logits[[rows[i] for i in places]].float()
+        return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
+
+    hard = list(noises)
+    try:
+        for i, one in zip(hard, drawn(hard) if hard else [], strict=True):
+            found[i] = one
+    except Exception:
+        logger.exception("drawing %d tokens at once failed; drawing one at a time", len(hard))
+        for i in hard:
+            try:
+                found[i] = drawn([i])[0]
+            except Exception as error:
+                found[i] = error
+    return found
+
+
+@torch.inference_mode()
+def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn]:
+    """A token for each row of logits [N, V] fp32, from noise that has been drawn: nothing but logits changes,
+    by biases and penalties."""
+    logprobs = _raw_logprobs(logits, rows)
+    for i, row in enumerate(rows):
+        _adjust(logits[i], row)
+    noisy = [i for i, noise in enumerate(noises) if noise is not None]
+    best = logits.argmax(-1) if len(noisy) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
+    if noisy:
+        noise = torch.stack([n for n in noises if n is not None])
+        chosen = logits if len(noisy) == len(rows) else logits[noisy]
+        best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
+    tokens = best.tolist()
+    return [Drawn(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)]
+
+
+def _raw_logprobs(logits: Tensor, rows: list[SampleRow]) -> Tensor | None:
+    if all(row.params.logprobs is None for row in rows):
+        return None
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict[int, Logprob] | None:
+    if logprobs is None or row.params.logprobs is None:
+        return None
+    return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
+
+
+def _adjust(logits: Tensor, row: SampleRow) -> None:
+    """Bias, then penalties, with vLLM's meanings: repetition sees prompt and output, presence and frequency
+    the output."""
+    p = row.params
+    if p.logit_bias:
+        ids = torch.tensor(list(p.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*row.prompt, *row.generated}), device=logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if (p.presence_penalty or p.frequency_penalty) and row.generated:
+        tokens = torch.tensor(row.generated, device=logits.device)
+        unique, counts = tokens.unique(return_counts=True)
+        logits[unique] -= p.presence_penalty + p.frequency_penalty * counts
+    if row.forbidden:
+        logits[list(row.forbidden)] = float("-inf")
+
+
+def _draw(logits: Tensor, rows: list[SampleRow], noise: Tensor) -> Tensor:
+    """Temperature, then top-k, top-p and min-p; exponential race. A token's noise depends on its id and
+    its row alone, so neither the batch nor the way the candidates are found changes a draw."""
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    logits = logits / temperatures[:, None].clamp_min(1e-5)
+    keep_nonzero = torch.finfo(torch.float32).tiny
+    race = logits - noise.clamp_min_(keep_nonzero).log_()
+    cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
+    cut = [i for i, c in enumerate(cuts) if not c.keeps_all]
+    if not cut:
+        return race.argmax(-1)
+    winners = race.argmax(-1)
+    winners[cut] = race_among_kept(logits[cut], race[cut], [cuts[i] for i in cut])
+    return winners

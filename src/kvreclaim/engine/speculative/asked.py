@@ -1,0 +1,88 @@
+"""What the queries over full caches tell the policies of companions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression import Signal
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+
+QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
+
+
+class Asked:
+    """The queries of one step's owners whose companions' policies ask for queries or attention, layer by
+    layer, until their tokens have been copied. Scores that are computed with tokens go beside their slots."""
+
+    def __init__(self, signals: Signals) -> None:
+        self.signals = signals
+        self._rows: dict[int, tuple[int, Tensor]] = {}
+        self._seen: dict[int, Tensor] = {}
+        self._starts: dict[int, tuple[int, int]] = {}
+
+    def watch(
+        self, step: list[Scheduled], batch: AttentionBatch | None
+    ) -> list[Callable[[AttentionCall], None]]:
+        """What is to see the calls of a step. batch: None where full caches lie on the host, with which
+        nothing asks for scores."""
+        self.clear()
+        rows: list[Tensor] = []
+        start = taken = 0
+        scored: list[int] = []
+        for place, item in enumerate(step):
+            verify, count = item.seq.request.verify, item.num_tokens
+            if verify is not None:
+                needs = needs_of(verify.compressor)
+                if needs & QUERIES:
+                    rows.append(torch.arange(start, start + count))
+                    self._starts[item.seq.seq_id] = item.row.first, taken
+                    taken += count
+                if Signal.TOKEN_SCORES in needs:
+                    scored.append(place)
+            start += count
+        found = [] if batch is None else [self._score_write(step, place, batch) for place in scored]
+        if rows:
+            kept = torch.cat(rows).to(self.signals.cache.device)
+
+            def see(call: AttentionCall) -> None:
+                self._seen[call.layer] = call.q[kept]
+
+            found.append(see)
+        return found
+
+    def _score_write(
+        self, step: list[Scheduled], place: int, batch: AttentionBatch
+    ) -> Callable[[AttentionCall], None]:
+        verify = step[place].seq.request.verify
+        assert verify is not None, "only owners are watched"
+        return self.signals.score_write(verify.compressor, [place], batch)
+
+    def clear(self) -> None:
+        """What was seen has been used."""
+        self._seen, self._starts = {}, {}
+
+    def first(self, owner: Sequence) -> int:
+        """The position of the first of its rows that was seen; where none was, the one behind all."""
+        return self._starts[owner.seq_id][0] if owner.seq_id in self._starts else owner.num_computed
+
+    def begins(self, owner: Sequence) -> bool:
+        """Whether this step has computed all that there is of it."""
+        return owner.seq_id in self._starts and self._starts[owner.seq_id][0] == 0
+
+    def tell(self, owner: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
+        """The tokens from `first` on are the companion's last ones, in these slots. None: it holds none yet,
+        and keeps the queries of all that the owner has computed."""
+        known = self._starts.get(owner.seq_id)
+        if known is None or first < known[0]:
+            return
+        start = known[1] + first - known[0]
+        count = owner.num_computed - first if slots is None else slots.query_len
+        queries = {layer: q[start : start + count] for layer, q in self._seen.items()}
+        self.signals.note(companion, first, queries, slots)

@@ -1,0 +1,205 @@
+"""What a draft model has read: sequences of its own, in blocks of its own, that follow the target's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.execute.graphs import decode_graphs
+from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.request.request import Request, Scheduled, Sequence
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.backend import Need, choose_backend
+from kvreclaim.ops.formats.format import plain_format
+from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.native import torch_alone
+from kvreclaim.schedule import Row
+from kvreclaim.speculation import MOST_DRAFTS
+
+logger = logging.getLogger(__name__)
+
+IDLE_ROUNDS = 64
+"""A sequence that was drafted for in none of so many rounds gives way to one that lacks room; sooner, those
+that take turns would be computed again and again."""
+
+
+@dataclass(slots=True, eq=False)
+class Mirror:
+    """A sequence as the draft model has it: `own` has its tokens, drafts behind them; of these num_computed
+    are committed.
+
+    num_known:   leading tokens that the target had said when it was last drafted for, in that round
+    num_written: leading tokens whose keys and values are there, drafts included
+    """
+
+    own: Sequence
+    num_known: int
+    num_written: int
+    round: int
+
+
+class DraftCache:
+    """A draft model over a pool of its own. A round writes drafts and commits nothing; the next one commits
+    what the target has said, too, so that nothing is ever taken back."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.loaded, config = draft.loaded, draft.config
+        facts, size = self.loaded.facts, config.block_size
+        assert config.num_blocks is not None, "chosen"
+        assert config.max_model_len is not None, "chosen"
+        self.max_len, self.max_step_tokens = config.max_model_len, config.max_num_batched_tokens
+        form, groups = plain_format(facts.dtype), layer_groups(facts, config)
+        need = Need(facts.layers, size, facts.dtype, facts.device, form)
+        self.ops = choose_backend(config.kernels, need).backend
+        like = next(self.loaded.model.parameters()).new_empty(0, dtype=facts.dtype)
+        self.cache = self.ops.allocate(
+            facts.layers, config.num_blocks, size, like=like, kv_format=form, open_rows=0
+        )
+        self.memory = MemoryManager(
+            config.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        signals = Signals(self.loaded, groups, self.cache, self.ops, config.max_signal_bytes)
+        self.runner = ModelRunner(self.loaded, groups, self.memory, self.cache, self.ops, signals)
+        self.runner.graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
+        self._mirrors: dict[int, Mirror] = {}
+        self._refused: set[int] = set()
+        self._round = 0
+
+    def begin_round(self, sequences: Iterable[Sequence]) -> None:
+        """These are to be drafted for now."""
+        self._round += 1
+        for seq in sequences:
+            if (mirror := self._mirrors.get(seq.seq_id)) is not None:
+                mirror.round = self._round
+
+    def follow(self, seq: Sequence, num_drafts: int) -> Sequence | None:
+        """The draft model's own sequence, with all that the target has said by now, and room for so many
+        drafts behind; None if there is none, or nothing can be drafted for it.
+
+        What is drawn for it is what would be drawn for the target's, from a copy of its generator.
+        """
+        if seq.seq_id in self._refused:
+            return None
+        mirror = self._mirrors.get(seq.seq_id)
+        new = seq.token_ids if mirror is None else seq.token_ids[mirror.num_known :]
+        if max(new, default=0) >= self.loaded.vocab_size:
+            self.refuse(seq.seq_id)  # an id of which this model knows nothing
+            return None
+        if mirror is None:
+            mirror = self._mirrors[seq.seq_id] = self._begin(seq)
+        self._take_in(mirror, seq)
+        own = mirror.own
+        if seq.generator is not None and own.generator is not None:
+            own.generator.set_state(seq.generator.get_state())
+        return own if self._make_room(own, own.num_uncomputed + num_drafts - 1) else None
+
+    def read(self, owns: list[Sequence]) -> tuple[list[Sequence], Tensor]:
+        """Compute all tokens of these that have not been, max_num_batched_tokens at a time.
+
+        Returns: those that could be, and the logits [n, V] behind the last token of each. Whoever fails is
+        not drafted for any more.
+        """
+        done: list[Sequence] = []
+        parts: list[Tensor] = []
+        while owns:
+            items, logits = self._forward(self._next_step(owns))
+            last = []
+            for place, item in enumerate(items):
+                end = item.row.first + item.num_tokens
+                self._mirrors[item.seq.seq_id].num_written = end
+                if end == len(item.seq.token_ids):
+                    last.append(place)
+                    done.append(item.seq)
+            if last:
+                parts.append(logits[last])
+            ended = {own.seq_id for own in done}
+            owns = [own for own in owns if own.seq_id in self._mirrors and own.seq_id not in ended]
+        return done, torch.cat(parts) if parts else torch.empty(0)
+
+    def refuse(self, seq_id: int) -> None:
+        """Draft no more for a sequence, nor trust what its blocks hold."""
+        if seq_id in self._mirrors:
+            self.memory.distrust(seq_id)
+        self.forget(seq_id)
+        self._refused.add(seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        """Give back what a sequence holds; if it is drafted for again, it is read anew."""
+        self._refused.discard(seq_id)
+        if self._mirrors.pop(seq_id, None) is not None:
+            self.memory.free(seq_id)
+
+    def _begin(self, seq: Sequence) -> Mirror:
+        params = replace(seq.request.params, logprobs=None, prompt_logprobs=None)
+        prompt = seq.request.prompt_token_ids
+        request = Request(seq.request_id, None, prompt, params, None, seq.max_len, seq.request.seed)
+        own = Sequence(
+            seq_id=seq.seq_id,
+            request_id=seq.request_id,
+            token_ids=list(seq.token_ids),
+            num_prompt=seq.num_prompt,
+            max_len=seq.max_len,
+            request=request,
+            generator=None if seq.generator is None else torch.Generator(seq.generator.device),
+        )
+        match = self.memory.match_prefix(self.memory.keys(own.token_ids, seq.request.params.cache_salt))
+        self.memory.admit(seq.seq_id, match)
+        own.num_computed = match.num_tokens
+        return Mirror(own, len(own.token_ids), match.num_tokens, self._round)
+
+    def _take_in(self, mirror: Mirror, seq: Sequence) -> None:
+        """What the target has said since, and commit what is written of it. Its last token stays to be
+        computed: what comes behind is what is asked for."""
+        own, known = mirror.own, seq.token_ids
+        end = min(mirror.num_written, len(known) - 1)
+        agreed = min(mirror.num_known, end)
+        while agreed < end and own.token_ids[agreed] == known[agreed]:
+            agreed += 1
+        del own.token_ids[agreed:]
+        own.token_ids += known[agreed:]
+        self.memory.commit(own.seq_id, agreed - own.num_computed)
+        own.num_computed = mirror.num_written = agreed
+        mirror.num_known = len(known)
+
+    def _make_room(self, own: Sequence, num_tokens: int) -> bool:
+        """For so many tokens behind the committed ones; whoever has long been idle gives way."""
+        while not self.memory.can_grow(own.seq_id, num_tokens):
+            last = min(self._mirrors.values(), key=lambda mirror: mirror.round)
+            if self._round - last.round < IDLE_ROUNDS:
+                return False
+            self.forget(last.own.seq_id)
+        fresh = self.memory.grow(own.seq_id, num_tokens).new_blocks
+        if fresh:
+            self.ops.prepare_blocks(self.cache, list(fresh))
+        return True
+
+    def _next_step(self, owns: list[Sequence]) -> list[Scheduled]:
+        items, room = [], self.max_step_tokens
+        for own in owns:
+            first = self._mirrors[own.seq_id].num_written
+            if (count := min(len(own.token_ids) - first, room)) > 0:
+                items.append(Scheduled(own, Row(own.seq_id, first, count)))
+                room -= count
+        return items
+
+    def _forward(self, items: list[Scheduled]) -> tuple[list[Scheduled], Tensor]:
+        """Those that can be computed, and a row of logits for each."""
+        few = all(item.num_tokens <= MOST_DRAFTS + 1 for item in items)
+        try:
+            with torch_alone() if few else nullcontext():
+                return items, self.runner.forward(items)[0]
+        except Exception:
+            logger.exception("a forward pass of the draft model over %d sequences failed", len(items))
+            if len(items) == 1:
+                self.refuse(items[0].seq.seq_id)
+                return [], torch.empty(0)
+        each = [self._forward([item]) for item in items]
+        found = [item for done, _ in each for item in done]
+        return found, torch.cat([logits for done, logits in each if done]) if found else torch.empty(0)

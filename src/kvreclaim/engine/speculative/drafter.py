@@ -1,0 +1,85 @@
+"""Who drafts, and how much: what rows of a step may be guesses."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as ListLike
+
+from kvreclaim.engine.request.request import Sequence
+from kvreclaim.engine.speculative.ngram import Seen, propose
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.ops.formats import KVFormat
+from kvreclaim.schedule import Status
+
+logger = logging.getLogger(__name__)
+
+
+def most_drafts(seq: Sequence, limit: int, memory: MemoryManager, form: KVFormat) -> int:
+    """Tokens that may be guessed for a sequence's next step, `limit` at most: it draws alone, has nothing
+    else to compute, and no pass, nor its end, nor a block that is sealed lies within them.
+
+    A format that codes a block as a whole does so when it is full: drafts end before, so that only tokens
+    which are there to stay seal one, and every row sees the blocks that it would see alone.
+    """
+    request = seq.request
+    draws = request.beams is None and request.scores is None and not seq.waits_for_fork and not seq.followers
+    if not draws or seq.status is not Status.RUNNING or seq.num_uncomputed != 1 or seq.is_due:
+        return 0
+    until = seq.footprint.tokens_until_pass(seq.num_computed, seq.num_prompt, seq.account)
+    most = min(limit, until - 1, seq.max_len - len(seq.token_ids) - 1)
+    if form.has_open_blocks:
+        size = memory.block_size
+        most = min(most, size - 1 - (memory.table(seq.seq_id).physical_len + 1) % size)
+    return max(0, most)
+
+
+class Drafter(ABC):
+    """Guesses the next tokens of running sequences."""
+
+    def __init__(self, limit: int, memory: MemoryManager, form: KVFormat) -> None:
+        self.limit, self.memory, self.form = limit, memory, form
+
+    def propose(self, running: ListLike[Sequence]) -> None:
+        """Give every sequence that may have some its draft_ids. What fails costs drafts, nothing else."""
+        for seq in running:
+            seq.draft_ids = []
+        asked = [(seq, most_drafts(seq, self.limit, self.memory, self.form)) for seq in running]
+        try:
+            self.draft([(seq, most) for seq, most in asked if most > 0])
+        except Exception:
+            logger.exception("drafting for %d sequences failed; they go on without drafts", len(asked))
+            for seq in running:
+                seq.draft_ids = []
+
+    @abstractmethod
+    def draft(self, asked: list[tuple[Sequence, int]]) -> None:
+        """Set draft_ids of sequences, of each so many tokens at most."""
+
+    @abstractmethod
+    def forget(self, seq_id: int) -> None:
+        """A sequence is gone."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """How many drafts by whom, for the line at the start."""
+
+
+class NgramDrafter(Drafter):
+    """From what the sequences say themselves."""
+
+    def __init__(self, limit: int, memory: MemoryManager, form: KVFormat, *, least: int, most: int) -> None:
+        super().__init__(limit, memory, form)
+        self.least, self.most = least, most
+        self._seen: dict[int, Seen] = {}
+
+    def draft(self, asked: list[tuple[Sequence, int]]) -> None:
+        for seq, most in asked:
+            tokens = self._seen.setdefault(seq.seq_id, Seen()).grown(seq.token_ids)
+            seq.draft_ids = propose(tokens, self.least, self.most, most)
+
+    def forget(self, seq_id: int) -> None:
+        self._seen.pop(seq_id, None)
+
+    def describe(self) -> str:
+        return f"{self.limit} tokens by ngram of {self.least} to {self.most}"

@@ -1,0 +1,132 @@
+"""Companions from begin to end: they follow what their owners compute, and draft what comes next.
+
+Source: VeriCache (arXiv 2605.17613), self-speculation over a compressed cache; docs/lossless.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListLike
+
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.speculative.companion_drafts import Draft, draft_all
+from kvreclaim.engine.speculative.drafter import most_drafts
+from kvreclaim.engine.speculative.following import Following, adjust, is_owner, verify_of
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.schedule import Way
+
+Watch = Callable[[AttentionCall], None]
+
+
+class Verifier:
+    """Owners are sequences of requests with `verify`: they keep all tokens and compute as if nothing were
+    compressed. Each has a companion, a sequence that the scheduler does not know: what the policy keeps of
+    the owner's tokens, compressed at the points at which the policy alone would compress.
+
+    A round: the companions of all owners draft together (`propose`); the scheduler has each owner compute
+    its last token and the drafts in one step; what it draws behind them is its answer, as far as the drafts
+    agree; then the companion is given the exact keys and values of these tokens, over what it wrote while it
+    drafted (`follow`), and is compressed if it is due.
+
+    Where a companion lacks blocks, or anything about it fails, its owner goes on without one.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, following: Following) -> None:
+        self.lifecycle, self.following = lifecycle, following
+        self.companions, self.runner = following.companions, following.runner
+        self._eos_token_ids = lifecycle.loaded.eos_token_ids
+        self._readers: dict[int, Sequence] = {}
+        self._drafts: dict[int, Draft] = {}
+
+    def watch(self, step: list[Scheduled], batch: AttentionBatch | None) -> list[Watch]:
+        """What is to see the attention calls of a step of owners and others."""
+        if not any(item.seq.request.verify is not None for item in step):
+            return []
+        return self.following.asked.watch(step, batch)
+
+    def follow(self, computed: Iterable[Sequence]) -> None:
+        """These have advanced; companions come as far as their owners are."""
+        owners = [seq for seq in computed if is_owner(seq)]
+        for owner in owners:
+            draft = self._drafts.pop(owner.seq_id, None)
+            if draft is not None and owner.num_computed > draft.first:
+                verify_of(owner).note(draft.probabilities, owner.num_computed - draft.first - 1)
+        self.following.follow(owners)
+
+    def propose(self, running: ListLike[Sequence]) -> None:
+        """Draft for every owner whose companion has come as far as itself."""
+        self.following.settle()
+        drafts: list[Draft] = []
+        try:
+            for owner in filter(is_owner, running):
+                drafts += self._begin(owner)
+            draft_all(drafts, self.runner, self._eos_token_ids)
+            for draft in drafts:
+                draft.owner.draft_ids = draft.tokens
+                self._drafts[draft.owner.seq_id] = draft
+        except Exception as error:
+            self.following.failed("drafting for %d sequences", len(drafts), error)
+            for owner in filter(is_owner, running):
+                self.leave(owner.seq_id)
+        for draft in drafts:
+            self._end(draft)
+
+    def _begin(self, owner: Sequence) -> list[Draft]:
+        """A draft with room for its tokens, or none."""
+        verify = verify_of(owner)
+        memory, form = self.lifecycle.memory, self.runner.cache.format
+        most = most_drafts(owner, verify.num_tokens, memory, form)
+        companion = self._reader(owner, most) if verify.way is Way.READS else self.companions.get(owner)
+        if not most or companion is None or companion.num_computed != owner.num_computed:
+            return []
+        companion.token_ids[companion.num_computed :] = owner.token_ids[companion.num_computed :]
+        most = most_drafts(companion, most, self.companions.memory, form)
+        while most and not self.following.has_room(companion, most):
+            most //= 2
+        draft = Draft(owner, companion, most, companion.num_computed)
+        if not most:
+            self._end(draft)
+        return [draft] if most else []
+
+    def _reader(self, owner: Sequence, most: int) -> Sequence | None:
+        """A companion that reads some of the owner's own blocks: a fork of it, as long as it drafts."""
+        if not most:
+            return None
+        reader = self._readers.get(owner.seq_id)
+        if reader is None:
+            reader = self._readers[owner.seq_id] = self.following.new(owner)
+        reader.token_ids[:], reader.row_cache = owner.token_ids, None
+        adjust(reader, owner)
+        self.companions.fork(owner, reader, owner)
+        return reader
+
+    def _end(self, draft: Draft) -> None:
+        """What a companion wrote while it drafted is overwritten when it follows."""
+        companion = draft.companion
+        del companion.token_ids[companion.num_computed + 1 :]
+        self.runner.signals.digests.cut(
+            companion.seq_id, companion.num_computed // self.companions.memory.block_size
+        )
+        if draft.owner.seq_id in self._readers:
+            self.companions.leave(draft.owner.seq_id)
+
+    # Owners' lives.
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """An owner has been forked; its companion is, too."""
+        companion = self.companions.get(parent)
+        if companion is None or not is_owner(child):
+            return
+        branch = self.following.new(child)
+        branch.state = companion.state.fork()
+        self.companions.fork(child, branch, companion)
+        self.runner.signals.fork(companion.seq_id, branch.seq_id)
+
+    def leave(self, owner_id: int) -> None:
+        """An owner has lost its blocks, or ended, or its companion is of no use."""
+        self.following.leave(owner_id)
+        self._drafts.pop(owner_id, None)
+        if (reader := self._readers.pop(owner_id, None)) is not None:
+            self.runner.signals.drop(reader.seq_id)

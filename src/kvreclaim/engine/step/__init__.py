@@ -1,0 +1,1 @@
+"""The engine: validate, schedule, execute, process outputs."""

@@ -1,0 +1,542 @@
+"""The engine: requests in, one step at a time, outputs out. Single-threaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from kvreclaim.beams import BeamSearchParams
+from kvreclaim.chunks import Chunks
+from kvreclaim.compression import Compressor
+from kvreclaim.compression.prefill.method import SparsePrefill
+from kvreclaim.compression.prefill.registry import make_method
+from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.passes import CompressionPass
+from kvreclaim.engine.compact.recall_refresh import Refresher
+from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
+from kvreclaim.engine.execute.graphs import decode_graphs
+from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.offload.compressed_session import CompressedSessions
+from kvreclaim.engine.offload.disk import namespace_of, open_disk, share_bytes
+from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.offload.prefixes import make_prefixes
+from kvreclaim.engine.offload.session import Sessions
+from kvreclaim.engine.offload.stats import TierStats
+from kvreclaim.engine.request.chunk_reuse import Reuse
+from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.engine.request.outputs import StepStats
+from kvreclaim.engine.request.request import Beams, Request, Scheduled, Scores
+from kvreclaim.engine.request.sizing import make_memory, max_open_snapshots, open_rows
+from kvreclaim.engine.sampling.beam_search import BeamSearch
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.speculative.feeding import Feeding, Store
+from kvreclaim.engine.speculative.following import Following
+from kvreclaim.engine.speculative.load import Draft
+from kvreclaim.engine.speculative.make import make_drafter
+from kvreclaim.engine.speculative.verifier import Verifier
+from kvreclaim.engine.step.full_cache import (
+    admitting,
+    check_full_cache,
+    check_kept,
+    check_saved,
+    full_cache,
+    streamed_layers,
+)
+from kvreclaim.engine.step.lengths import bounded_by_pool, check_length, output_limit
+from kvreclaim.engine.step.output_processor import Answers, Looked
+from kvreclaim.engine.step.validation import (
+    check_beams,
+    check_priority,
+    check_prompt,
+    check_recall,
+    check_reuse,
+    check_sparse_prefill,
+)
+from kvreclaim.engine.step.verified import divided, verify_of
+from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.pins import Retention
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.backend import Need, choose_backend
+from kvreclaim.ops.formats import kv_format, plain_format
+from kvreclaim.ops.groups import layer_groups
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.native import torch_alone
+from kvreclaim.schedule import Pass, StepDone, StepPlan
+from kvreclaim.schedule.companions import Companions
+from kvreclaim.schedule.rates import Rates
+
+logger = logging.getLogger(__name__)
+
+UNSEEDED = 1 << 40
+"""Seeds of requests that bring none begin here, where no caller's seed is expected."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """The requests that got tokens or ended in this step, its figures, and its passes in their order."""
+
+    requests: list[Request]
+    stats: StepStats
+    passes: list[tuple[Request, Pass[int]]]
+
+
+class Engine:
+    """Continuous batching over a paged cache whose compression gives blocks back.
+
+    config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
+    draft: the model that config.speculative_config names, if it names one
+
+    max_model_len: up to which every request without a compression of its own is served (`bound`)
+    longest:       that any request may have
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: Draft | None = None) -> None:
+        if config.num_blocks is None or config.max_model_len is None:
+            raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
+        self.groups = groups = layer_groups(loaded.facts, config)
+        self._sparse_prefill = make_method(config.sparse_prefill)
+        if self._sparse_prefill is not None:
+            if self._sparse_prefill.slow:
+                raise InvalidArgumentError(
+                    f"sparse prefill {self._sparse_prefill.name} takes about as long as dense attention does "
+                    "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
+                    "SamplingParams(sparse_prefill=...), `kvreclaim eval` or `kvreclaim bench prefill`.",
+                    field="sparse_prefill",
+                )
+            check_sparse_prefill(self._sparse_prefill, None, SamplingParams(), config, groups.facts)
+        facts = groups.facts
+        self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
+        check_full_cache(config, form, groups, self._sparse_prefill)
+        self.loaded = loaded
+        self.config = config
+        self.max_model_len = self.longest = config.max_model_len
+        weight = next(loaded.model.parameters())
+        like = weight.new_empty(0, dtype=facts.dtype)
+        need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
+        choice = choose_backend(config.kernels, need)
+        groups.check(choice, config)
+        windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
+        self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
+        self.backend = backend = choice.backend
+        file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
+        self.memory = make_memory(
+            config,
+            form.bytes_per_block(facts.layers, config.block_size),
+            0 if file is None else file.num_slots,
+            rates,
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
+            eviction_policy=config.eviction_policy,
+            max_pinned_fraction=config.max_pinned_fraction,
+            residency_sample=config.kv_cache_metrics_sample,
+            windows=groups.windows,
+        )
+        num_blocks, size = self.memory.pool.num_blocks, config.block_size
+        self._admitting = admitting(config, num_blocks)
+        self.device_cache: KVCache | None = None
+        if config.full_cache_host_size:
+            self.cache = full_cache(config, groups, backend, form, like, num_blocks)
+            self.device_cache = backend.allocate(
+                facts.layers, config.num_blocks, size, like=like, kv_format=form
+            )
+        else:
+            rows, staging = open_rows(config, form, groups), STAGING_BLOCKS if config.kv_cold_size else 0
+            self.cache = backend.allocate(
+                facts.layers, num_blocks + staging, size, like=like, kv_format=form, open_rows=rows
+            )
+        self.signals = Signals(
+            loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
+        )
+        self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
+        self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
+        self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
+        self.requests = self.lifecycle.requests
+        stream = None
+        if config.full_cache_host_size:
+            stream = streamed_layers(self.cache, groups, backend, like, self.totals)
+        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals, stream)
+        if stream is None:
+            self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
+        self.tiers = None
+        if isinstance(self.memory, TieredMemory):
+            preemption = self.scheduler.preemption
+            preemption.rates = rates
+            self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
+            self.lifecycle.tiers = self.runner.tiers = self.tiers
+            hidden, parking, moves = self.lifecycle.hidden, self.tiers.parking, self.tiers.moves
+            hidden.parking, hidden.moves = parking, moves
+            if file is not None and share_bytes(config) and self.scheduler.snapshots.max_blocks:
+                prefixes = make_prefixes(config, hidden, parking, moves, file.namespace)
+                hidden.files = self.tiers.prefixes = prefixes
+        pages = Pages(self.memory, self.cache, backend, facts, self.signals)
+        self.recalls = self._make_recalls(config)
+        self.lifecycle.recalls = self.recalls
+        self.compression = CompressionPass(pages, self.totals, self.recalls)
+        self.answers = Answers(self.lifecycle, self.compression)
+        if self.recalls is not None:
+            refresher = Refresher(self.recalls, self.memory, self.signals)
+            self.runner.refresher = self.answers.refresher = refresher
+        self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
+        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form, loaded, draft)
+        self.verifier = self._make_verifier()
+        self.lifecycle.verifier = self.runner.beside = self.verifier
+        self.kernels += "" if self.drafter is None else f"; drafts: {self.drafter.describe()}"
+        logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
+        self._num_added = 0
+
+    def bound(self, compressor: Compressor | None, said: int | None) -> None:
+        """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
+        have that bring none. said: max_model_len as the caller gave it
+
+        Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
+        """
+        footprint = footprint_of(divided(compressor)[1], self.config, [], groups=self.groups)
+        longest = self.loaded.facts.max_position
+        self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
+
+    def _make_recalls(self, config: EngineConfig) -> Recalls | None:
+        if not config.kv_cold_size:
+            return None
+        assert config.num_blocks is not None, "the engine's limits are set"
+        max_bytes = int(config.kv_cold_size * 2**30)
+        return Recalls(self.cache, self.backend, self.groups.facts, config.num_blocks, max_bytes, self.totals)
+
+    def cold_bytes(self) -> int:
+        """Host memory that evicted tokens take, of all sequences."""
+        return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
+
+    def _make_verifier(self) -> Verifier:
+        """Companions share the pool with everybody, or have it for themselves, where full caches lie in host
+        memory."""
+        runner, compression = self.runner, self.compression
+        if self.device_cache is not None:
+            assert self.config.num_blocks is not None, "the engine's limits are set"
+            size, facts = self.config.block_size, self.groups.facts
+            memory = MemoryManager(self.config.num_blocks, size, enable_prefix_caching=False)
+            runner = ModelRunner(
+                self.loaded, self.groups, memory, self.device_cache, self.backend, self.signals
+            )
+            runner.graphs = decode_graphs(self.loaded.model, self.device_cache, self.backend, self.config)
+            pages = Pages(memory, self.device_cache, self.backend, facts, self.signals)
+            compression = CompressionPass(pages, self.totals)
+        companions = self.scheduler.companions = Companions(runner.memory)
+        full = Store(self.memory, self.runner.layers, self.runner.stream)
+        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
+        following = Following(self.lifecycle, runner, compression, companions, feeding)
+        return Verifier(self.lifecycle, following)
+
+    def tier_stats(self) -> TierStats | None:
+        """What lies below the pool; None without host slots."""
+        return None if self.tiers is None else self.tiers.stats(self.totals)
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Saves and restores what is cached. The first time all weights are read, for a digest of them.
+
+        Raises: InvalidArgumentError where layers have tables of their own, or the cache lies in host memory.
+        """
+        check_saved(self.config)
+        if self.groups.windows:
+            raise InvalidArgumentError(
+                "sessions are not saved where layers with sliding windows have block tables of their own; "
+                "start with disable_hybrid_kv_cache_manager=True."
+            )
+        namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
+        hidden, config = self.lifecycle.hidden, self.config
+        compressed = CompressedSessions(hidden, self.memory, self.cache, self.backend, self.tiers, config)
+        return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed)
+
+    def reset_prefix_cache(self, *, external: bool = True) -> None:
+        """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also
+        what host and disk have, on disk soon (`tiers.is_clearing`) and for good."""
+        self.scheduler.snapshots.clear()
+        if self.tiers is None:
+            self.memory.reset_prefix_cache()
+        else:
+            self.tiers.reset(external=external)
+
+    def close(self) -> None:
+        """Write what is on its way to disk and let go of the file; to be called when all has ended."""
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def block_holders(self) -> dict[int, tuple[str, ...]]:
+        """Block to the requests whose running sequences hold it, a request once for each of them."""
+        found: dict[int, list[str]] = {}
+        for seq in self.scheduler.running:
+            for block in self.memory.blocks(seq.seq_id):
+                found.setdefault(block, []).append(seq.request.request_id)
+        return {block: tuple(names) for block, names in found.items()}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        compressor: Compressor | None = None,
+        *,
+        prompt: str | None = None,
+        continuation: list[int] | None = None,
+        priority: int = 0,
+        retention: Sequence[Retention] = (),
+        tenant: str | None = None,
+        compress_at: int | None = None,
+        beams: BeamSearchParams | None = None,
+        sparse_prefill: SparsePrefill | None = None,
+        chunks: Chunks | None = None,
+        parent: Request | None = None,
+        trial: Reuse | None = None,
+        may_end_early: bool = False,
+    ) -> Request:
+        """Queue a request; with `continuation` its tokens are scored instead of drawing any.
+
+        priority:  under scheduling_policy "priority" a lower number runs first; else 0
+        retention: how long the blocks of which leading prompt tokens are worth keeping
+        tenant:    for whom: tenants get fair shares of the engine
+        compress_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
+                   kept for requests that begin with the same tokens and say the same
+        beams:     search instead of drawing; params are then its `sampling`
+        sparse_prefill: a method, whatever params say
+        chunks:    parts of the prompt that are computed alone first, unless they have been, and reused
+        parent:    on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
+        may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
+
+        Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
+        """
+        verified, compressor = divided(compressor)
+        tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
+        lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
+        if request_id in self.requests:
+            raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
+        check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
+        check_priority(priority, self.config)
+        said = params.sparse_prefill
+        method = sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+        check_kept(compressor, method, chunks, self.config)
+        sparse = None
+        if method is not None:
+            sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
+            method = None if sparse is None else method
+        verify = None
+        if verified is not None:
+            others = {
+                "a continuation to be scored": continuation is not None,
+                "a beam search": beams is not None,
+                "compress_at": compress_at is not None,
+                "sparse_prefill": method is not None,
+                "a chunk": chunks is not None,
+            }
+            most = len(tokens) + (params.max_tokens or 0)
+            verify = verify_of(verified, self.groups, self.config, prompt_token_ids, most, others=others)
+            self.signals.check(verified, scored=False)
+        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
+        reuse = trial
+        if chunks is not None:
+            check_reuse(compressor, params, method, self.groups, self.kv_format, self.config, compress_at)
+            reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
+            if reuse is not None and chunks.reuse.tries:
+                whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
+                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
+        if reuse is not None:
+            footprint = replace(footprint, lossy_from=reuse.sources[0].start)
+        policy = "full" if compressor is None else compressor.policy.name
+        check_length(*lengths, footprint, self._admitting, policy=policy)
+        self.signals.check(compressor, scored=continuation is not None)
+        check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
+        max_len = output_limit(
+            *lengths, params.max_tokens, footprint, self._admitting, may_end_early=may_end_early
+        )
+        search = None
+        if beams is not None:
+            eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
+            search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
+            check_beams(search, len(prompt_token_ids), footprint, self._admitting, self.loaded.vocab_size)
+        unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
+        seed = unseeded if params.seed is None else params.seed
+        request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
+        request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
+        request.sparse_prefill, request.reuse, request.parent = method, reuse, parent
+        request.verify = verify
+        request.beams = None if search is None else Beams(search)
+        if continuation is not None:
+            request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
+        elif params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        prepared = chunks is None or reuse is None
+        self.lifecycle.begin(request, list(tokens), footprint, queued=prepared)
+        if chunks is not None and reuse is not None:
+            self.chunked.begin(request, chunks.reuse)
+        if self.tiers is not None:
+            self.tiers.submit()
+        self._num_added += 1
+        return request
+
+    def _add_child(
+        self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
+    ) -> Request:
+        """Queue what a request waits for, as urgently as that, for the same tenant."""
+        child = self.add_request(
+            name, tokens, params, priority=parent.priority, tenant=parent.tenant, parent=parent, trial=trial
+        )
+        parent.children.append(child)
+        return child
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and return all its blocks. Raises: UnknownRequestError."""
+        try:
+            request = self.requests[request_id]
+        except KeyError:
+            raise UnknownRequestError(
+                f"request {request_id!r} is unknown or has finished; {len(self.requests)} are in flight."
+            ) from None
+        self.lifecycle.end_request(request, "abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> StepResult:
+        """Schedule, compute, draw, compress. A request that fails ends with reason "error"; others go on."""
+        started, touched = time.perf_counter(), self.lifecycle.touched
+        touched.clear()
+        self.chunked.advance()
+        prompts_done = self.totals.prompts_done
+        if self.tiers is not None:
+            self.tiers.begin_step()
+        plan = self.scheduler.schedule()
+        step = self.lifecycle.follow(plan)
+        rests = not (step or touched or plan.preempted or self.scheduler.running)
+        if rests and self.scheduler.waiting and (self.tiers is None or not self.tiers.wait()):
+            stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
+            self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
+        num_tokens = sum(item.num_tokens for item in step)
+        decodes = [item for item in step if _is_decode(item)]
+        num_decode = sum(item.num_tokens for item in decodes)
+        for item in step:
+            metrics = item.seq.request.metrics
+            if metrics.queue_s is None:
+                metrics.queue_s = started - item.seq.request.arrival_s
+        with torch_alone() if len(decodes) == len(step) else nullcontext():
+            looked = self._compute(plan, step)
+        computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
+        stand = self.answers.accept(looked) if looked is not None else {}
+        for seq_id, error in self.scheduler.done(plan, StepDone(computed, stand=stand)):
+            if seq_id in self.lifecycle.sequences:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
+        if stand:
+            self._record(stand)
+        if self.tiers is not None:
+            self.tiers.store()
+        if looked is not None:
+            begun = {one.seq_id for one in plan.admitted}
+            for item, _, _ in looked.sound:
+                with self.lifecycle.contained(item.seq.request, "committing"):
+                    self._note_computed(item, has_begun=item.seq.seq_id in begun)
+            self.verifier.follow([item.seq for item, _, _ in looked.sound])
+            self.answers.take(looked)
+        if self.drafter is not None:
+            self.drafter.propose(self.scheduler.running)
+        self.verifier.propose(self.scheduler.running)
+        self.totals.steps += 1
+        stats = StepStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_tokens=num_tokens,
+            num_prefill_tokens=num_tokens - num_decode,
+            num_decode_tokens=num_decode,
+            num_prompts_done=self.totals.prompts_done - prompts_done,
+            blocks_in_use=self.memory.pool.num_in_use,
+            elapsed_s=time.perf_counter() - started,
+        )
+        if self.tiers is not None:
+            self.tiers.note(stats, self.totals)
+        passes, self.answers.passes = self.answers.passes, []
+        return StepResult(list(touched.values()), stats, passes)
+
+    def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
+        """The step's logits, looked at; None if nobody has any.
+
+        Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
+        that fails nobody knows what they hold, and all that would write end.
+        """
+        try:
+            self.runner.prepare(plan)
+        except Exception as error:
+            self.lifecycle.unmoved(plan)
+            for request in {item.seq.request_id: item.seq.request for item in step}.values():
+                self.lifecycle.distrust(request)
+                self.lifecycle.fail(request, error, "preparing blocks for")
+            return None
+        if not step:
+            return None
+        try:
+            logits, wanted = self.runner.forward(step)
+        except Exception as error:
+            if len(step) == 1 and not step[0].row.num_drafts:
+                self.lifecycle.fail(step[0].seq.request, error, "computing")
+                return None
+            logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
+            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
+        return self.answers.look(step, logits, wanted) if step else None
+
+    def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
+        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
+        without its drafts, which may be to blame.
+
+        Returns: those that can be computed, and what forward would have returned for them.
+        """
+        done: list[Scheduled] = []
+        rows: list[torch.Tensor] = []
+        wanted: list[range] = []
+        for item in step:
+            if item.seq.finish_reason is None:
+                with self.lifecycle.contained(item.seq.request, "computing"):
+                    logits, positions = self.runner.forward([item])
+                    done.append(item)
+                    rows.append(logits.clone())  # CUDA graphs write into the same place again
+                    wanted += positions
+        return done, torch.cat(rows) if rows else torch.empty(0), wanted
+
+    def _record(self, stand: dict[int, int]) -> None:
+        """What policies ask to be kept of rows with drafts, now that it is known which of them stand."""
+        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
+        try:
+            self.runner.record(stand)
+        except Exception as error:
+            for seq_id in stand:
+                self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
+
+    def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
+        """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
+        and anew when it is there again. has_begun: in this step, maybe with all of its prompt."""
+        seq, request = item.seq, item.seq.request
+        if seq.finish_reason is not None:
+            return
+        table = self.memory.table(seq.seq_id)
+        seq.note_blocks(self.memory.num_blocks(seq.seq_id))
+        self.totals.prompt_tokens += max(0, min(seq.num_computed, seq.num_prompt) - item.row.first)
+        if seq.num_computed < seq.num_prompt:
+            return
+        if not request.prompt_done:
+            request.prompt_done = True
+            self.totals.prompts_done += 1
+            request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
+            request.metrics.num_repeated_tokens = table.repeated_len
+        if request.retention and (has_begun or item.row.first < seq.num_prompt):
+            self.memory.pin(seq.seq_id, request.retention, request.tenant)
+
+
+def _is_decode(item: Scheduled) -> bool:
+    """Whether its newest token is all that a sequence computes, and drafts behind it."""
+    return item.num_known == 1 and item.row.first >= item.seq.num_prompt

@@ -1,0 +1,300 @@
+"""What becomes of a step's logits: tokens, scores and log-probabilities; then who is due is compressed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.engine.compact.job import Job
+from kvreclaim.engine.compact.passes import CompressionPass
+from kvreclaim.engine.compact.recall_refresh import Refresher
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.request.outputs import FinishReason
+from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
+from kvreclaim.engine.sampling.logprobs import report_prompt
+from kvreclaim.engine.sampling.sampler import Drawn, SampleRow, draw
+from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule import Pass, Way
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """A step whose logits have been looked at.
+
+    best:  the argmax of each row
+    sound: items whose rows are all numbers, with the positions and the rows of logits that they own
+    """
+
+    logits: Tensor
+    best: list[int]
+    sound: list[tuple[Scheduled, range, slice]]
+
+
+class Answers:
+    """Gives each sequence what its rows of the logits say. A failure ends its own request only.
+
+    refresher: brings pages back between passes, if there is cold memory
+    passes: that happened since the engine last emptied it
+    """
+
+    def __init__(self, lifecycle: Lifecycle, compression: CompressionPass) -> None:
+        self.lifecycle = lifecycle
+        self.compression = compression
+        self.totals = lifecycle.totals
+        self.refresher: Refresher | None = None
+        self.passes: list[tuple[Request, Pass[int]]] = []
+        self._ended: list[tuple[Sequence, FinishReason]] = []
+        self._eos_token_ids = lifecycle.loaded.eos_token_ids
+
+    def look(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> Looked:
+        """Before anything is made of a step: who has numbers for logits. The requests of the others end, and
+        nothing that their blocks hold is found by prefix any more.
+
+        logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order, or none and
+                one row that is only looked at
+        """
+        best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
+        finite, sound, row = best.values.isfinite().tolist(), [], 0
+        for item, positions in zip(step, wanted, strict=True):
+            rows = slice(row, row + max(1, len(positions)))
+            row = rows.stop
+            if item.seq.finish_reason is not None:
+                continue
+            if item.row.num_drafts and finite[rows.start]:  # behind a wrong guess there may be anything
+                end = next((at for at in range(rows.start, rows.stop) if not finite[at]), rows.stop)
+                sound.append((item, positions, slice(rows.start, end)))
+            elif all(finite[rows]):
+                sound.append((item, positions, rows))
+            else:
+                error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
+                self.lifecycle.distrust(item.seq.request)
+                self.lifecycle.fail(item.seq.request, error, "computing")
+        return Looked(logits, best.indices.tolist(), sound)
+
+    def accept(self, looked: Looked) -> dict[int, int]:
+        """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
+        of their tokens, as long as the drafts say the same: the tokens that they would have drawn without.
+
+        Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `take`.
+        """
+        items = [(item, rows) for item, _, rows in looked.sound if item.row.num_drafts]
+        stand = {item.seq.seq_id: item.num_tokens for item, _, _ in looked.sound if item.cut}
+        drafted = items
+        for depth in itertools.count():
+            if not items:
+                break
+            asks = []
+            for item, rows in items:
+                with self.lifecycle.contained(item.seq.request, "asking for a token of"):
+                    asks.append((item, rows, item.seq.sample_row(self._eos_token_ids)))
+            places = [rows.start + depth for _, rows, _ in asks]
+            drawn = draw(looked.logits, looked.best, places, [ask for _, _, ask in asks])
+            items = []
+            for (item, rows, _), each in zip(asks, drawn, strict=True):
+                if item.seq.finish_reason is None:
+                    stand[item.seq.seq_id] = depth + 1
+                    if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
+                        items.append((item, rows))
+        for item, _ in drafted:
+            accepted = stand.get(item.seq.seq_id, 1) - 1
+            self.totals.speculation.note(item.row.num_drafts, accepted)
+        return stand
+
+    def _agrees(self, item: Scheduled, depth: int, drawn: Drawn | Exception) -> bool:
+        """Take a token. Whether the sequence goes on, and its next draft is this token."""
+        seq = item.seq
+        if isinstance(drawn, Exception):
+            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            return False
+        self.lifecycle.touched[seq.request_id] = seq.request
+        with self.lifecycle.contained(seq.request, "taking a token of"):
+            if (reason := self._say(seq, drawn)) is not None:
+                self._ended.append((seq, reason))
+                return False
+            return depth < item.row.num_drafts and seq.draft_ids[depth] == drawn.token
+        return False
+
+    def take(self, looked: Looked) -> None:
+        """After the step's tokens have been committed: draw, score, and compress who is due, those first that
+        others are going to share blocks with."""
+        ended, self._ended = self._ended, []
+        for seq, reason in ended:
+            if seq.finish_reason is None:
+                self.lifecycle.end(seq, reason)
+        draws: list[tuple[Sequence, int]] = []
+        self.compress([item.seq for item, _, _ in looked.sound if item.seq.is_to_fork])
+        self._part([item.seq for item, _, _ in looked.sound])
+        searches: dict[str, tuple[Request, Beams]] = {}
+        for item, positions, rows in looked.sound:
+            seq, request = item.seq, item.seq.request
+            if not positions or seq.finish_reason is not None or item.row.num_drafts:
+                continue
+            self.lifecycle.touched[request.request_id] = request
+            if request.lacks_prompt_logprobs:
+                self._note_prompt(seq, positions, looked.logits[rows])
+            if request.scores is not None:
+                self._score(seq, positions, looked.logits[rows])
+            elif positions.stop < len(seq.token_ids):
+                continue
+            elif request.beams is not None:
+                request.beams.rows[seq.seq_id] = looked.logits[rows.stop - 1]
+                searches[request.request_id] = request, request.beams
+            else:
+                draws.append((seq, rows.stop - 1))
+        self._draw(draws, looked.logits, looked.best)
+        self._search(list(searches.values()))
+        computed = [item.seq for item, _, _ in looked.sound]
+        self.compress(computed)
+        if self.refresher is not None:
+            for seq in computed:
+                if seq.finish_reason is None and self.refresher.is_due(seq):
+                    with self.lifecycle.contained(seq.request, "recalling pages of"):
+                        self.refresher.choose(seq)
+
+    def _part(self, sequences: list[Sequence]) -> None:
+        """Those that others fork from, and that have come to where these part."""
+        for seq in sequences:
+            if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
+                with self.lifecycle.contained(seq.request, "forking the beams of"):
+                    self.lifecycle.fork_followers(seq)
+
+    def _search(self, searches: list[tuple[Request, Beams]]) -> None:
+        """The next beams of requests all of whose beams have been computed; others keep what they have."""
+        ready = []
+        for request, beams in searches:
+            if request.finished:
+                continue
+            if all(seq.seq_id in beams.rows for seq in request.sequences):
+                ready.append((request, beams))
+            else:  # the logits' place may be written again
+                beams.rows = {seq_id: row.clone() for seq_id, row in beams.rows.items()}
+        for request, beams in ready:
+            if not request.finished:
+                with self.lifecycle.contained(request, "searching for"):
+                    self._choose(request, beams)
+
+    def _choose(self, request: Request, beams: Beams) -> None:
+        rows = torch.stack([beams.rows[seq.seq_id] for seq in request.sequences])
+        beams.rows.clear()
+        if not beams.begun:
+            beams.begun = True
+            rows = rows.expand(request.num_seats, -1)
+            request.metrics.ttft_s = time.perf_counter() - request.arrival_s
+        chosen = beams.search.step(rows)
+        if chosen:
+            self.lifecycle.reorder(request, chosen)
+            self.totals.generation_tokens += len(chosen)
+        else:
+            self.lifecycle.conclude(request)
+
+    def compress(self, sequences: list[Sequence]) -> None:
+        """Bring those that are due back to their budgets."""
+        jobs, scheduler = [], self.lifecycle.scheduler
+        for seq in sequences:
+            with self.lifecycle.contained(seq.request, "compressing"):
+                jobs += [self._job(plan) for plan in scheduler.compress([seq])]
+        if not jobs:
+            return
+        with torch.inference_mode():
+            outcomes = self.compression.run(jobs)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.seq.finish_reason is not None:
+                continue
+            if isinstance(outcome, Exception):
+                self.lifecycle.fail(job.seq.request, outcome, "compressing")
+                continue
+            with self.lifecycle.contained(job.seq.request, "compressing"):
+                plan = job.plan
+                if plan.way in (Way.MASK, Way.BLOCKS):
+                    plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
+                self.passes.append((job.seq.request, plan))
+                if job.seq.snapshot_key is not None and plan.logical_len == job.seq.footprint.compress_at:
+                    self.lifecycle.hidden.keep(job.seq)
+
+    def _job(self, plan: Pass[int]) -> Job:
+        seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size
+        assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
+        self.totals.compactions += 1
+        self.totals.tokens_evicted += plan.num_tokens - plan.keep
+        self.totals.blocks_perfect += blocks_for(plan.num_tokens, size) - blocks_for(plan.keep, size)
+        return Job(seq, seq.request.compressor, plan)
+
+    def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
+        """The prompt tokens that these positions predict; logits [len(positions), V]."""
+        request = seq.request
+        known, num_top = request.prompt_logprobs, request.params.prompt_logprobs
+        assert known is not None, f"request {request.request_id} did not ask"
+        assert num_top is not None, f"request {request.request_id} did not ask"
+        with self.lifecycle.contained(request, "reading the prompt's log-probabilities of"):
+            first = positions.start + 1
+            assert first == len(known), f"token {first} comes after {len(known)} known ones"
+            given = request.prompt_token_ids[first : positions.stop + 1]
+            known += report_prompt(logits[: len(given)], given, num_top)
+            if not request.lacks_prompt_logprobs:
+                seq.most_hit = None
+
+    def _score(self, seq: Sequence, positions: range, logits: Tensor) -> None:
+        """The continuation tokens that these positions predict; logits [len(positions), V]."""
+        scores = seq.request.scores
+        assert scores is not None, f"request {seq.request.request_id} is not scored"
+        with self.lifecycle.contained(seq.request, "scoring"):
+            given = seq.token_ids[positions.start + 1 : positions.stop + 1]
+            scores.record(positions.start + 1 - seq.num_prompt, given, logits)
+            if seq.num_computed >= len(seq.token_ids) - 1:
+                self.lifecycle.end(seq, "length")
+
+    def _draw(self, draws: list[tuple[Sequence, int]], logits: Tensor, best: list[int]) -> None:
+        """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
+        outputs: list[Sequence] = []
+        rows: list[int] = []
+        asked: list[SampleRow] = []
+        for seq, row in draws:
+            with self.lifecycle.contained(seq.request, "asking for a token of"):
+                siblings = self._siblings(seq)
+                asks = [one.sample_row(self._eos_token_ids) for one in siblings]
+                outputs += siblings
+                rows += [row] * len(siblings)
+                asked += asks
+        if not outputs:
+            return
+        for seq, drawn in zip(outputs, draw(logits, best, rows, asked), strict=True):
+            if seq.finish_reason is None:
+                self._take_token(seq, drawn)
+
+    def _siblings(self, seq: Sequence) -> list[Sequence]:
+        """Those that draw from a sequence's row: itself, and with a prompt that is complete now its forks."""
+        if not seq.waits_for_fork:
+            return [seq]
+        return [seq, *self.lifecycle.fork(seq)] if seq.finish_reason is None else []
+
+    def _take_token(self, seq: Sequence, drawn: Drawn | Exception) -> None:
+        if isinstance(drawn, Exception):
+            self.lifecycle.fail(seq.request, drawn, "drawing a token of")
+            return
+        with self.lifecycle.contained(seq.request, "taking a token of"):
+            if (reason := self._say(seq, drawn)) is not None:
+                self.lifecycle.end(seq, reason)
+
+    def _say(self, seq: Sequence, drawn: Drawn) -> FinishReason | None:
+        """Append a token. Returns: why the output ends with it; None: it goes on."""
+        request, params, token = seq.request, seq.request.params, drawn.token
+        if drawn.logprobs is not None:
+            seq.logprobs.append(drawn.logprobs)
+        if request.metrics.ttft_s is None:
+            request.metrics.ttft_s = time.perf_counter() - request.arrival_s
+        seq.token_ids.append(token)
+        self.totals.generation_tokens += 1
+        may_stop = seq.num_generated >= params.min_tokens
+        is_eos = token in self._eos_token_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        stop = None
+        if seq.detokenizer is not None and not (may_stop and (is_eos or is_stop)):
+            stop = seq.detokenizer.append(token, may_stop=may_stop)
+        if may_stop and (is_eos or is_stop or stop is not None):
+            seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
+            return "stop"
+        return "length" if len(seq.token_ids) >= request.max_len else None

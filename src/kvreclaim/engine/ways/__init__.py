@@ -1,1 +1,0 @@
-"""One file for each way of compressing."""
