@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.native.extension import native, unavailable_reason
+from kvreclaim.ops.extension import native, unavailable_reason
 
 SHAPES = {
     "135M": [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)],

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvreclaim.bench.packed import products
 from kvreclaim.bench.packed.plan import FORMATS, PackedPlan
 from kvreclaim.cli.main import app
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"

@@ -15,8 +15,7 @@ from kvreclaim.cli.main import app
 from kvreclaim.compression import QueryStats
 from kvreclaim.engine.request.request import Verify
 from kvreclaim.eval.chain import ChainTask
-from kvreclaim.ops import native
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension, native
 
 runner = CliRunner()
 DEMO = ("--model", "demo")

@@ -11,7 +11,7 @@ import tiny_gguf
 import tiny_packed
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"

@@ -16,9 +16,9 @@ from toy_page import LIMIT_S, ToyPool, feed_of, frame_with, serving, shrunk
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.live import http as page_http
-from kvreclaim.integrations.vllm.live.address import PageAddress
 from kvreclaim.integrations.vllm.live.recorder import Recorder
 from kvreclaim.integrations.vllm.live.server import PageServer
+from kvreclaim.integrations.vllm.page_address import PageAddress
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from kvreclaim.compression import make_policy
 from kvreclaim.compression.registry import policy_names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import config_refusals, options, refusals
+from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.family import FAMILIES
-from kvreclaim.integrations.vllm.live import address
 from kvreclaim.integrations.vllm.metrics import COUNTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from kvreclaim.integrations.vllm.live.address import PageAddress
 from kvreclaim.integrations.vllm.live.server import PageServer
+from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import Sharing
 from kvreclaim.page.view import FREE, IN_USE, PoolView, RequestView

@@ -8,7 +8,7 @@ import pytest
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.tables import TURN_TOKENS
+from kvreclaim.memory.window_tables import TURN_TOKENS
 from kvreclaim.memory.windows.window import Chunk, Window
 
 SIZE = 2

@@ -15,7 +15,7 @@ from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.decoder import NativeLayer, use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 from kvreclaim.ops.native.linear import max_rows
 from kvreclaim.ops.reference.attention import causal_attention
 

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from kvreclaim.model.linears import NativeLinear, use_fast_linears
 from kvreclaim.model.norms import use_fast_norms
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvreclaim import demo_model
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 
 pytestmark = [
     pytest.mark.skipif(

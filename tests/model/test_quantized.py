@@ -18,7 +18,7 @@ from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.quantized import gguf_file
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 from kvreclaim.ops.reference.attention import causal_attention
 
 pytestmark = pytest.mark.skipif(

@@ -1,5 +1,5 @@
 // kivi4's new tokens: to the rows of blocks that are not full, and full blocks encoded, keys by channel.
-// Oracle: ops/formats/kivi.py (write), kivi_codec.py (seal).
+// Oracle: ops/reference/kivi.py (write), kivi_codec.py (seal).
 #pragma once
 
 #include "kvreclaim/layout.h"

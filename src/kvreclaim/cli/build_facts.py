@@ -59,7 +59,7 @@ def build_facts() -> BuildFacts:
     """Of the installation that this process runs. Loads torch."""
     import torch
 
-    from kvreclaim.ops.native.extension import native, unavailable_reason
+    from kvreclaim.ops.extension import native, unavailable_reason
 
     reason = unavailable_reason()
     module = native() if reason is None else None

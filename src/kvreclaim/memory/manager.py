@@ -16,12 +16,12 @@ from kvreclaim.memory.eviction import DEFAULT_ORDER, EvictionOrder, make_order
 from kvreclaim.memory.marks import INDEXED
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.prefix.index import NUM_REMEMBERED, WINDOW, Entry, PrefixIndex
 from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
+from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats, memory_stats
-from kvreclaim.memory.windows.tables import Windows
+from kvreclaim.memory.window_tables import Windows
 from kvreclaim.memory.windows.window import Window
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.cache import PrefixCache
+from kvreclaim.memory.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)

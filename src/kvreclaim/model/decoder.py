@@ -23,9 +23,9 @@ from kvreclaim.model.inputs import hands_out_input
 from kvreclaim.model.linears import NativeLinear
 from kvreclaim.model.norms import NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
+from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.native.decoder import Heads, Norm, Projection, rotate
-from kvreclaim.ops.native.extension import unavailable_reason
 from kvreclaim.ops.native.linear import DTYPES
 from kvreclaim.ops.native.norm import rms_norm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kvreclaim.ops.native.extension import unavailable_reason
+from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.native.linear import DTYPES, UNLIMITED, linear, max_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.ops.native.extension import unavailable_reason
+from kvreclaim.ops.extension import unavailable_reason
 from kvreclaim.ops.native.norm import DTYPES, rms_norm, takes_norm
 
 EPS_NAMES = ("variance_epsilon", "eps")

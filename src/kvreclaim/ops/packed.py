@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 from kvreclaim.weights.packed import SUPER_COLUMNS, PackedRows
 
 BLOCK_ROWS = 16

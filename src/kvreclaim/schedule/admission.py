@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay

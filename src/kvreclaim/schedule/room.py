@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.sequence import Sequence
 

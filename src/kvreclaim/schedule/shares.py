@@ -8,7 +8,7 @@ from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Sequence
 from kvreclaim.schedule.victims import VictimOrder, choose_victims

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.queue import Queue, Seq

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.tables import Windows, WindowTable
+from kvreclaim.memory.window_tables import Windows, WindowTable
 from kvreclaim.memory.windows.window import Chunk, Window, grouping
 from kvreclaim.options import check_options, option
 

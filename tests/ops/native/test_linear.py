@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.native import extension
+from kvreclaim.ops import extension
 from kvreclaim.ops.native import linear as linear_module
 from kvreclaim.ops.native.decoder import Norm, Projection
 from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, own_rows

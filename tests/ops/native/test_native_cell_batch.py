@@ -15,9 +15,9 @@ from twins import Ask, Shape, Twins, noise, twins
 from kvreclaim.ops import native
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
+from kvreclaim.ops.extension import native as module
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.extension import batch_view
-from kvreclaim.ops.native.extension import native as module
+from kvreclaim.ops.native.views import batch_view
 
 LENGTHS = st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 

@@ -14,11 +14,11 @@ from unit_rows import unit_rows
 from kvreclaim.ops import native, reference
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
-from kvreclaim.ops.formats.kivi import ROWS, geometry_of
 from kvreclaim.ops.formats.kivi_codec import OPEN
 from kvreclaim.ops.formats.scales import FP8, INT8, TURBO, ScaleCode
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native.kivi import WORDS
+from kvreclaim.ops.reference.kivi import ROWS, geometry_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDE = [*SHAPES, Dims(128, 128), Dims(64, 64)]

@@ -12,7 +12,8 @@ from paged_oracle import under
 from torch import Tensor
 from twins import Ask, Shape, Twins, noise, twins
 
-from kvreclaim.ops import native, reference
+from kvreclaim.ops import extension, native, reference
+from kvreclaim.ops.native.views import batch_view, cache_view
 
 pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -162,8 +163,8 @@ def test_any_batch(case: tuple[Shape, list[Ask], int | None]) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     w = twins(Shape(), asks("chunks"))
-    view, batch = native.extension.cache_view(w.native), native.extension.batch_view(w.batch)
-    kernel = native.extension.native().column_sums
+    view, batch = cache_view(w.native), batch_view(w.batch)
+    kernel = extension.native().column_sums
     for sums in (torch.empty(6, 2, 599), torch.empty(5, 2, 600), torch.empty(6, 1, 600)):
         with pytest.raises(ValueError, match="sums has"):
             kernel(w.q, sums, view, 0, batch, 1.0, 0.0, 0, None)

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvreclaim.ops import native
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.cells import cell_view, natural_cells
+from kvreclaim.ops.extension import native as module
 from kvreclaim.ops.formats import FORMATS
-from kvreclaim.ops.native.extension import native as module
 
 SHAPES = {
     "d32 g1": Shape(kv_heads=4, group=1, dim=32),

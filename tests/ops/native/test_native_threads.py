@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.native.extension import native, torch_alone
+from kvreclaim.ops.extension import native, torch_alone
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvreclaim.bench.packed.plan import PackedPlan
 from kvreclaim.bench.systems.base import Point, Setup
 from kvreclaim.bench.systems.ours import Ours
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 
 WARM_STEPS = 4
 

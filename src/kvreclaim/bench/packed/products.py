@@ -13,7 +13,7 @@ from torch.nn import functional
 from kvreclaim.bench.bandwidth import Machine, measure, timed
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.packed.plan import ACTIVATIONS, FORMATS, PackedPlan
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.native.linear import linear, max_rows
 from kvreclaim.ops.native.packed import packed_linear
 from kvreclaim.ops.packed import PackedMatrix

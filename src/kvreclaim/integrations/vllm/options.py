@@ -19,9 +19,9 @@ from kvreclaim.compression import CompressionConfig, CompressionPolicy, QuerySta
 from kvreclaim.compression.refusals import STATISTICS
 from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
-from kvreclaim.integrations.vllm.live import address
-from kvreclaim.integrations.vllm.live.address import PageAddress
+from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.way import Way
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
-from kvreclaim.memory.prefix.cache import PrefixMatch
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.parked import Parked
 from kvreclaim.memory.tiers.through import Move, WriteThrough
 

@@ -11,9 +11,9 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.prefix.index import INELIGIBLE, Entry, Link
 from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.counts import TierCounts
 from kvreclaim.memory.tiers.disk import DiskTier, Loading
 from kvreclaim.memory.tiers.tier import Tier

@@ -10,7 +10,7 @@ import torch
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.quantized.source import WeightSource
-from kvreclaim.ops.native.extension import unavailable_reason as native_reason
+from kvreclaim.ops.extension import unavailable_reason as native_reason
 from kvreclaim.ops.packed import DTYPES
 from kvreclaim.ops.triton.support import DTYPES as TRITON_DTYPES
 from kvreclaim.ops.triton.support import unavailable_reason as triton_reason

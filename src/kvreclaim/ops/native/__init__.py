@@ -1,13 +1,13 @@
 """The ops as C++ kernels for CPUs (csrc/). Importing never fails: see unavailable_reason()."""
 
+from kvreclaim.ops.extension import describe as describe
+from kvreclaim.ops.extension import force_isa as force_isa
+from kvreclaim.ops.extension import supported_isas as supported_isas
+from kvreclaim.ops.extension import torch_alone as torch_alone
+from kvreclaim.ops.extension import unavailable_reason as unavailable_reason
 from kvreclaim.ops.native.attention import EXACT_QUERIES as EXACT_QUERIES
 from kvreclaim.ops.native.attention import column_sums as column_sums
 from kvreclaim.ops.native.attention import paged_attention as paged_attention
-from kvreclaim.ops.native.extension import describe as describe
-from kvreclaim.ops.native.extension import force_isa as force_isa
-from kvreclaim.ops.native.extension import supported_isas as supported_isas
-from kvreclaim.ops.native.extension import torch_alone as torch_alone
-from kvreclaim.ops.native.extension import unavailable_reason as unavailable_reason
 from kvreclaim.ops.native.scoring import mixture_scores as mixture_scores
 from kvreclaim.ops.native.scoring import surrogate_scores as surrogate_scores
 from kvreclaim.ops.native.scoring import token_norms as token_norms

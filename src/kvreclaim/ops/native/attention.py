@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.extension import batch_view, cache_view, native
+from kvreclaim.ops.native.views import batch_view, cache_view
 
 EXACT_QUERIES = 33
 """Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.native.linear import own_rows
 from kvreclaim.ops.native.norm import rms_norm
 from kvreclaim.ops.native.packed import ACTIVATIONS

@@ -1,15 +1,16 @@
-"""kivi4's units in the native layout; what is done with them says ops/formats/kivi.py."""
+"""kivi4's units in the native layout; what is done with them says ops/reference/kivi.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.formats.codecs import pack, unpack
-from kvreclaim.ops.formats.kivi import geometry_of, rows_of
 from kvreclaim.ops.formats.kivi_codec import OPEN, Units
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
-from kvreclaim.ops.native.extension import cache_view, native
+from kvreclaim.ops.native.views import cache_view
+from kvreclaim.ops.reference.kivi import geometry_of, rows_of
 
 PER_WORD = 8
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.native.extension import native, unavailable_reason
+from kvreclaim.ops.extension import native, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_WITH_BF16_HARDWARE = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.native.extension import native, unavailable_reason
+from kvreclaim.ops.extension import native, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.packed import PackedMatrix
 
 ACTIVATIONS = ("int8", "int16", "exact")

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.extension import native
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.ops.native.extension import cache_view, native
+from kvreclaim.ops.native.views import cache_view
 from kvreclaim.ops.rope import RopeLayout
 
 

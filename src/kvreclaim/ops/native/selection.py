@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.native.extension import native
+from kvreclaim.ops.extension import native
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:

@@ -11,12 +11,14 @@ from torch import Tensor
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Need
+from kvreclaim.ops.extension import native, unavailable_reason
 from kvreclaim.ops.facts import CacheShape, LayerFacts
-from kvreclaim.ops.formats import KVFormat, kivi, plain_format
+from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.native.extension import LAYOUTS, cache_view, native, unavailable_reason
 from kvreclaim.ops.native.kivi import WORDS, write_open
+from kvreclaim.ops.native.views import LAYOUTS, cache_view
+from kvreclaim.ops.reference import kivi
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16

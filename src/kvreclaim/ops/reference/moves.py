@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
+from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.reference.rows import store_rows
 
 

@@ -20,10 +20,11 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionGroup
 from kvreclaim.ops.facts import CacheShape, LayerFacts
-from kvreclaim.ops.formats import KVFormat, kivi, plain_format
+from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.formats.codecs import decode_keys, decode_values, encode
 from kvreclaim.ops.formats.open_blocks import rows_beside
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
+from kvreclaim.ops.reference import kivi
 
 
 def allocate(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.triton.move_kernels import compact_kernel
 from kvreclaim.ops.triton.support import num_processors, padded
 
@@ -18,7 +18,7 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     """ops.reference.compact: one launch for all layers of each plane; codes and their parameters move as they
     are.
 
-    Does not wait for the device (but of blocks that are not full, see ops/formats/kivi.py): whether targets
+    Does not wait for the device (but of blocks that are not full, see ops/reference/kivi.py): whether targets
     overlap later sources is found and used there.
     """
     if cache.open is not None:

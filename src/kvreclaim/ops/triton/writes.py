@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from kvreclaim.ops import reference
-from kvreclaim.ops.formats import kivi
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.moving import move
+from kvreclaim.ops.reference import kivi
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel

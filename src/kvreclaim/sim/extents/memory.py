@@ -12,8 +12,8 @@ from kvreclaim.errors import UnknownRequestError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import NO_GROWTH, Growth, Shrunk, TableState
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.cache import PrefixMatch
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK
+from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.sim.content import Links, TraceKeys, TraceTokens
 from kvreclaim.sim.extents.pool import ExtentPool

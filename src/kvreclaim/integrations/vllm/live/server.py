@@ -11,10 +11,10 @@ from threading import Thread
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.live.address import PageAddress
 from kvreclaim.integrations.vllm.live.feed import Feed
 from kvreclaim.integrations.vllm.live.http import MAX_HEAD_BYTES, PageHttp
 from kvreclaim.integrations.vllm.live.recorder import Look, Recorder
+from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.page.frames import Snapshot
 
 logger = logging.getLogger("vllm.kvreclaim")

@@ -1,4 +1,4 @@
-"""The compiled module: is it there, which instruction set runs, its views of caches and batches."""
+"""The compiled module: whether it is there, and which instruction set it runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Any
 import torch
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.ops.cells import CellBatch
-from kvreclaim.ops.formats.hadamard import sign_tensor
-from kvreclaim.ops.kv_cache import KVCache
 
 # torch comes first: its OpenMP runtime is loaded by then, and the extension joins that one team of threads.
 _module: Any = None
@@ -25,8 +21,6 @@ except ImportError as error:
     _reason = f"the native extension is not there ({error}); reinstall with a C++ compiler"
 
 ISA_VARIABLE = "KVRECLAIM_ISA"
-LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4")
-"""KV formats in the order of csrc's Format."""
 
 
 def unavailable_reason() -> str | None:
@@ -80,41 +74,6 @@ def torch_alone() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         _module.set_max_threads(0)
-
-
-def cache_view(cache: KVCache) -> Any:
-    """The extension's view of a cache, made once."""
-    return cache.cached("native", _make_cache)
-
-
-def batch_view(batch: AttentionBatch) -> Any:
-    """The extension's view of a step's sequences, made once for all layers."""
-    return batch.cached("native", _make_batch)
-
-
-def _make_cache(cache: KVCache) -> Any:
-    shape, form = cache.shape, cache.format
-    dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
-    signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
-    view = native().Cache(
-        LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
-    )
-    if cache.open is not None:
-        origin = cache.origin or shape
-        view.set_open_rows(origin.units, cache.open.row_of, cache.open.k, cache.open.v)
-    return view
-
-
-def _make_batch(batch: AttentionBatch) -> Any:
-    if isinstance(batch, CellBatch):
-        given = batch.given
-        return native().Batch.from_arrays(
-            batch.block_size, given.block_table, given.query_starts, given.seq_lens, given.shifts
-        )
-    view = native().Batch(batch.block_size)
-    for seq in batch.sequences:
-        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.evicted, seq.slot_positions)
-    return view
 
 
 if _module is not None and os.environ.get(ISA_VARIABLE):

@@ -1,0 +1,49 @@
+"""What the compiled module sees of caches and batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.ops.cells import CellBatch
+from kvreclaim.ops.extension import native
+from kvreclaim.ops.formats.hadamard import sign_tensor
+from kvreclaim.ops.kv_cache import KVCache
+
+LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "kivi4")
+"""KV formats in the order of csrc's Format."""
+
+
+def cache_view(cache: KVCache) -> Any:
+    """The extension's view of a cache, made once."""
+    return cache.cached("native", _make_cache)
+
+
+def batch_view(batch: AttentionBatch) -> Any:
+    """The extension's view of a step's sequences, made once for all layers."""
+    return batch.cached("native", _make_batch)
+
+
+def _make_cache(cache: KVCache) -> Any:
+    shape, form = cache.shape, cache.format
+    dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
+    signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
+    view = native().Cache(
+        LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
+    )
+    if cache.open is not None:
+        origin = cache.origin or shape
+        view.set_open_rows(origin.units, cache.open.row_of, cache.open.k, cache.open.v)
+    return view
+
+
+def _make_batch(batch: AttentionBatch) -> Any:
+    if isinstance(batch, CellBatch):
+        given = batch.given
+        return native().Batch.from_arrays(
+            batch.block_size, given.block_table, given.query_starts, given.seq_lens, given.shifts
+        )
+    view = native().Batch(batch.block_size)
+    for seq in batch.sequences:
+        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.evicted, seq.slot_positions)
+    return view
