@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
-from kvreclaim.compression import Signal, make_policy
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy
 
 Row = dict[str, object]
 

@@ -9,7 +9,8 @@ from query_mixtures_grid import Calibration
 from query_mixtures_run import Bench
 from torch import Tensor
 
-from kvreclaim.compression import LayerView, make_policy
+from kvreclaim.compression.policy import LayerView
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.eval.example import Example
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.key_source import DenseSource

@@ -12,7 +12,8 @@ import torch
 from query_mixtures_grid import Calibration, Row
 
 from kvreclaim import LLM, CompressionConfig
-from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 from kvreclaim.eval.example import Example, Kind, Stream

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvreclaim import LLM, CompressionConfig, demo_model, real_model
+from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Item, Task
 from kvreclaim.eval.tasks import make_tasks
-from kvreclaim.schedule.recall import Recall, parse_recall
+from kvreclaim.schedule.budget.recall import Recall
 
 POLICIES = "knorm,streaming_llm,snapkv,h2o,triattention,query_mixture"
 DEMO_TASKS = "chain,recall,multi_query,variable_tracking"

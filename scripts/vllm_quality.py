@@ -22,7 +22,7 @@ from kvreclaim.bench import common
 from kvreclaim.bench.common import Columns, Row, cells, markdown
 from kvreclaim.bench.systems.base import Setup
 from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Item, Metric, Task

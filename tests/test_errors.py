@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from kvreclaim.checks import check_choice, check_int, check_number, check_offsets, check_text
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 

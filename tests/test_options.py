@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import CompressionSettings, EngineConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import Setting, settings_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.places import REAL_MODEL, STATS_FILE, shipped_statistics
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionPolicy, LayerView
+from kvreclaim.compression.policy import CompressionPolicy, LayerView
 from kvreclaim.options import option
 
 

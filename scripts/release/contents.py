@@ -114,7 +114,7 @@ COMPILED = (
 )
 """Linked into the native module."""
 
-OURS = ("*.py", "*/py.typed", "*/build.json", "*/_native*.so")
+OURS = ("*.py", "*/py.typed", "*/build.json", "*/spec/policies.json", "*/_native*.so")
 """Our own code and what is made of it."""
 
 

@@ -11,7 +11,7 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.places import real_model
 
 if TYPE_CHECKING:
-    from kvreclaim.compression import CompressionConfig
+    from kvreclaim.compression.config import CompressionConfig
     from kvreclaim.engine.api.llm import LLM
 
 __version__ = version("kvreclaim")
@@ -27,7 +27,7 @@ __all__ = [
     "real_model",
 ]
 
-_HOMES = {"LLM": "kvreclaim.engine.api.llm", "CompressionConfig": "kvreclaim.compression"}
+_HOMES = {"LLM": "kvreclaim.engine.api.llm", "CompressionConfig": "kvreclaim.compression.config"}
 
 
 def __getattr__(name: str) -> object:

@@ -93,7 +93,7 @@ class Chunks:
 def chunk_reuse_of(text: str) -> ChunkReuse | None:
     """How chunks are reused, written as select or select(option=value); None for "whole". Raises:
     InvalidArgumentError."""
-    from kvreclaim.schedule.spec import Spec, parse_spec
+    from kvreclaim.compression.spec.grammar import Spec, parse_spec
 
     spec = Spec(text) if text == "none" else parse_spec(text, "chunk reuse")  # else a value
     if spec.name == WHOLE and not spec.args:

@@ -12,7 +12,7 @@ from kvreclaim import LLM, SamplingParams, demo_model
 from kvreclaim.bench.speed.traffic import Timed, keep_busy, replay
 from kvreclaim.bench.speed.watch import watching
 from kvreclaim.cli.main import app
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.plan.cost import Linear, Load
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

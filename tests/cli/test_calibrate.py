@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
-from kvreclaim.compression import QueryStats
 from kvreclaim.compression.prefill.per_head import Patterns
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.vocabulary import TOKENS
 

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import LayerView, QueryStats
+from kvreclaim.compression.policy import LayerView
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.testing.toys import (  # noqa: F401  tests take both from here
     FINGERPRINT,

@@ -6,9 +6,10 @@ from compression_oracles import layer_facts, layer_view, noise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import CountsQuestion
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 
 PUBLISHED = torch.tensor([[9, 8, 7, 1, 0.5, 0.4], [3, 2.5, 0.3, 0.2, 0.1, 0.05]])

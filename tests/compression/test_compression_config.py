@@ -10,16 +10,11 @@ import torch
 from compression_oracles import model_facts, query_stats
 
 from kvreclaim import third_parties
-from kvreclaim.compression import (
-    CompressionConfig,
-    CompressionPolicy,
-    Mode,
-    make_policy,
-    policy_class,
-    policy_names,
-)
 from kvreclaim.compression import registry as module
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.policy import CompressionPolicy, Mode
+from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 from kvreclaim.errors import InvalidArgumentError
 
 

@@ -8,9 +8,12 @@ from compression_oracles import TENSORS, model_facts, noise, query_stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CompressionConfig, Compressor, Mode, QueryStats, registry
-from kvreclaim.compression.policy import CompressionPolicy
+from kvreclaim.compression import registry
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.schedule import Footprint, Way

@@ -6,11 +6,14 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, model_facts, noise, query_stats
 
-from kvreclaim.compression import CompressionConfig, Compressor, LayerSignals, Signal, make_policy
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies import critical
 from kvreclaim.compression.policies.critical import Critical
 from kvreclaim.compression.policies.h2o import H2O
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import LayerSignals, Signal
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, layout, noise
 
-from kvreclaim.compression import LayerStats, Signal
 from kvreclaim.compression.policies.expected_attention import ExpectedAttention
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import rotate
 

@@ -5,8 +5,10 @@ import dataclasses
 import torch
 from compression_oracles import layer_facts, layer_view, model_facts, noise
 
-from kvreclaim.compression import CompressionConfig, Compressor, LayerSignals, Mode, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.h2o import H2O
+from kvreclaim.compression.policy import LayerSignals, Mode, Signal
 from kvreclaim.ops.key_source import DenseSource
 
 ROWS = [

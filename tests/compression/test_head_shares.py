@@ -8,8 +8,12 @@ from compression_oracles import model_facts, noise, query_stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CompressionConfig, Compressor, CountsQuestion, LayerStats, make_policy
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit, share_at
+from kvreclaim.compression.policy import CountsQuestion
+from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 
 

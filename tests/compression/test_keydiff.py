@@ -5,7 +5,8 @@ import dataclasses
 import torch
 from compression_oracles import layer_facts, layer_view, model_facts, with_kv
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.keydiff import KeyDiff
 from kvreclaim.ops.key_source import DenseSource
 

@@ -11,11 +11,11 @@ from compression_oracles import model_facts, noise, query_stats
 from safetensors.torch import save_file
 from torch import nn
 
-from kvreclaim.compression import QueryStats
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.kvzap import UNITS, KVzapFit, token_scores
 from kvreclaim.compression.public_kvzap import read_kvzap
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.testing.toys import HIDDEN_SIZE
 

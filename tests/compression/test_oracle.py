@@ -6,9 +6,11 @@ import pytest
 import torch
 from compression_oracles import attention_rows, layer_facts, layer_view, model_facts, noise
 
-from kvreclaim.compression import CompressionConfig, Compressor, LayerSignals
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies import oracle
 from kvreclaim.compression.policies.oracle import Oracle
+from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
 

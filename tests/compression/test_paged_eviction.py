@@ -4,7 +4,7 @@ import torch
 from compression_oracles import layer_facts, layer_view, with_kv
 
 from kvreclaim.compression.policies.paged_eviction import PagedEviction
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 def test_is_the_ratio_of_the_norms():

@@ -6,21 +6,17 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, model_facts, noise, query_stats
 
-from kvreclaim.compression import (
-    CompressionConfig,
-    CompressionPolicy,
-    Compressor,
-    LayerSignals,
-    Signal,
-    make_policy,
-    registry,
-)
+from kvreclaim.compression import registry
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.streaming_llm import StreamingLLM
+from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, Signal
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.testing import CHECKS, check_policy
 
 OPTIONS = (

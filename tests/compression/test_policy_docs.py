@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.compression import Signal, make_policy, policy_class, policy_names
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 LINES = PAGE.split("Beside prefix sharing:")[0] + PAGE.split("## Wrappers")[1].split("\n## ")[0]

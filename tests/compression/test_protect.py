@@ -6,9 +6,12 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_signals, layer_view, model_facts, noise
 
-from kvreclaim.compression import CompressionConfig, Compressor, Mode, make_policy
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.protect import Protect
+from kvreclaim.compression.policy import Mode
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.wrapping import lift
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource

@@ -6,9 +6,10 @@ from compression_oracles import model_facts, noise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule.protection import Rules, candidates, kept_prompt_slots
+from kvreclaim.schedule.budget.protection import Rules, candidates, kept_prompt_slots
 
 FACTS = model_facts(1)
 

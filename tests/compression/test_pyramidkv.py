@@ -6,9 +6,10 @@ from compression_oracles import layer_facts, layer_view
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.pyramidkv import PyramidKV
+from kvreclaim.compression.policy import CountsQuestion
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 
 

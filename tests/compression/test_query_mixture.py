@@ -7,8 +7,8 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, layout, mixture_scores, noise, with_kv
 
-from kvreclaim.compression import LayerStats
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import scoring
 from kvreclaim.ops.facts import Softmax

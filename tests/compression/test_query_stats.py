@@ -8,7 +8,9 @@ import torch
 from compression_oracles import TENSORS, layer_facts, layout, model_facts, noise, query_stats, same_stats
 from safetensors.torch import save_file
 
-from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import to_bands

@@ -5,7 +5,7 @@ import torch
 from compression_oracles import noise
 
 from kvreclaim.compression.policies.quest import Quest
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 HEADS, KV_HEADS, BLOCKS, SLOTS, DIM = 6, 2, 5, 4, 8
 KEYS = noise(1, 3, KV_HEADS, BLOCKS, SLOTS, DIM)

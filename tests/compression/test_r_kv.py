@@ -6,9 +6,11 @@ import pytest
 import torch
 from compression_oracles import attention_rows, layer_facts, layer_view, model_facts, with_kv
 
-from kvreclaim.compression import CompressionConfig, Compressor, LayerSignals
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies import r_kv
 from kvreclaim.compression.policies.r_kv import RKV, summed_similarity
+from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
 

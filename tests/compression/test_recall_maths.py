@@ -11,7 +11,7 @@ import torch
 from kvreclaim.compression.recall.digest import LEVELS, Digests, corners_of, digests_of
 from kvreclaim.compression.recall.packing import order_of, principal
 from kvreclaim.compression.recall.page_scores import benefit, live_mass, page_scores
-from kvreclaim.schedule.recall import DIGESTS, PACKINGS
+from kvreclaim.schedule.budget.recall import DIGESTS, PACKINGS
 
 KEYS = torch.tensor([[1.0, 2.0], [3.0, 0.0], [2.0, 4.0]])
 QUERY = torch.tensor([1.0, -1.0])

@@ -9,22 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim import third_parties
-from kvreclaim.compression import (
-    CompressionConfig,
-    CompressionPolicy,
-    Wrapper,
-    make_policy,
-    policy_spec,
-    registry,
-)
+from kvreclaim.compression import registry
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.evict_only import EvictOnly
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.protect import Protect
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.policies.segments import Segments
 from kvreclaim.compression.policies.snapkv import SnapKV
+from kvreclaim.compression.policy import CompressionPolicy, Wrapper
+from kvreclaim.compression.registry import make_policy, policy_spec
+from kvreclaim.compression.spec.grammar import Spec, parse_spec, write_value
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.spec import Spec, parse_spec, write_value
 
 MIXTURE = QueryMixture(value_norm=False)
 WRITTEN = {

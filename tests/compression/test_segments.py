@@ -8,8 +8,11 @@ from compression_oracles import layer_facts, layer_view, model_facts, noise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CompressionConfig, CompressionPolicy, Compressor, LayerSignals, make_policy
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.segments import Segments, in_turns
+from kvreclaim.compression.policy import CompressionPolicy, LayerSignals
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
 

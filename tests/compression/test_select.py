@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import Mode, select
-from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, refuse_nan
+from kvreclaim.compression.policy import Mode
+from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, refuse_nan, select
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.reference import select_top
 

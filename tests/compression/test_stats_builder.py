@@ -6,7 +6,8 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layout, model_facts, noise, same_stats
 
-from kvreclaim.compression import Clustering, StatsBuilder, stats_builder
+from kvreclaim.compression import stats_builder
+from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import to_bands
 

@@ -11,12 +11,12 @@ from compression_oracles import layer_facts, layer_view, model_facts, noise, que
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import CountsQuestion, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.shares import Shares
 from kvreclaim.compression.policies.surrogate import GRAIN
-from kvreclaim.compression.policy import LayerSignals
+from kvreclaim.compression.policy import CountsQuestion, LayerSignals
 from kvreclaim.compression.refusals import layer_stats
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.surrogate import KNOTS, SOON, SurrogateFit, age_features, needed, num_features
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import RopeLayout, rotate

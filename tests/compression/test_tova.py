@@ -5,8 +5,10 @@ import dataclasses
 import torch
 from compression_oracles import attention_rows, layer_facts, layer_view, model_facts, noise
 
-from kvreclaim.compression import CompressionConfig, Compressor, LayerSignals
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.tova import TOVA
+from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.ops.key_source import DenseSource
 
 LAST_ROW = torch.tensor([0.25, 0.05, 0.35, 0.05, 0.1, 0.2])

@@ -8,10 +8,11 @@ import pytest
 from compression_oracles import model_facts, query_stats
 from pydantic import ValidationError
 
-from kvreclaim.compression import CompressionConfig, QueryStats
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.spec.traits import footprint
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Outcome, Said, Trial
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.limits import footprint
 
 FULL = Said(once=2.0, once_right=0.5, again=0.5, again_right=0.9)
 

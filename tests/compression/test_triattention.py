@@ -4,8 +4,8 @@ import pytest
 import torch
 from compression_oracles import layer_facts, layer_view, layout, noise, triattention_scores, with_kv
 
-from kvreclaim.compression import LayerStats, raw_scores
-from kvreclaim.compression.policies.triattention import OFFSETS, TriAttention
+from kvreclaim.compression.policies.triattention import OFFSETS, TriAttention, raw_scores
+from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.rope import from_bands, rotate, to_bands
 from kvreclaim.ops.scoring import group_max, offset_phases, z_scores

@@ -13,19 +13,14 @@ from compression_oracles import model_facts, noise, query_stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.compression import (
-    CompressionConfig,
-    Compressor,
-    CountsQuestion,
-    LayerSignals,
-    LayerStats,
-    LayerView,
-    Mode,
-)
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.head_shares import FRACTIONS
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import CountsQuestion, LayerSignals, LayerView, Mode
 from kvreclaim.compression.select import select
+from kvreclaim.compression.stats import LayerStats
 from kvreclaim.compression.uneven import HeadsQuestion, choose_uneven, head_view, prompt_left, round_to_blocks
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, Softmax

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvreclaim.compression import Signal, make_policy
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.refusals import check_policy
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 LAYER = LayerFacts(4, 2, 8, 8, Softmax(0.5), rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)

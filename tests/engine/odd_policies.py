@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionPolicy, CountsQuestion, LayerView, Mode, registry
+from kvreclaim.compression import registry
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.query_mixture import QueryMixture
+from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode
 from kvreclaim.compression.wrapping import fill
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 @dataclass(frozen=True)

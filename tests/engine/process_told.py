@@ -43,7 +43,7 @@ def fails_unspeakably(host: Host) -> None:
 
 def loads_slowly(host: Host) -> None:
     """Statistics are read when the file `go` beside them exists, and not before."""
-    from kvreclaim.compression import QueryStats
+    from kvreclaim.compression.stats import QueryStats
 
     load = QueryStats.load
 

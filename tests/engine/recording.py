@@ -8,17 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import (
+from kvreclaim.compression import registry
+from kvreclaim.compression.compressor import STATISTICS
+from kvreclaim.compression.policy import (
     CompressionPolicy,
     CountsQuestion,
     LayerSignals,
     LayerView,
     Mode,
     Signal,
-    registry,
 )
-from kvreclaim.compression.compressor import STATISTICS
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 ONE_MORE_PASS = {Signal.FUTURE_QUERIES, Signal.READ_AGAIN}
 NEEDS = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvreclaim import CompressionConfig
-from kvreclaim.compression import CompressionPolicy, Signal, make_policy, policy_names
-from kvreclaim.schedule.way import Way
+from kvreclaim.compression.policy import CompressionPolicy, Signal
+from kvreclaim.compression.registry import make_policy, policy_names
+from kvreclaim.schedule.budget.way import Way
 
 UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
 """Known only of tokens that were computed with them."""

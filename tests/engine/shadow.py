@@ -20,7 +20,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 AS_NEAR = 1.001
 """Of a token's distance from what is stored of it: one code farther than need be adds more, but where it

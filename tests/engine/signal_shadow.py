@@ -8,7 +8,7 @@ from shadow import History, Shadow
 from torch import Tensor
 
 from kvreclaim import LLM
-from kvreclaim.compression import LayerSignals
+from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 

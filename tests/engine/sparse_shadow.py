@@ -7,7 +7,7 @@ import math
 import torch
 from score_shadow import ScoreShadow
 
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 class SparseShadow(ScoreShadow):

@@ -13,7 +13,7 @@ from async_reading import GREEDY, LIMIT_S, Answer, Witness, new, read, run, serv
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.serving.stream import Update
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.errors import EngineDeadError, RequestTooLongError

@@ -10,10 +10,11 @@ import torch
 from settings import MOVING, assert_idle, small
 
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
-from kvreclaim.compression import Signal, make_policy, policy_names
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 TRIGRAMS = torch.tensor(
     [[0.25, 0.25, 0.25, 0.25], [0.11, 0.29, 0.41, 0.19], [0.37, 0.23, 0.06, 0.34], [0.05, 0.52, 0.26, 0.17]]

@@ -10,14 +10,15 @@ import torch
 from settings import assert_idle, small
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.compression import CompressionPolicy, LayerView, Mode, registry
+from kvreclaim.compression import registry
+from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
 from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference, turning
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 CACHE = {"positions": "cache"}

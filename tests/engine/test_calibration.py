@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate, pieces, read_documents
-from kvreclaim.compression import QueryStats
 from kvreclaim.compression.head_shares import FRACTIONS
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model.capture import capture_queries
 from kvreclaim.model.loader import load_model

@@ -8,7 +8,7 @@ from settings import EVICTING, small
 from shadow import Shadow
 
 from kvreclaim import SamplingParams
-from kvreclaim.compression import Mode
+from kvreclaim.compression.policy import Mode
 
 TOLERANCE = 1e-5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from settings import small
 
-from kvreclaim.compression import QueryStats
 from kvreclaim.compression.config import MAX_KEPT
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.places import STATS_FILE
 
 

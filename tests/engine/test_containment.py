@@ -11,7 +11,7 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.sampling import sampler
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkeypatch):

@@ -12,8 +12,8 @@ from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.compression import make_policy, policy_class, policy_names
 from kvreclaim.compression.policy import Wrapper
+from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 from kvreclaim.config import KV_CACHE_DTYPES
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.formats import FORMATS

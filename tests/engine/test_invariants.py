@@ -8,10 +8,10 @@ import torch
 from settings import EVICTING, MOVING, small, takes_every_hit
 
 from kvreclaim import SamplingParams
-from kvreclaim.compression import Mode
+from kvreclaim.compression.policy import Mode
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.ops import reference as ops
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 

@@ -12,8 +12,10 @@ from settings import assert_idle
 from torch import Tensor
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.compression import LayerView, Signal, make_policy, policy_names, registry
+from kvreclaim.compression import registry
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import LayerView, Signal
+from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.engine.compact.job import Done
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)

@@ -13,7 +13,8 @@ from transformers import DeepseekV3Config
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.compression import Signal, make_policy, policy_names
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.model import loader
 from kvreclaim.ops import reference

@@ -11,8 +11,9 @@ from settings import small
 from torch import Tensor
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
-from kvreclaim.compression import Compressor, make_policy, policy_names
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policies.snapkv import pool
+from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.ops.rope import rotate
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

@@ -10,8 +10,8 @@ from signal_shadow import SignalShadow
 from torch import Tensor
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.compression import policy_class
 from kvreclaim.compression.policies.snapkv import pool
+from kvreclaim.compression.registry import policy_class
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 WINDOW = 4

@@ -9,8 +9,8 @@ from recall_shadow import RecallShadow
 from settings import EVICTING, assert_idle
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.compression import make_policy
 from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy
 from kvreclaim.engine.compact.job import Done, Job
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.schedule import Pass, Way

@@ -10,7 +10,8 @@ from settings import assert_idle, small
 from signal_shadow import SignalShadow
 
 from kvreclaim import SamplingParams
-from kvreclaim.compression import Wrapper, registry
+from kvreclaim.compression import registry
+from kvreclaim.compression.policy import Wrapper
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 KINDS = tuple(kind for kind in NEEDS if kind not in ("future", "again"))

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import held_out
 from kvreclaim.calibrate.trial import num_tokens, try_candidates, window
-from kvreclaim.compression import LayerView, QueryStats
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import LayerView
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.places import STATS_FILE

@@ -11,7 +11,7 @@ from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 POLICIES = ("head-norm", "head-mixture")

@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_where_it_was(llm, report, tmp_path, count):
 def test_a_changed_argument_never_meets_old_cells(llm, tmp_path, count, change):
     first = {"policies": ["knorm"], "budgets": [0.5], "tasks": [Guess()], **SMALL}
     if "keep=large" in str(change):
-        pytest.importorskip("kvreclaim.schedule.spec")
+        pytest.importorskip("kvreclaim.compression.spec.grammar")
     evaluate(llm, out=tmp_path, **first)
     assert count.examples == 5
     evaluate(llm, out=tmp_path, **{**first, **change})

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
-from kvreclaim.compression import CompressionConfig, Compressor
-from kvreclaim.compression.config import MAX_KEPT
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.positions import Positions
 from kvreclaim.integrations.vllm.layouts import CacheViews

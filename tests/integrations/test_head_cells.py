@@ -12,7 +12,7 @@ from test_applier import FakeRows, make_facts, output
 from torch import Tensor
 from toy_caches import WRITERS, D, K, L, S
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.applier import Applier
 from kvreclaim.integrations.vllm.cells.grid import find_grid
 from kvreclaim.integrations.vllm.cells.heads import HeadTables

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from list_pool import FakeRequest, ListPool, computed, make_ledger
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.schedule import Pass

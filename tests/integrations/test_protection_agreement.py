@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from list_pool import FakeRequest, ListPool
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.ledger import Ledger
 from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.ops.key_source import DenseSource

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvreclaim.compression import make_policy
-from kvreclaim.compression.registry import policy_names
+from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import config_refusals, options, refusals
 from kvreclaim.integrations.vllm import page_address as address

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvreclaim.compression import CompressionConfig, policy_names
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.registry import policy_names
 from kvreclaim.compression.trial import Outcome, Said, Trial
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.options import Options, is_bounded

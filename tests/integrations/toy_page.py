@@ -18,7 +18,7 @@ from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import Sharing
 from kvreclaim.page.view import FREE, IN_USE, PoolView, RequestView
 from kvreclaim.schedule import Pass
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 LIMIT_S = 300.0
 NAMES = ("prompt_tokens", "generation_tokens", "tokens_evicted", "compactions", "blocks_freed")

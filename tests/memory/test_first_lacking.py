@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.schedule.plan import plan_compaction
+from kvreclaim.schedule.budget.compaction import plan_compaction
 
 SIZE = 2
 

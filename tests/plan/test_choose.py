@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
+from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.plan.cards import all_cards, find_card
@@ -19,8 +20,7 @@ from kvreclaim.plan.configs import load_shape
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.lengths import Lengths, read_lengths
 from kvreclaim.plan.weights import WEIGHTS
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.limits import footprint
+from kvreclaim.schedule.budget.footprint import Footprint
 
 runner = CliRunner()
 

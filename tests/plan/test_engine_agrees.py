@@ -18,7 +18,7 @@ from kvreclaim.plan.configs import ABOUT, bundled_models, load_shape
 from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.pool import make_pool
 from kvreclaim.plan.weights import WEIGHTS
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
 
 FILES = sorted({*bundled_models().values()})
 FORMATS = ("fp32", "int8", "int4", "kivi4", "turboquant4")

@@ -24,9 +24,9 @@ from kvreclaim.plan.recompute import (
 )
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.weights import WEIGHTS
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 
 requests = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 120)), min_size=1, max_size=6)
 

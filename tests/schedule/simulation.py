@@ -17,13 +17,14 @@ from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.memory.tiers.disk import Outcome, Transfer
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
-from kvreclaim.schedule.step import Pass, StepDone, StepPlan
 from kvreclaim.schedule.step import Row as StepRow
+from kvreclaim.schedule.step import StepDone, StepPlan
 from kvreclaim.schedule.victims import Preemption
-from kvreclaim.schedule.way import Way
 
 State = tuple[Any, ...]
 GARBAGE: State = ("garbage",)

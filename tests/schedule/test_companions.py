@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.schedule.sequence import Sequence, Status
-from kvreclaim.schedule.way import Way
 
 SIZE = 4
 FOOTPRINT = Footprint(Way.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)

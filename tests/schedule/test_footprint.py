@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvreclaim.schedule import Account, Footprint, Way
-from kvreclaim.schedule.footprint import budget_in_blocks
+from kvreclaim.schedule.budget.footprint import budget_in_blocks
 
 
 def random_footprint(rng: random.Random) -> Footprint:

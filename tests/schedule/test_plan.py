@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreclaim.memory import CompactionPlan, TableState
-from kvreclaim.schedule.plan import plan_compaction
+from kvreclaim.schedule.budget.compaction import plan_compaction
 
 SIZE = 4
 

@@ -12,9 +12,9 @@ import pytest
 from one_tenant import OneTenant
 from simulation import Ask, World
 
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.schedule.way import Way
 
 STEPS_PER_WORLD = 500
 WORLDS_PER_PART = 50

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.sparse import SparseRows
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.sequence import Sequence
-from kvreclaim.schedule.sparse import SparseRows
-from kvreclaim.schedule.way import Way
 
 SPARSE = SparseRows(tile=4, span=8, first=10, last=5)
 

@@ -9,7 +9,7 @@ import pytest
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.compression import policy_names
+from kvreclaim.compression.registry import policy_names
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.compression import check_limits
 from kvreclaim.server.config import ServerConfig

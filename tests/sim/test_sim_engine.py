@@ -13,10 +13,10 @@ import pytest
 import tiny
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint
-from kvreclaim.schedule.limits import footprint
 from kvreclaim.sim.cluster import Cluster, Outcome
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.settings import Settings

@@ -13,7 +13,8 @@ from models import make_tiny_model, random_prompts
 from oracle import Kept, check_logprobs, full_logprobs, logprobs_with_drops, passes_of
 from transformers import AutoModelForCausalLM
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.model.loader import load_model
 from kvreclaim.ops.key_source import DenseSource
 

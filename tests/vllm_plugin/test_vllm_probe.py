@@ -20,7 +20,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.compression import CompressionConfig, QueryStats
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError, UnsupportedModelError
 from kvreclaim.integrations.vllm import family
 from kvreclaim.integrations.vllm.facts import Described, describe

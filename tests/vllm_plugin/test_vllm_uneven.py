@@ -16,7 +16,7 @@ from models import random_prompts
 from oracle import BF16, check_logprobs, logprobs_with_drops, passes_of
 from uneven import is_uneven
 
-from kvreclaim.compression import QueryStats
+from kvreclaim.compression.stats import QueryStats
 
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 16}
 OUTPUT = 160

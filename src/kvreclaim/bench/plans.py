@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point, Setup, System
 from kvreclaim.checks import check_choice, require
+from kvreclaim.compression.spec.traits import traits
 from kvreclaim.config import AUTO, format_name, format_names
 from kvreclaim.memory import eviction_orders
 from kvreclaim.options import check_options, option
-from kvreclaim.schedule.limits import traits
 
 if TYPE_CHECKING:
-    from kvreclaim.compression import CompressionConfig
+    from kvreclaim.compression.config import CompressionConfig
 
 PEERS = ("transformers", "transformers-cb", "vllm")
 DTYPES = ("bfloat16", "float32")
@@ -130,7 +130,7 @@ class PolicyPlan(ModelPlan):
 
     def policy(self, name: str) -> CompressionConfig | None:
         """None: "full", the full cache."""
-        from kvreclaim.compression import CompressionConfig
+        from kvreclaim.compression.config import CompressionConfig
 
         if name == "full":
             return None

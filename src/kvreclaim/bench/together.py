@@ -20,7 +20,8 @@ from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.plans import CompressPlan
 from kvreclaim.bench.systems.base import Fill, Point
 from kvreclaim.bench.systems.ours import Ours
-from kvreclaim.compression import Signal, make_policy
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.registry import make_policy
 
 OBSERVED = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
 """Kept while prompts are computed: a policy that asks for them needs real ones."""

@@ -16,10 +16,11 @@ from tqdm.auto import tqdm
 from kvreclaim import texts
 from kvreclaim.calibrate.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.checks import require
-from kvreclaim.compression import Clustering, QueryStats, StatsBuilder
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit
 from kvreclaim.compression.kvzap import UNITS, KVzapFit
 from kvreclaim.compression.public_kvzap import read_kvzap
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 from kvreclaim.compression.surrogate import SurrogateFit, needed
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.capture import NEAR, capture_queries, now

@@ -10,7 +10,8 @@ from statistics import mean
 from tqdm.auto import tqdm
 
 from kvreclaim.checks import require
-from kvreclaim.compression import CompressionConfig, QueryStats
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import CANDIDATES, FRACTIONS, Outcome, Said, Trial
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.outputs import ScoreOutput

@@ -20,7 +20,7 @@ from kvreclaim.cli.takes import Takes, takes
 from kvreclaim.options import check_options, option
 
 if TYPE_CHECKING:
-    from kvreclaim.compression import QueryStats
+    from kvreclaim.compression.stats import QueryStats
     from kvreclaim.compression.trial import Trial
     from kvreclaim.engine.api.llm import LLM
 
@@ -97,7 +97,7 @@ def calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure a model once for the policies that read statistics, and find the policy that is best for it."""
-    from kvreclaim.compression import QueryStats
+    from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import LLM
     from kvreclaim.model.loader import hide_progress_bars
 

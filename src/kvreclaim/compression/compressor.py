@@ -33,8 +33,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import KeySource
-from kvreclaim.schedule.protection import Rules, candidates
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.protection import Rules, candidates
+from kvreclaim.schedule.budget.way import Way
 
 LayerSource = Callable[[int], KeySource]
 SignalSource = Callable[[int], LayerSignals]

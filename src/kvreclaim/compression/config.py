@@ -10,12 +10,13 @@ from typing import Final
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import RECALIBRATE, QueryStats
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.footprint import Footprint, budget_in_blocks
-from kvreclaim.schedule.recall import Recall, parse_recall
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
+from kvreclaim.schedule.budget.recall import Recall
+from kvreclaim.schedule.budget.way import Way
 
 MAX_KEPT: Final = 16
 """Settings whose compressors are kept at a time, the last ones used: callers may invent ever new ones."""

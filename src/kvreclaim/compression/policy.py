@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvreclaim.compression.spec.wrapping import TRAIT_OF_WAY, Trait
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.options import check_options
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 class Signal(Enum):
@@ -236,28 +237,11 @@ class CompressionPolicy(ABC):
         raise NotImplementedError(f"{self.name} reads every block")
 
 
-class Trait(StrEnum):
-    """What may make a policy unfit to be wrapped."""
-
-    KEEPS_ALL = "keeps everything, so that there is nothing to rank"
-    UNMOVED = "moves nothing"
-    WHOLE_BLOCKS = "evicts whole blocks, not tokens"
-    UNEVEN = "lets heads keep unequal numbers of tokens"
-    CACHE_RELATIVE = "takes a token's slot for its position"
-    LIFTS = "lifts scores within a head, which says nothing between heads"
-
-
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
-    """Those that the policy has."""
-    found = {
-        Trait.KEEPS_ALL: not policy.way.evicts,
-        Trait.WHOLE_BLOCKS: policy.way is Way.BLOCKS,
-        Trait.UNMOVED: policy.way is Way.MASK,
-        Trait.UNEVEN: policy.way is Way.CELLS,
-        Trait.CACHE_RELATIVE: policy.cache_relative,
-        Trait.LIFTS: policy.lifts,
-    }
-    return frozenset(trait for trait, has in found.items() if has)
+    """What may make the policy unfit to be wrapped."""
+    found = {Trait.CACHE_RELATIVE: policy.cache_relative, Trait.LIFTS: policy.lifts}
+    own = {TRAIT_OF_WAY[policy.way]} if policy.way in TRAIT_OF_WAY else set()
+    return frozenset(own | {trait for trait, has in found.items() if has})
 
 
 def _of_inner(name: str) -> Any:

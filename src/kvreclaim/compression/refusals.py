@@ -8,8 +8,8 @@ from kvreclaim.compression.stats import RECALIBRATE, LayerStats, QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
-from kvreclaim.schedule.recall import Recall
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.recall import Recall
+from kvreclaim.schedule.budget.way import Way
 
 _PARTS = {
     Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),

@@ -34,10 +34,10 @@ from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.compression.policies.tova import TOVA
 from kvreclaim.compression.policies.triattention import TriAttention
 from kvreclaim.compression.policy import CompressionPolicy, Wrapper
+from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
+from kvreclaim.compression.spec.grammar import Spec, parse_spec, write_value
 from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
-from kvreclaim.schedule.spec import Spec, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
@@ -76,6 +76,11 @@ _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(
 )
 
 
+def built_in() -> Mapping[str, type[CompressionPolicy]]:
+    """The policies that ship with the package, by name."""
+    return _BUILT_IN
+
+
 def policy_names() -> tuple[str, ...]:
     """Built-in names, then those of third parties in alphabetical order."""
     return (*_BUILT_IN, *sorted(names_in(ENTRY_POINT_GROUP) - _BUILT_IN.keys()))
@@ -105,7 +110,7 @@ def make_policy(spec: str, options: Mapping[str, object] | None = None) -> Compr
 
     Args:
         spec:    "knorm", "knorm(keep=large)", "evict-only(knorm)", "segments(query_mixture, n=4)"; the
-                 grammar is in schedule/spec.py. A wrapper's first argument is the policy it wraps, the others
+                 grammar is in spec/grammar.py. A wrapper's first argument is the policy it wraps, the others
                  are its options, by name or in their order; without one it wraps its default_inner
         options: fields of the policy (of the innermost one, where there is a wrapper)
 

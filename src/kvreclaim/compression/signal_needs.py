@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.policy import Signal
 
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvreclaim.compression.policy import Mode, Trait, Wrapper
 from kvreclaim.ops.moving import move
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 _MARGIN = 2.0**-10
 _STEPS = 100

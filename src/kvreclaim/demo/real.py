@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.demo.report import Asked, LoadRun, RealReport
 from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures

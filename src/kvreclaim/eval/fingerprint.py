@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import kvreclaim
-from kvreclaim.compression import CompressionPolicy, QueryStats
+from kvreclaim.compression.policy import CompressionPolicy
 from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.plan import EvalPlan, Setting
 from kvreclaim.eval.task import Task

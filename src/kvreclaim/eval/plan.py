@@ -13,7 +13,8 @@ from kvreclaim.config import AUTO, DENSE, CompressionSettings, format_names
 from kvreclaim.options import check_options, option, settings_of
 
 if TYPE_CHECKING:
-    from kvreclaim.compression import CompressionConfig, QueryStats
+    from kvreclaim.compression.config import CompressionConfig
+    from kvreclaim.compression.stats import QueryStats
     from kvreclaim.engine.api.llm import LLM
 
 FULL = "full"
@@ -102,7 +103,7 @@ class EvalPlan:
     stats: Any = None
 
     def __post_init__(self) -> None:
-        from kvreclaim.compression import CompressionConfig
+        from kvreclaim.compression.config import CompressionConfig
         from kvreclaim.compression.prefill.registry import make_method
 
         check_options(self)
@@ -131,7 +132,7 @@ class EvalPlan:
     def resolved(self, llm: LLM) -> EvalPlan:
         """With the policy that the model's statistics name in the place of "auto". Raises:
         InvalidArgumentError where nothing says which."""
-        from kvreclaim.compression import CompressionConfig
+        from kvreclaim.compression.config import CompressionConfig
 
         if AUTO not in self.policies:
             return self
@@ -153,7 +154,7 @@ class EvalPlan:
         self, setting: Setting, budget: int, stats: QueryStats | None
     ) -> CompressionConfig | None:
         """The configuration of one sequence; None for the full cache. Raises: InvalidArgumentError."""
-        from kvreclaim.compression import CompressionConfig
+        from kvreclaim.compression.config import CompressionConfig
 
         if setting.is_full:
             return None

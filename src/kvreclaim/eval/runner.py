@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from kvreclaim.chunks import Chunk, ChunkReuse, chunk_reuse_of
-from kvreclaim.compression import CompressionConfig, QueryStats
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM, Observer, Prompt
 from kvreclaim.engine.api.pieces import Piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import kv_bytes
 from kvreclaim.plan.asked import Asked
 from kvreclaim.plan.configs import load_shape
@@ -12,8 +13,7 @@ from kvreclaim.plan.fits import check_fits
 from kvreclaim.plan.on_sequences import on_load, on_model, on_request
 from kvreclaim.plan.sections import Answer
 from kvreclaim.plan.weights import dtype_of
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.limits import footprint
+from kvreclaim.schedule.budget.footprint import Footprint
 
 
 def plan(model: str | Path, asked: Asked) -> Answer:

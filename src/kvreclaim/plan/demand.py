@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.demand import Cache
-from kvreclaim.schedule.spec import Spec, Value, parse_spec
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 def check_fits(cache: Cache, compression: str | None) -> None:

@@ -16,8 +16,8 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.cost import Linear, Load, WithExperts
 from kvreclaim.plan.lengths import Lengths
 from kvreclaim.plan.roofline import DATA_SHEET
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.footprint import Footprint
 
 SHARE = 0.99
 _NORMAL = 2.3263478740408408

@@ -1,11 +1,12 @@
 """Who runs, which blocks, which passes: integers only, the clock passed in."""
 
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
-from kvreclaim.schedule.step import Admitted, Pass, Preempted, Row, StepDone, StepPlan
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.step import Admitted, Preempted, Row, StepDone, StepPlan
 
 __all__ = [
     "Account",

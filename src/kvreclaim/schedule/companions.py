@@ -9,11 +9,11 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.ledger import compress
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.ledger import compress
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.step import Pass
 
 
 class Companions(Generic[Seq]):

@@ -12,18 +12,19 @@ from kvreclaim.checks import check_choice
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.admission import Admission
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.ledger import compress, take_choice
 from kvreclaim.schedule.cache_first import CacheFirst
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.giving_way import GivingWay
 from kvreclaim.schedule.in_flight import InFlight
-from kvreclaim.schedule.ledger import compress, take_choice
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares, kept_seats
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.state import State
-from kvreclaim.schedule.step import Pass, PreemptionReason, StepDone, StepPlan
+from kvreclaim.schedule.step import PreemptionReason, StepDone, StepPlan
 from kvreclaim.schedule.victims import Preemption, victim_order
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Self
 
 from kvreclaim.memory.prefix.keys import BlockKeys
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 

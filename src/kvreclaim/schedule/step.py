@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal
-
-from kvreclaim.memory.changes import Id
-from kvreclaim.schedule.way import Way
+from typing import Literal
 
 PreemptionReason = Literal["decode", "prefill", "itself", "fairness"]
 """A sequence gave its blocks back for the next token of another, for another's prompt, because it needed one
@@ -94,35 +91,3 @@ class StepDone:
     computed: tuple[int, ...]
     tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     stand: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass(Generic[Id]):
-    """One compression of one sequence. Lengths in tokens, per layer and KV head.
-
-    source_ids:   blocks that hold the num_tokens live tokens, in table order; a hole, which nobody reads,
-                  names another block of the sequence
-    target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
-                  of a later pass: passes are carried out in their order. Under Way.MASK and Way.BLOCKS
-                  nothing moves, and only the choice tells which blocks go: Scheduler.compressed
-    logical_len:  tokens computed so far, evicted ones included: the position of the next query
-    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
-    first:        nothing of this sequence has been evicted yet
-    blocks_freed: blocks that went back to the pool, less those taken; as far as known beforehand
-    """
-
-    seq_id: Id
-    way: Way
-    source_ids: tuple[int, ...]
-    target_ids: tuple[int, ...]
-    num_tokens: int
-    keep: int
-    logical_len: int
-    prompt_slots: int
-    first: bool
-    blocks_freed: int = 0
-
-    @property
-    def shift(self) -> int:
-        """Logical minus physical length afterwards."""
-        return self.logical_len - self.keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvreclaim.checks import require
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import AUTO
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.errors import KVReclaimError

@@ -95,7 +95,7 @@ PlainList = Annotated[
 OptionValue = Annotated[
     Plain | PlainList, described("a number, true, false, null, a text, or a short list of these")
 ]
-"""What a policy's name can say too (schedule/spec.py)."""
+"""What a policy's name can say too (compression/spec/grammar.py)."""
 
 
 def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:

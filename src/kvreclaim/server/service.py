@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_text
 from kvreclaim.chunks import Chunks
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.chat import chat_text
 from kvreclaim.engine.api.exports import Retention, Tokenizer

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.errors import InvalidArgumentError

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvreclaim.checks import require
+from kvreclaim.compression.spec.traits import footprint
 from kvreclaim.kv_bytes import KVBytes, kv_bytes
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cards import find_card
@@ -16,9 +17,8 @@ from kvreclaim.plan.pool import make_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import dtype_of, weight_format
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.lengths import longest_sequence
-from kvreclaim.schedule.limits import footprint
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.lengths import longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from kvreclaim.options import check_options, option
 from kvreclaim.plan.cost import Linear, Load
+from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.cache_first import CacheFirst
-from kvreclaim.schedule.footprint import Footprint
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.options import Machine
 from kvreclaim.sim.request import Asked, Record

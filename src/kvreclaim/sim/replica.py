@@ -12,7 +12,7 @@ from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.plan.cost import Load, StepTime
 from kvreclaim.plan.loads import keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan, Way
-from kvreclaim.schedule.lengths import excess_slots
+from kvreclaim.schedule.budget.lengths import excess_slots
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.fast_forward import leap, leap_length
 from kvreclaim.sim.request import Asked, Record, Simulated

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from kvreclaim.checks import check_int, require
 from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.victims import Preemption
-from kvreclaim.schedule.way import Way
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.extents.memory import ExtentMemory
 from kvreclaim.sim.memory import TieredTraceMemory, TraceMemory

@@ -8,21 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import (
-    CompressionConfig,
-    CompressionPolicy,
-    Compressor,
-    CountsQuestion,
-    LayerView,
-    Mode,
-    Signal,
-    make_policy,
-    policy_spec,
-)
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode, Signal
+from kvreclaim.compression.registry import make_policy, policy_spec
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 from kvreclaim.testing import toys
 
 ROPES = {"full": toys.layout(4), "interleaved": toys.layout(4, "interleaved"), "partial": toys.layout(3)}

@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import LayerSignals, LayerStats, LayerView, QueryStats, StatsMetadata
 from kvreclaim.compression.head_shares import FRACTIONS
+from kvreclaim.compression.policy import LayerSignals, LayerView
+from kvreclaim.compression.stats import LayerStats, QueryStats, StatsMetadata
 from kvreclaim.compression.surrogate import KNOTS, num_features
 from kvreclaim.compression.uneven import head_view
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.compression import Compressor, LayerView, registry
+from kvreclaim.compression import registry
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policies.knorm import Knorm
+from kvreclaim.compression.policy import LayerView
 from kvreclaim.engine.request.request import Request
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.places import STATS_FILE

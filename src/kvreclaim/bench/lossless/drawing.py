@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 from time import perf_counter
 
 from kvreclaim.bench.systems.base import random_prompts
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 

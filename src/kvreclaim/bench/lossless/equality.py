@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvreclaim import demo_model
 from kvreclaim.bench.common import Row, sheet
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.footprints import footprint_of

@@ -15,7 +15,7 @@ from kvreclaim import demo_model, real_model
 from kvreclaim.bench.common import Row, alternate, sheet
 from kvreclaim.bench.lossless.drawing import Drawn, documentation, draw
 from kvreclaim.bench.lossless.plan import DEMO, LosslessPlan
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.overrides import yarn

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, Setup, SkipPoint, Slice, System
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request

@@ -18,7 +18,7 @@ from kvreclaim.bench.common import Columns, Row, alternate, sheet
 from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.bench.tiers.engines import facts, greedy, host_gib, load, require_equal
 from kvreclaim.bench.tiers.plan import TiersPlan
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreclaim.compression.policy import Trait, Wrapper
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 @dataclass(frozen=True)

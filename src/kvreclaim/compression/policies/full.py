@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 @dataclass(frozen=True)

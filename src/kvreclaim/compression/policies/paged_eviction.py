@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 _SMALLEST = 1e-6
 

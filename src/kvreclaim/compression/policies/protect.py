@@ -12,7 +12,7 @@ from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
 from kvreclaim.compression.wrapping import lift
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import option
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 _LARGEST_BLOCK = 4096
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvreclaim.checks import check_int, require
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
-from kvreclaim.schedule.sparse import SparseRows
+from kvreclaim.schedule.budget.sparse import SparseRows
 
 ROWS = 128
 """Query rows of a tile, all query heads of a KV head together, where a method says nothing else."""

@@ -13,9 +13,9 @@ from kvreclaim.compression.prefill.minference import AShape, BlockSparse, Vertic
 from kvreclaim.compression.prefill.per_head import MInference
 from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.xattention import XAttention
+from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec, write_value
 from kvreclaim.config import DENSE
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.spec import Spec, Value, parse_spec, write_value
 from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.sparse_prefill"

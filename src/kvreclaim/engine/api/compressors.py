@@ -11,9 +11,10 @@ from threading import Lock, RLock
 
 from torch import Tensor
 
-from kvreclaim.compression import CompressionConfig, Compressor, QueryStats
-from kvreclaim.compression.config import MAX_KEPT, StatsSource
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import MAX_KEPT, CompressionConfig, StatsSource
 from kvreclaim.compression.refusals import STATISTICS, refuse_format
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import AUTO
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat

@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import require
 from kvreclaim.chunks import ChunkReuse
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.api.chat import Message, render_chat
 from kvreclaim.engine.api.compressors import Compressors

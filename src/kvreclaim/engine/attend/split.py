@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.attend.cell_tables import uneven_part
 from kvreclaim.engine.attend.parts import HeadPart, Part, PlainPart
 from kvreclaim.engine.attend.prefill import SparsePart, sparse_tokens

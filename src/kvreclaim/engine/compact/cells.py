@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Signal
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.uneven import HeadsQuestion, UnevenChoice, choose_uneven, prompt_left
 from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.compact.job import Done, Job

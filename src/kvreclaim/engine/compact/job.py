@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.schedule import Pass, Way

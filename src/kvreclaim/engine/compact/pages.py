@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import LayerSignals, Signal
 from kvreclaim.compression.compressor import Question
+from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.engine.compact.job import Job
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as ListLike
 from typing import Any
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
@@ -16,7 +16,7 @@ from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.recall_pass import RecallPass
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 
 class CompressionPass:

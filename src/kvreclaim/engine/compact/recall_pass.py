@@ -19,7 +19,7 @@ from kvreclaim.engine.compact.recall_state import PageTable, Waiting
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.units import gather_units, read_units, unit_tokens, write_units
-from kvreclaim.schedule.recall import Recall
+from kvreclaim.schedule.budget.recall import Recall
 
 
 @dataclass(frozen=True, slots=True, eq=False)

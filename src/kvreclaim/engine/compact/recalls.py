@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.recall.page_scores import benefit, live_mass, mixture_benefit
 from kvreclaim.engine.compact.recall_choice import best_pages, ranked
 from kvreclaim.engine.compact.recall_cold import ColdPool

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.image import Image, image_of, image_of_parked, moved, renamed
 from kvreclaim.engine.offload.image_record import KIND, UnfitError, image_from, record_of

@@ -21,7 +21,7 @@ from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import Cells
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.budget.account import Account
 from kvreclaim.tiers.host import HostSlots
 
 HOST = torch.device("cpu")

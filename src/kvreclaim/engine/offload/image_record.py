@@ -17,7 +17,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.blocks_io import bytes_per_block
 from kvreclaim.ops.cell_tables import Cells
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 KIND = "compressed"

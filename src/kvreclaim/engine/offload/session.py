@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.offload.compressed_session import BEYOND, CompressedSessions, is_compressed
 from kvreclaim.engine.offload.offloading import Tiers
 from kvreclaim.errors import InvalidArgumentError

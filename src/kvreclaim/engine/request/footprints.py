@@ -7,12 +7,13 @@ from dataclasses import replace
 from zlib import crc32
 
 from kvreclaim.checks import check_int, require
-from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.sparse import SparseRows
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.sparse import SparseRows
 
 
 def footprint_of(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvreclaim import schedule
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.request.chunk_reuse import Reuse
@@ -29,7 +29,7 @@ from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.sampler import SampleRow
 from kvreclaim.memory.pins import Retention
-from kvreclaim.schedule.account import Account
+from kvreclaim.schedule.budget.account import Account
 
 PROBABLE = (0.5, 0.9)
 """Drafts are told apart by how probable they are: below, between and above these."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Output

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.serving.host import Host, News
 from kvreclaim.engine.serving.served import Served

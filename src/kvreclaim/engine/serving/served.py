@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import AUTO
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import KVReclaimError

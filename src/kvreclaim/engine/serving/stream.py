@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics
 from kvreclaim.engine.sampling.logprobs import Logprob

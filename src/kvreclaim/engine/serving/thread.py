@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, TypeVar
 
-from kvreclaim.compression import CompressionConfig, Compressor
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.serving.host import EngineObserver, Host, News
 from kvreclaim.engine.serving.readers import Readers

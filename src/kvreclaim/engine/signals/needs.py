@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
 """Signals that every step has to add to."""

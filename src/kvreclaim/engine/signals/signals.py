@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvreclaim.checks import require
-from kvreclaim.compression import Compressor, LayerSignals, Signal
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.kvzap import token_scores
+from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals

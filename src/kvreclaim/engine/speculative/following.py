@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvreclaim.compression import Signal
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.compact.job import Job
 from kvreclaim.engine.compact.passes import CompressionPass
@@ -17,8 +17,8 @@ from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verif
 from kvreclaim.engine.speculative.asked import QUERIES, Asked
 from kvreclaim.engine.speculative.feeding import Feeding, Piece
 from kvreclaim.schedule import Row, Status, Way
+from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.ledger import take_choice
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import EngineConfig, SamplingParams

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim.checks import require
 from kvreclaim.chunks import Chunks
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.outputs import EngineTotals
@@ -19,7 +19,7 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.streamed import StreamedLayers, host_cache
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 logger = logging.getLogger(__name__)
 FIELD = "full_cache_host_size"

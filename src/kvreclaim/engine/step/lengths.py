@@ -7,9 +7,9 @@ import logging
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import RequestTooLongError
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.lengths import excess_slots, longest_sequence
-from kvreclaim.schedule.limits import check_blocks
+from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvreclaim.checks import is_int, require
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig, SamplingParams
@@ -15,10 +15,10 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.lengths import most_blocks
-from kvreclaim.schedule.sparse import SparseRows
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.lengths import most_blocks
+from kvreclaim.schedule.budget.sparse import SparseRows
+from kvreclaim.schedule.budget.way import Way
 
 
 def check_prompt(

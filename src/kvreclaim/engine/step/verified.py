@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvreclaim.checks import require
-from kvreclaim.compression import Compressor, Signal
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.policy import Signal
 from kvreclaim.config import BUDGETS, EngineConfig
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.request import Verify
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.schedule.limits import check_blocks
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.way import Way
 
 
 def divided(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:

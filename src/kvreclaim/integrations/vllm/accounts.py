@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.passes import Counts
-from kvreclaim.schedule import Account, Footprint, ledger
+from kvreclaim.schedule import Account, Footprint
+from kvreclaim.schedule.budget import ledger
 
 
 class Request(Protocol):

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import CompressionConfig, Compressor, Signal
-from kvreclaim.compression.config import MAX_KEPT
+from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
+from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.heads import HeadTables
@@ -29,9 +30,9 @@ from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend, Need, choose_backend
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.formats import plain_format
-from kvreclaim.schedule.protection import kept_prompt_slots
-from kvreclaim.schedule.step import Pass
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.protection import kept_prompt_slots
+from kvreclaim.schedule.budget.way import Way
 
 logger = logging.getLogger("vllm.kvreclaim")
 

@@ -20,7 +20,7 @@ from kvreclaim.integrations.vllm.options import Options, plain_footprint
 from kvreclaim.integrations.vllm.passes import StepMessage, Totals
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Account, Pass
-from kvreclaim.schedule.ledger import compress
+from kvreclaim.schedule.budget.ledger import compress
 
 logger = logging.getLogger("vllm.kvreclaim")
 

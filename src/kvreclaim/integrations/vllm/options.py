@@ -15,15 +15,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvreclaim.checks import check_bool, require
-from kvreclaim.compression import CompressionConfig, CompressionPolicy, QueryStats, Signal, make_policy
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS
+from kvreclaim.compression.registry import make_policy
+from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import AUTO
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 
 SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "

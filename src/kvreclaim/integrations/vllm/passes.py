@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvreclaim.compression import CompressionConfig
-from kvreclaim.schedule.step import Pass
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.schedule.budget.compaction import Pass
 
 
 @dataclass(frozen=True, slots=True)

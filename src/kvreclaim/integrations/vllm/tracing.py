@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.integrations.vllm.cells.positions import Positions, padded
-from kvreclaim.schedule.step import Pass
+from kvreclaim.schedule.budget.compaction import Pass
 
 
 @dataclass(slots=True)

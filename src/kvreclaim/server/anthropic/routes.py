@@ -7,7 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvreclaim.compression import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render

@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from kvreclaim.compression import CompressionConfig, Wrapper, policy_class, policy_names
+from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.policy import Wrapper
+from kvreclaim.compression.registry import policy_class, policy_names
 from kvreclaim.engine.serving.host import Host
 from kvreclaim.engine.serving.served import Auto
 from kvreclaim.errors import KVReclaimError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.compression import Compressor
+from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policy import NO_SIGNALS, LayerSignals
 from kvreclaim.compression.uneven import Heads, HeadsQuestion, choose_uneven, prompt_left
 from kvreclaim.integrations.vllm.cells.grid import CellGrid
@@ -24,7 +24,7 @@ from kvreclaim.integrations.vllm.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.cell_tables import Cells, append_cells, assign_cells, join_moves
 from kvreclaim.ops.key_source import KeySource
-from kvreclaim.schedule.step import Pass
+from kvreclaim.schedule.budget.compaction import Pass
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a move (twice: as they lay and as they will)."""

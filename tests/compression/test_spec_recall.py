@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.limits import check_blocks
-from kvreclaim.schedule.recall import Recall, parse_recall
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.recall import Recall
+from kvreclaim.schedule.budget.way import Way
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.protection import kept_prompt_slots
-from kvreclaim.schedule.recall import Recall
-from kvreclaim.schedule.sparse import SparseRows
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.protection import kept_prompt_slots
+from kvreclaim.schedule.budget.recall import Recall
+from kvreclaim.schedule.budget.sparse import SparseRows
+from kvreclaim.schedule.budget.way import Way
 
 
 def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:

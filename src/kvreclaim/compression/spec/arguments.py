@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvreclaim.compression.spec.grammar import Spec, Value
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.spec import Spec, Value
 
 WRAPPED = "inner"
 """The option of a wrapper that holds the policy that it wraps."""

@@ -1,9 +1,45 @@
-"""Where the survivors of a compression go: block ids only, no tensor."""
+"""Compression passes as values, and where their survivors go: block ids only, no tensor."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Generic
+
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, TableState
+from kvreclaim.schedule.budget.way import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Pass(Generic[Id]):
+    """One compression of one sequence. Lengths in tokens, per layer and KV head.
+
+    source_ids:   blocks that hold the num_tokens live tokens, in table order; a hole, which nobody reads,
+                  names another block of the sequence
+    target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
+                  of a later pass: passes are carried out in their order. Under Way.MASK and Way.BLOCKS
+                  nothing moves, and only the choice tells which blocks go: Scheduler.compressed
+    logical_len:  tokens computed so far, evicted ones included: the position of the next query
+    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
+    first:        nothing of this sequence has been evicted yet
+    blocks_freed: blocks that went back to the pool, less those taken; as far as known beforehand
+    """
+
+    seq_id: Id
+    way: Way
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    num_tokens: int
+    keep: int
+    logical_len: int
+    prompt_slots: int
+    first: bool
+    blocks_freed: int = 0
+
+    @property
+    def shift(self) -> int:
+        """Logical minus physical length afterwards."""
+        return self.logical_len - self.keep
 
 
 def plan_compaction(

@@ -9,11 +9,10 @@ from typing import Protocol, runtime_checkable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.schedule.account import Account
-from kvreclaim.schedule.footprint import Footprint
-from kvreclaim.schedule.plan import plan_compaction
-from kvreclaim.schedule.step import Pass
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
+from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.way import Way
 
 
 class Pool(Protocol[Id]):

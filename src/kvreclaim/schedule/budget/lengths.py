@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.schedule.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint
 
 
 def excess_slots(num_prompt: int, length: int, footprint: Footprint, num_blocks: int) -> int:

@@ -1,19 +1,10 @@
-"""Recall: evicted tokens wait in pages on the host and come back when queries want them. Integers only.
-
-pass               pages are chosen at passes alone
-tokens:16          also behind the prompt, at every multiple of 16 tokens
-query              also behind the prompt, for every token, by its own queries
-query(blocks=8)    options of each, in parentheses: tokens(every=16, blocks=8)
-"""
+"""Recall: evicted tokens wait in pages on the host and come back when queries want them. Integers only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kvreclaim.checks import check_choice, check_int, require
-from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.spec import parse_spec
 
 MODES = ("pass", "tokens", "query")
 PACKINGS = ("time", "pca", "kmeans")
@@ -87,32 +78,3 @@ class Recall:
     def is_due(self, num_computed: int) -> bool:
         """Whether pages are chosen before the token at this position is computed."""
         return self.between and num_computed % self.every == 0
-
-
-def parse_recall(text: object) -> Recall:
-    """What `text` says. Raises: InvalidArgumentError."""
-    given: dict[str, Any] = {}
-    if isinstance(text, str) and text.startswith("tokens:"):
-        count, bracket, rest = text.removeprefix("tokens:").partition("(")
-        require(count.isdecimal(), f"recall is {text!r}; write tokens:16, or another number.", "recall")
-        given["every"], text = int(count), f"tokens{bracket}{rest}"
-    spec = parse_spec(text, "recall")
-    require(
-        spec.name in MODES,
-        f"recall is {text!r}; write pass, tokens:N or query, with options as in query(blocks=8).",
-        "recall",
-    )
-    for option, value in spec.args:
-        if option not in OPTIONS or option in given or (option == "every" and spec.name == "pass"):
-            raise InvalidArgumentError(
-                f"recall {text!r} has {option or value!r} out of place; its options are "
-                f"{', '.join(OPTIONS)}, each once and by name.",
-                field="recall",
-            )
-        given[option] = value
-    if spec.name == "query":
-        given.setdefault("every", 1)
-    return Recall(spec.name, **given)
-
-
-OPTIONS = ("every", "blocks", "packing", "digest", "source")

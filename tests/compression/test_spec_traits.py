@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
-from kvreclaim.compression import Signal, make_policy, policy_class, policy_names
+from kvreclaim.compression import spec_table
+from kvreclaim.compression.registry import make_policy, policy_names
+from kvreclaim.compression.spec.traits import footprint, traits
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.limits import OPTIONS, footprint, traits
-from kvreclaim.schedule.way import Way
+from kvreclaim.schedule.budget.way import Way
 
 SPECS = (
     *policy_names(),
@@ -32,15 +33,13 @@ SPECS = (
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_table_says_what_the_classes_say(spec):
     policy, found = make_policy(spec), traits(spec)
-    window = max(1, policy.query_window) if Signal.RECENT_QUERIES in policy.needs else 1
-    if Signal.ATTENTION_MASS in policy.needs:
-        window = None
+    window = spec_table.window_of(policy)
     assert (found.way, found.prompt_only, found.window) == (policy.way, policy.prompt_only, window)
 
 
-@pytest.mark.parametrize("name", policy_names())
-def test_the_options_are_those_of_the_classes(name):
-    assert OPTIONS[name] == tuple(field.name for field in fields(policy_class(name)) if field.init)
+def test_the_table_is_what_the_classes_write():
+    """`python -m kvreclaim.compression.spec_table` writes it anew."""
+    assert json.loads(spec_table.FILE.read_text()) == json.loads(json.dumps(spec_table.rows()))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_what_the_classes_refuse_is_refused_with_their_words(spec):
 
 
 @pytest.mark.parametrize("inner", ["full", "paged_eviction", "evict-only(knorm)", "ada_kv", "quest", "knorm"])
-@pytest.mark.parametrize("wrapper", [name for name in policy_names() if OPTIONS[name][:1] == ("inner",)])
+@pytest.mark.parametrize("wrapper", [name for name, row in spec_table.rows().items() if "wraps" in row])
 def test_wrappers_take_what_their_classes_take(wrapper, inner):
     spec = f"{wrapper}({inner})"
     try:
@@ -119,7 +118,7 @@ def test_the_rooms_that_decide_load_without_torch():
         "import sys\n"
         "for name in ('torch', 'numpy', 'transformers'): sys.modules[name] = None\n"
         "import kvreclaim.config, kvreclaim.memory, kvreclaim.schedule\n"
-        "from kvreclaim.schedule.limits import footprint\n"
+        "from kvreclaim.compression.spec.traits import footprint\n"
         "print(footprint('triattention:budget=512,interval=128').decode_cap)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,1 @@
+"""Policies as text, and what that text means for memory: no torch."""

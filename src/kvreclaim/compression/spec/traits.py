@@ -1,0 +1,107 @@
+"""What a compression lets a sequence hold, known from its text alone: no policy's class, no torch.
+
+    query_mixture                          the defaults
+    triattention:budget=512,interval=128   a policy, then settings of the budget
+    ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (spec.py)
+
+What the built-in policies do to memory stands in policies.json, generated from their classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvreclaim.checks import require
+from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
+from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
+from kvreclaim.compression.spec.wrapping import TRAIT_OF_WAY
+from kvreclaim.config import AUTO, CompressionSettings
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
+from kvreclaim.schedule.budget.way import Way
+
+_ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    json.loads((Path(__file__).parent / "policies.json").read_text())
+)
+"""By name, what compression/spec_table.py has written from the classes."""
+
+SETTINGS = ("budget", "interval", "sinks", "recent")
+"""Of CompressionSettings, those that a text may name."""
+
+
+def traits(policy: str) -> Footprint:
+    """Way, prompt_only and window of a policy as it is written, whatever the budget. Raises:
+    InvalidArgumentError if it is not to be read or not built in."""
+    return _traits(parse_spec(policy))
+
+
+def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Footprint:
+    """What `policy[:setting=value,…]` lets a sequence hold. Raises: InvalidArgumentError."""
+    policy, settings = _split(text)
+    lengths = {name: getattr(settings, name) for name in SETTINGS}
+    found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
+    if found.way is Way.CELLS:
+        always = found.sinks + found.recent
+        found = replace(found, budget=budget_in_blocks(found.budget, block_size, always))
+    check_blocks(found, policy)
+    return found
+
+
+def _split(text: str) -> tuple[str, CompressionSettings]:
+    """The policy, and the settings behind the colon that follows it."""
+    policy, colon, rest = text.rpartition(":")
+    if not colon or ")" in rest:
+        policy, rest = text, ""
+    settings: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in SETTINGS:
+            raise InvalidArgumentError(
+                f"{text!r} has the setting {part!r}; after the colon write {', '.join(SETTINGS)}, each with "
+                "=tokens, as in 'triattention:budget=512,interval=128'."
+            )
+        require(value.isdecimal(), f"{text!r}: {name} is {value!r}; it must be a number of tokens.")
+        settings[name] = int(value)
+    return policy, CompressionSettings(**settings)
+
+
+def _traits(spec: Spec) -> Footprint:
+    require(
+        spec.name != AUTO,
+        "policy auto stands for another one, which the model's statistics name; write that one here "
+        "(`kvreclaim calibrate --show FILE` says it).",
+    )
+    if spec.name not in _ROWS:
+        raise InvalidArgumentError(
+            f"policy {spec.name!r} is not built in, and what it does to memory is not known without its "
+            f"class; known are {', '.join(_ROWS)}."
+        )
+    row = _ROWS[spec.name]
+    given = named_arguments(spec, row["options"])
+    refuse_unknown(spec.name, row["options"], given)
+    if "wraps" in row:
+        return _wrapper_traits(spec.name, row, given)
+    found = Footprint(Way(row["way"]), window=row["window"], prompt_only=row["prompt_only"])
+    if isinstance(window := given.get(row.get("window_option", "")), int):
+        found = replace(found, window=window)
+    option, value = row.get("prompt_only_if", ("", None))
+    return replace(found, prompt_only=True) if option in given and given[option] == value else found
+
+
+def _wrapper_traits(name: str, row: Mapping[str, Any], given: Mapping[str, Value]) -> Footprint:
+    """The wrapped policy's, but for the way where the wrapper has one of its own."""
+    what = wrapped(name, given.get(WRAPPED, row["wraps"]))
+    inner = _traits(what)
+    unfit = TRAIT_OF_WAY.get(inner.way)
+    require(
+        unfit is None or unfit.name not in row["refuses"],
+        f"{name}({what.name}) is refused: {what.name} {unfit}; wrap a policy that ranks tokens, such as "
+        f"{name}({row['wraps']}).",
+    )
+    return replace(inner, way=Way(row["way"])) if "way" in row else inner
