@@ -64,7 +64,7 @@ def test_its_command_compares_it_with_others(installed, tmp_path):
 
 
 def test_without_its_package_it_is_unknown():
-    code = "from kvreclaim.compression import make_policy; make_policy('fading_values')"
+    code = "from kvreclaim.compression.registry import make_policy; make_policy('fading_values')"
     with pytest.raises(AssertionError, match="policy 'fading_values' is unknown"):
         run("-c", code, cwd=ROOT)
 
