@@ -7,7 +7,8 @@ Set by environment, so that tests of the integer rooms run without importing tor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ os.environ.update(
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # before transformers imports triton; 0 runs its tests on a GPU
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """Commands set the number of threads; a test leaves it as it was. Two workers with two threads
+    each, on two cores, take four times as long."""
+    yield
+    torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
