@@ -43,7 +43,7 @@ as fast as torch's products for more rows (ops/native/linear.max_rows)."""
 
 
 class Watcher(Protocol):
-    """Sees the attention calls of a step, whatever policies ask (engine/verify)."""
+    """Sees the attention calls of a step, whatever policies ask (engine/speculative)."""
 
     def watch(
         self, step: list[Scheduled], batch: AttentionBatch | None

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Forgets(Protocol):
-    """Who keeps something of sequences (engine/speculate)."""
+    """Who keeps something of sequences (engine/speculative)."""
 
     def forget(self, seq_id: int) -> None:
         """A sequence is gone."""
@@ -42,7 +42,7 @@ class Forgets(Protocol):
 
 
 class Follows(Protocol):
-    """Who has companions of sequences (engine/verify)."""
+    """Who has companions of sequences (engine/speculative)."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None: ...
 
