@@ -270,7 +270,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
     llm.engine.abort("gone")
     held.free.set()
     while prefixes.below.num_coming:
-        llm.engine.tiers.wait()
+        llm.engine.tiers.idle()
         llm.engine.tiers.begin_step()
     answer, metrics = ask(llm, PROMPTS[0])
     assert answer[0] == expected[0][0]

@@ -333,7 +333,7 @@ def test_a_race_takes_over_what_has_come(tmp_path, make_llm):
     engine.step()
     held.free.set()
     while disk.tier.num_loading:
-        engine.tiers.wait()
+        engine.tiers.idle()
         engine.tiers.begin_step()
     while engine.has_unfinished:
         engine.step()
@@ -356,7 +356,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     held.free.set()
     while disk.tier.num_loading:
-        llm.engine.tiers.wait()
+        llm.engine.tiers.idle()
         llm.engine.tiers.begin_step()
     closed(llm)
     assert llm.engine.memory.host.pool.num_in_use == 0

@@ -70,6 +70,7 @@ class Scheduler(Generic[Seq]):
         preemption: Preemption | None = None,
         victim_policy: str = "auto",
         max_snapshot_blocks: int = 0,
+        max_open_snapshots: int | None = None,
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -79,7 +80,7 @@ class Scheduler(Generic[Seq]):
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
         self.preemption = preemption or Preemption()
-        self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks)
+        self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks, max_open_snapshots)
         self.companions: Companions[Seq] | None = None
         self._state = State(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
         order = victim_order(
@@ -105,6 +106,10 @@ class Scheduler(Generic[Seq]):
     def in_flight(self) -> InFlight[Seq]:
         """Who waits for whom."""
         return self._admission.in_flight
+
+    def take_in(self, companions: Companions[Seq]) -> None:
+        """Companions that share the pool give way first."""
+        self.companions = companions
 
     def add(self, seq: Seq) -> None:
         """Queue a sequence."""

@@ -26,21 +26,25 @@ class Snapshots(Generic[Seq]):
 
     Args:
         max_blocks: that all of them may hold together; 0: none is kept
+        max_open: of those in blocks, so many may have a last one that is not full; None: any number
 
     below: those on disk; None without
-    max_open: of those in blocks, so many may have a last one that is not full; None: any number
     """
 
-    def __init__(self, memory: MemoryManager, max_blocks: int) -> None:
+    def __init__(self, memory: MemoryManager, max_blocks: int, max_open: int | None = None) -> None:
         self.memory = memory
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
         self.below: PrefixesBelow[Seq] | None = None
-        self.max_open: int | None = None
+        self.max_open = max_open
         self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
         self._used: list[Seq] = []
+
+    def look_below(self, below: PrefixesBelow[Seq]) -> None:
+        """Those on disk are found, too."""
+        self.below = below
 
     def __len__(self) -> int:
         return len(self._held)

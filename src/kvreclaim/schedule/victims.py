@@ -34,6 +34,10 @@ class Preemption:
     def __post_init__(self) -> None:
         check_choice("preemption_mode", self.mode, PREEMPTION_MODES)
 
+    def measure(self, bytes_per_block: int) -> None:
+        """So many bytes are moved for a block."""
+        self.bytes_per_block = bytes_per_block
+
     def swaps(self, group: Group, memory: MemoryManager) -> bool:
         """Whether their blocks are to be moved to slots, if there are some."""
         if self.mode == "recompute" or not isinstance(memory, TieredMemory):

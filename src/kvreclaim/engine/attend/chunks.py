@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvreclaim.engine.request.chunk_reuse import Reuse, Source
 from kvreclaim.engine.request.request import Scheduled
-from kvreclaim.engine.signals.signals import Observer
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
@@ -140,17 +139,6 @@ class Scout:
 
     def __bool__(self) -> bool:
         return bool(self._asking)
-
-    def beside(self, other: Observer | None) -> Observer:
-        """Both see every call."""
-        if other is None:
-            return Observer((self.see,), self.commit)
-
-        def commit() -> None:
-            other.commit()
-            self.commit()
-
-        return Observer((*other.writes, self.see), commit)
 
     def see(self, call: AttentionCall) -> None:
         for i, (rows, batch, reuse) in enumerate(self._asking):

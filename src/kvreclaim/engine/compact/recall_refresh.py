@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kvreclaim.engine.compact.recalls import Recalls
+from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.request.request import Scheduled, Sequence
-from kvreclaim.engine.signals.signals import Observer, Signals
+from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.batch import AttentionBatch
 
 
-class Refresher:
-    """Only behind the prompt, and only of sequences with pages. The recall blocks that it writes are their
-    own: a pass has put them there, and nobody forks such a sequence."""
+class RecallExtension(Extension):
+    """Brings pages back behind the prompt, for sequences that have some. The recall blocks that it writes are
+    their own: a pass has put them there, and nobody forks such a sequence."""
+
+    rank = 30
 
     def __init__(self, recalls: Recalls, memory: MemoryManager, signals: Signals) -> None:
         self.recalls, self.memory, self.signals = recalls, memory, signals
@@ -44,12 +46,26 @@ class Refresher:
                 queries = self.signals.queries_of(seq, layer, window)
             self._refresh(seq, layer, queries, blocks, num_slots)
 
-    def beside(self, observer: Observer | None, step: list[Scheduled]) -> Observer | None:
-        """The step's observer, which also brings back what the queries of the step want, before they attend.
-        A step that is tried again chooses the same."""
-        writes: list[Callable[[AttentionCall], None]] = []
+    def processed(self, seq: Sequence) -> None:
+        """Bring back what the last queries want, if a choice is due."""
+        if self.is_due(seq):
+            self.choose(seq)
+
+    def forked(self, parent: Sequence, child: Sequence) -> None:
+        self.recalls.fork(parent.seq_id, child.seq_id)
+
+    def reset(self, seq_id: int) -> None:
+        self.recalls.drop(seq_id)
+
+    def released(self, seq_id: int) -> None:
+        self.recalls.drop(seq_id)
+
+    def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
+        """Bring back what the queries of the step want, before they attend. A step that is tried again
+        chooses the same."""
+        writes: list[AttentionHook] = []
         row = 0
-        for item in step:
+        for item in runs:
             recall, start = item.seq.footprint.recall, row
             row += item.num_tokens
             if recall is None or recall.mode != "query" or item.seq.seq_id not in self.recalls.tables:
@@ -57,13 +73,9 @@ class Refresher:
             if item.row.first >= item.seq.num_prompt:
                 assert item.num_tokens == 1, f"{item.num_tokens} tokens at once, each with pages of its own"
                 writes.append(self._write(item.seq, start))
-        if not writes:
-            return observer
-        if observer is None:
-            return Observer(tuple(writes))
-        return Observer((*writes, *observer.writes), observer.commit)
+        return writes
 
-    def _write(self, seq: Sequence, row: int) -> Callable[[AttentionCall], None]:
+    def _write(self, seq: Sequence, row: int) -> AttentionHook:
         blocks, num_slots = self._table(seq)
 
         def write(call: AttentionCall) -> None:

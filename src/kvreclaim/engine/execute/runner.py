@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvreclaim.engine.attend.block_rows import block_row, slots_are_positions
-from kvreclaim.engine.attend.chunks import Bringer, Scout, expanded, has_chunks
 from kvreclaim.engine.attend.paged import PagedKVBatch
 from kvreclaim.engine.attend.split import has_head_tables, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
 from kvreclaim.engine.attend.windows import window_batches
-from kvreclaim.engine.compact.recall_refresh import Refresher
 from kvreclaim.engine.execute.graphs import DecodeGraphs
-from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.extension import AttentionHook, Extensions
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import is_watched
 from kvreclaim.engine.signals.signals import Observer, Signals
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.model.attention import AttentionCall, KVBatch
+from kvreclaim.model.attention import KVBatch
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops import reference
 from kvreclaim.ops.backend import Backend
@@ -40,16 +37,6 @@ from kvreclaim.schedule import StepPlan
 MOST_PLAIN_ROWS = 32
 """Of a step without drafts, up to which rows are computed as each would be alone; more where the kernels are
 as fast as torch's products for more rows (ops/native/linear.max_rows)."""
-
-
-class Watcher(Protocol):
-    """Sees the attention calls of a step, whatever policies ask (engine/speculative)."""
-
-    def watch(
-        self, step: list[Scheduled], batch: AttentionBatch | None
-    ) -> list[Callable[[AttentionCall], None]]:
-        """batch: where the tokens go on the device; None: to the host."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +58,9 @@ class _Inputs:
 class ModelRunner:
     """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
 
-    graphs: replays decode steps if there is one (on CUDA)
-    tiers:  where the memory has host slots; refresher: where there is cold memory
     stream: where the cache lies in host memory: brings its layers to the device
-    beside: sees every call of observed steps
+    graphs: replays decode steps if there is one (on CUDA)
+    extensions: see every observed step
     """
 
     def __init__(
@@ -86,6 +72,9 @@ class ModelRunner:
         backend: Backend,
         signals: Signals,
         stream: StreamedLayers | None = None,
+        *,
+        graphs: DecodeGraphs | None = None,
+        extensions: Extensions | None = None,
     ) -> None:
         self.groups, self.layers = groups, groups.layers(cache, backend)
         self.model = loaded.model
@@ -101,11 +90,8 @@ class ModelRunner:
         if stream is not None:
             self.streamed = StreamedBatches(backend, stream, groups.places, self.device)
         self._has_windows = any(layer.softmax.window is not None for layer in groups.facts.layers)
-        self.bringer = Bringer(memory, cache, backend, groups.facts)
-        self.graphs: DecodeGraphs | None = None
-        self.tiers: Tiers | None = None
-        self.refresher: Refresher | None = None
-        self.beside: Watcher | None = None
+        self.graphs = graphs
+        self.extensions = Extensions() if extensions is None else extensions
         self._most_plain = max(MOST_PLAIN_ROWS, max_rows(loaded.facts.dtype))
         self._late: list[LateSignals] = []
 
@@ -116,13 +102,11 @@ class ModelRunner:
         tokens of all sequences go to, whether they take part or not, and for those that are copied.
         """
         self._late.clear()
-        if self.tiers is not None:
-            self.tiers.move(plan)
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
             self.moves.keep_open(self.cache, {*self.memory.unfilled(), *sources})
-            if self.tiers is not None:
-                self.tiers.parking.fill_rows()
+        for extension in self.extensions:
+            extension.prepare(plan)
         if plan.copies:
             self.moves.copy_blocks(self.cache, list(plan.copies))
             if self.signals.scores is not None:
@@ -157,53 +141,55 @@ class ModelRunner:
         If it raises, only slots that are written again have changed: any part of the step may be tried
         once more.
         """
-        reusing = [item for item in step if has_chunks(item)]
-        for item in reusing:
-            self.bringer.bring(item)
-        runs = expanded(step) if reusing else step
+        extensions = self.extensions if observed else Extensions()
+        runs = step
+        for extension in extensions:
+            runs = extension.expand(runs)
         inputs = self._inputs(step, runs)
         watched = observed and any(is_watched(item.seq) for item in step)
         logits = self._replay(step, inputs, watched)
-        if logits is not None:
-            return logits, inputs.wanted
-        if self.streamed is not None:
-            watches = self.beside.watch(runs, None) if self.beside is not None and observed else []
-            return self._stream(self.streamed, inputs, watches), inputs.wanted
-        batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
-        others = window_batches(step, self.groups, self.memory, self.device)
-        observer = self.signals.observe(runs, batch) if watched else None
-        if self.refresher is not None:
-            observer = self.refresher.beside(observer, runs)
-        beside = self.beside.watch(runs, batch) if self.beside is not None and observed else []
-        if beside:
-            observer = observer or Observer(())
-            observer = replace(observer, writes=(*observer.writes, *beside))
-        if scout := Scout(runs, batch, self.cache, self.ops) if reusing else None:
-            observer = scout.beside(observer)
+        if logits is None and self.streamed is not None:
+            logits = self._stream(self.streamed, inputs, extensions.hooks(runs, None))
         try:
-            parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
-            places = self.groups.places
-            logits = self._logits(
-                inputs,
-                PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts),
-            )
-            if observer is not None:
-                observer.commit()
-                if observer.late is not None:
-                    self._late.append(observer.late)
-            for item in reusing:
-                self.bringer.bring_last(item)
+            if logits is None:
+                batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
+                observer = self.signals.observe(runs, batch) if watched else None
+                logits = self._paged(step, runs, inputs, batch, observer, extensions.hooks(runs, batch))
+            for extension in extensions:
+                extension.attended(step)
         except Exception:
             self.signals.forget(step)
             raise
         return logits, inputs.wanted
 
-    def _stream(
-        self, streamed: StreamedBatches, inputs: _Inputs, watches: list[Callable[[AttentionCall], None]]
+    def _paged(
+        self,
+        step: list[Scheduled],
+        runs: list[Scheduled],
+        inputs: _Inputs,
+        batch: AttentionBatch,
+        observer: Observer | None,
+        hooks: tuple[AttentionHook, ...],
     ) -> Tensor:
+        """The logits over the pool's blocks. hooks: see each call before the observer does"""
+        if hooks:
+            seen = observer or Observer(())
+            observer = replace(seen, writes=(*hooks, *seen.writes))
+        others = window_batches(step, self.groups, self.memory, self.device)
+        parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
+        places = self.groups.places
+        kv_batch = PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts)
+        logits = self._logits(inputs, kv_batch)
+        if observer is not None:
+            observer.commit()
+            if observer.late is not None:
+                self._late.append(observer.late)
+        return logits
+
+    def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: tuple[AttentionHook, ...]) -> Tensor:
         """The logits over a cache in host memory, which is written when all went well."""
         try:
-            logits = self._logits(inputs, streamed.begin(inputs.slots, tuple(watches)))
+            logits = self._logits(inputs, streamed.begin(inputs.slots, hooks))
             streamed.stream.commit()
         except Exception:
             streamed.stream.abandon()

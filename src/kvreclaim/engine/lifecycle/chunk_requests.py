@@ -12,14 +12,18 @@ from torch import Tensor
 from kvreclaim.checks import require
 from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.config import SamplingParams
+from kvreclaim.engine.attend.chunks import Bringer, Scout, expanded, has_chunks
+from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.chunk_reuse import Reuse, Source
-from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.request.request import Request, Scheduled
 from kvreclaim.engine.signals.needs import chunk_salt
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.model.stopped import call_of_layer
+from kvreclaim.ops.backend import Backend
+from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.rope import rotate
 
 LATE = (0.6, 0.85)
@@ -57,21 +61,27 @@ def prove_turning(loaded: LoadedModel, facts: ModelFacts) -> None:
     )
 
 
-class ChunkedPrompts:
-    """Requests whose chunks are computed, each alone, before they themselves are queued.
+class ChunkedPrompts(Extension):
+    """Requests whose chunks are computed, each alone, before they themselves are queued, and then reused.
 
     add: queues a request on behalf of another: (request id, tokens, params, parent, reuse or None)
     """
+
+    rank = 10
 
     def __init__(
         self,
         loaded: LoadedModel,
         facts: ModelFacts,
-        memory: MemoryManager,
+        cache: KVCache,
+        backend: Backend,
         lifecycle: Lifecycle,
         add: Callable[[str, list[int], SamplingParams, Request, Reuse | None], Request],
     ) -> None:
-        self.loaded, self.facts, self.memory, self.lifecycle, self.add = loaded, facts, memory, lifecycle, add
+        self.loaded, self.facts, self.cache, self.backend = loaded, facts, cache, backend
+        self.memory, self.lifecycle, self.add = lifecycle.memory, lifecycle, add
+        self._bringer = Bringer(self.memory, cache, backend, facts)
+        self._scout: Scout | None = None
         self._making: list[tuple[Request, Iterator[None]]] = []
         self._is_proven = False
 
@@ -100,14 +110,34 @@ class ChunkedPrompts:
         """Compute what the request's chunks lack; it is queued in a later step."""
         self._making.append((request, self._made(request, how)))
 
-    def advance(self) -> None:
-        """Before a step: requests whose chunks are there go on, and are queued in the end."""
+    def begin_step(self) -> None:
+        """Requests whose chunks are there go on, and are queued in the end."""
         waiting = []
         for request, steps in self._making:
             with self.lifecycle.contained(request, "preparing the chunks of"):
                 if self._waits(request, steps):
                     waiting.append((request, steps))
         self._making = waiting
+
+    def expand(self, step: list[Scheduled]) -> list[Scheduled]:
+        """Copy what the step reuses; what is computed anew goes in runs."""
+        self._scout = None
+        reusing = [item for item in step if has_chunks(item)]
+        for item in reusing:
+            self._bringer.bring(item)
+        return expanded(step) if reusing else step
+
+    def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
+        if batch is None or not any(has_chunks(item) for item in runs):
+            return []
+        self._scout = Scout(runs, batch, self.cache, self.backend)
+        return [self._scout.see] if self._scout else []
+
+    def attended(self, step: list[Scheduled]) -> None:
+        if self._scout is not None:
+            self._scout.commit()
+        for item in filter(has_chunks, step):
+            self._bringer.bring_last(item)
 
     def _waits(self, request: Request, steps: Iterator[None]) -> bool:
         """Go on with it as far as it goes."""

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -15,11 +14,11 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compact.recalls import Recalls
-from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.extension import Extensions
+from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.snapshot_state import Hidden
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
-from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
+from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
 from kvreclaim.engine.sampling.beam_search import Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
@@ -33,22 +32,6 @@ from kvreclaim.schedule.victims import Preemption
 logger = logging.getLogger(__name__)
 
 
-class Forgets(Protocol):
-    """Who keeps something of sequences (engine/speculative)."""
-
-    def forget(self, seq_id: int) -> None:
-        """A sequence is gone."""
-        ...
-
-
-class Follows(Protocol):
-    """Who has companions of sequences (engine/speculative)."""
-
-    def fork(self, parent: Sequence, child: Sequence) -> None: ...
-
-    def leave(self, owner_id: int) -> None: ...
-
-
 class Lifecycle:
     """The requests in flight. What a sequence holds is given back here and nowhere else.
 
@@ -59,44 +42,44 @@ class Lifecycle:
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, memory: MemoryManager, signals: Signals
+        self,
+        loaded: LoadedModel,
+        memory: MemoryManager,
+        signals: Signals,
+        scheduler: Scheduler[Sequence],
+        extensions: Extensions,
+        offload: Offload | None,
+        totals: EngineTotals,
     ) -> None:
-        self.loaded = loaded
-        self.memory = memory
-        self.signals = signals
-        self.totals = EngineTotals()
+        self.loaded, self.memory, self.signals = loaded, memory, signals
+        self.scheduler, self.extensions, self.totals = scheduler, extensions, totals
         self.requests: dict[str, Request] = {}
         self.touched: dict[str, Request] = {}
-        self.scheduler: Scheduler[Sequence] = Scheduler(
-            memory,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            policy=config.scheduling_policy,
-            preemption=Preemption(config.preemption_mode),
-            victim_policy=config.victim_policy,
-            max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
-        )
-        self.tiers: Tiers | None = None
-        self.recalls: Recalls | None = None
-        self.drafter: Forgets | None = None
-        self.verifier: Follows | None = None
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
-        self.hidden = Hidden(self.scheduler, signals, self._seq_ids)
+        parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)
+        self.hidden = Hidden(scheduler, signals, self._seq_ids, parking, moves)
 
     def begin(
-        self, request: Request, token_ids: list[int], footprint: Footprint, *, queued: bool = True
+        self,
+        request: Request,
+        token_ids: list[int],
+        footprint: Footprint,
+        *,
+        queued: bool = True,
+        most_hit: int | None = None,
     ) -> None:
-        """Take the request in, with its first sequence; queued: at once, or when `queue` is called."""
+        """Take the request in, with its first sequence.
+
+        queued:   at once, or when `queue` is called
+        most_hit: leading tokens that a prefix hit may cover; None: any number
+        """
         seq = self._new_sequence(request, 0, token_ids, footprint)
         seq.seats = request.num_seats
         if footprint.compress_at and request.compressor is not None:
             salt = prefix_salt(request.params.cache_salt, None, request.sparse_prefill)
             seq.snapshot_key = snapshot_key(token_ids, salt, request.compressor, footprint)
-        if request.verify is not None:
-            companions = self.scheduler.companions
-            forks = companions is not None and companions.memory is self.memory
-            seq.most_hit = most_hit(request.verify, forks)
+        seq.most_hit = most_hit
         if request.lacks_prompt_logprobs:
             seq.most_hit = 0
         elif request.scores is not None:
@@ -174,10 +157,8 @@ class Lifecycle:
         """It holds its parent's blocks: it begins with all that goes with them."""
         child.state = parent.state.fork()
         self.signals.fork(parent.seq_id, child.seq_id)
-        if self.recalls is not None:
-            self.recalls.fork(parent.seq_id, child.seq_id)
-        if self.verifier is not None:
-            self.verifier.fork(parent, child)
+        for extension in self.extensions:
+            extension.forked(parent, child)
 
     def _concluded(self, request: Request, index: int, found: Hypothesis) -> Sequence:
         seq = Sequence(
@@ -202,10 +183,9 @@ class Lifecycle:
         """Note what a plan has done to sequences. Returns: what is to be computed."""
         for lost in plan.preempted:
             seq = self.sequences[lost.seq_id]
-            if self.verifier is not None:
-                self.verifier.leave(seq.seq_id)
-            if lost.parked and self.tiers is not None:
-                self.tiers.parking.park(seq)
+            for extension in self.extensions:
+                extension.preempted(seq, parked=lost.parked)
+            if lost.parked:
                 self.totals.swaps += 1
             else:
                 self.signals.drop(lost.seq_id)
@@ -221,15 +201,14 @@ class Lifecycle:
                 is_read = self.hidden.used(begun.snapshot)
             if not begun.resumed:
                 self._compute_anew(seq)
-            elif self.tiers is not None:
-                with self.contained(seq.request, "bringing back"):
-                    self.tiers.parking.resume(seq)
+            with self.contained(seq.request, "bringing back"):
+                for extension in self.extensions:
+                    extension.admitted(seq, begun)
             metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
-                if self.tiers is not None:
-                    from_disk = self.tiers.memory.num_from_disk(begun.seq_id)
-                    metrics.num_disk_tokens = begun.num_hit if is_read else from_disk
+                if is_read:
+                    metrics.num_disk_tokens = begun.num_hit
         self.hidden.drop(plan.dropped)
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
@@ -240,10 +219,8 @@ class Lifecycle:
     def _compute_anew(self, seq: Sequence) -> None:
         """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
         for each in (seq, *seq.followers):
-            if self.tiers is not None:
-                self.tiers.parking.drop(each.seq_id)
-            if self.recalls is not None:
-                self.recalls.drop(each.seq_id)
+            for extension in self.extensions:
+                extension.reset(each.seq_id)
         if seq.request.beams is not None:
             seq.request.beams.rows.clear()
 
@@ -254,8 +231,9 @@ class Lifecycle:
             self.memory.pool.strip(block)
         for lost in plan.preempted:
             seq = self.sequences.get(lost.seq_id)
-            if lost.parked and seq is not None and seq.status is Status.WAITING and self.tiers is not None:
-                self.tiers.memory.drop_parked(seq.seq_id)
+            if lost.parked and seq is not None and seq.status is Status.WAITING:
+                for extension in self.extensions:
+                    extension.lost(seq)
                 seq.reset()
                 self._compute_anew(seq)
         unparked = [
@@ -313,17 +291,11 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
-        if self.recalls is not None:
-            self.recalls.drop(seq.seq_id)
-        if self.drafter is not None:
-            self.drafter.forget(seq.seq_id)
-        if self.verifier is not None:
-            self.verifier.leave(seq.seq_id)
         try:
+            for extension in self.extensions:
+                extension.released(seq.seq_id)
             self.scheduler.remove(seq)
             self.signals.drop(seq.seq_id)
-            if self.tiers is not None:
-                self.tiers.parking.drop(seq.seq_id)
         except Exception:
             logger.exception("returning the blocks of request %s failed", seq.request_id)
 
@@ -362,6 +334,22 @@ class Lifecycle:
         return seq
 
 
+def make_scheduler(
+    config: EngineConfig, memory: MemoryManager, preemption: Preemption, max_open_snapshots: int | None
+) -> Scheduler[Sequence]:
+    """The scheduler that a config asks for."""
+    return Scheduler(
+        memory,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.scheduling_policy,
+        preemption=preemption,
+        victim_policy=config.victim_policy,
+        max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
+        max_open_snapshots=max_open_snapshots,
+    )
+
+
 def salt_of(request: Request) -> str | None:
     """Names those who may find what the request computes: a chunk is found by prompts that reuse it."""
     params = request.params
@@ -373,14 +361,3 @@ def salt_of(request: Request) -> str | None:
 def compressor_of(request: Request) -> Compressor | None:
     """That the request is compressed by, or that of its companions."""
     return request.compressor if request.verify is None else request.verify.compressor
-
-
-def most_hit(verify: Verify, forks: bool) -> int | None:
-    """Leading tokens that a prefix hit may cover; None: any number. Of tokens that are hit nobody sees the
-    queries: attention cannot be added up, and companions that follow from the first token on, rather than
-    fork what is there, would have no queries at their passes. A fork does with those behind the hit: fewer
-    than its policy looks at, but the full cache stays the one that others have computed, to the bit.
-    """
-    needs = needs_of(verify.compressor)
-    is_blind = Signal.ATTENTION_MASS in needs or (Signal.RECENT_QUERIES in needs and not forks)
-    return 0 if is_blind else None

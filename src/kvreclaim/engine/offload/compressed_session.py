@@ -13,7 +13,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.image import Image, image_of, image_of_parked, moved, renamed
 from kvreclaim.engine.offload.image_record import KIND, UnfitError, image_from, record_of
-from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import is_file_of
 from kvreclaim.engine.offload.snapshot_state import Hidden
 from kvreclaim.engine.request.footprints import footprint_of
@@ -41,7 +41,7 @@ class CompressedSessions:
         memory: MemoryManager,
         cache: KVCache,
         backend: Backend,
-        tiers: Tiers | None,
+        tiers: Offload | None,
         config: EngineConfig,
     ) -> None:
         self.hidden, self.memory, self.cache, self.backend = hidden, memory, cache, backend

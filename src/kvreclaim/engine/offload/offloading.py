@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.disk import WAIT_S, Disk
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.prefixes import Prefixes
 from kvreclaim.engine.offload.stats import SlotStats, TierStats
+from kvreclaim.engine.request.outputs import EngineTotals, StepStats
+from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.schedule import StepPlan
+from kvreclaim.schedule import Admitted, StepPlan
 from kvreclaim.schedule.victims import Preemption
 from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.slot_file import SlotFile
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 
 WANTED = -2
 """Id under which something is read from disk for no sequence."""
@@ -32,11 +31,13 @@ MEASURED_TOKENS = 64
 """A step with fewer tokens of prompts says little about what a token costs."""
 
 
-class Tiers:
-    """Host slots, the file below them, what parked sequences have aside, and what all that costs.
+class Offload(Extension):
+    """Host slots, the slot file on disk, what parked sequences have beside their blocks, and transfer costs.
 
     disk: None without a file; prefixes: compressed ones in files, None without
     """
+
+    rank = 20
 
     def __init__(
         self,
@@ -45,14 +46,22 @@ class Tiers:
         signals: Signals,
         preemption: Preemption,
         file: SlotFile | None,
+        totals: EngineTotals,
     ) -> None:
-        self.memory, self.preemption = memory, preemption
+        self.memory, self.preemption, self.totals = memory, preemption, totals
         slots = HostSlots(cache.planes, memory.host.pool.num_blocks)
-        preemption.bytes_per_block = slots.bytes_per_slot
+        preemption.measure(slots.bytes_per_slot)
         self.parking = Parking(memory, cache, signals)
         self.moves = Moves(memory, slots, signals, preemption.rates)
         self.disk = None if file is None else Disk(memory, slots, file, preemption.rates)
         self.prefixes: Prefixes | None = None
+
+    def keep_files(self, prefixes: Prefixes) -> None:
+        """Compressed prefixes are kept on disk, too."""
+        self.prefixes = prefixes
+
+    def added(self) -> None:
+        self.submit()
 
     def submit(self) -> None:
         """Begin to read from disk what a new request would hit there."""
@@ -68,15 +77,36 @@ class Tiers:
         if self.prefixes is not None:
             self.prefixes.poll()
 
-    def move(self, plan: StepPlan) -> None:
-        """Blocks of a plan, before anything else is done with blocks."""
+    def prepare(self, plan: StepPlan) -> None:
+        """Move the plan's blocks out and in; open blocks of resumed sequences get their rows back."""
         if plan.outs:
             self.moves.out(plan.outs)
         if plan.loads:
             self.moves.load(plan.loads)
+        self.parking.fill_rows()
 
-    def wait(self) -> bool:
-        """Where nothing can run: for the disk, if something is on its way. Returns: whether it is."""
+    def preempted(self, seq: Sequence, *, parked: bool) -> None:
+        if parked:
+            self.parking.park(seq)
+
+    def admitted(self, seq: Sequence, begun: Admitted) -> None:
+        if begun.resumed:
+            self.parking.resume(seq)
+        metrics = seq.request.metrics
+        if metrics.queue_s is None:  # for the first time
+            metrics.num_disk_tokens = self.memory.num_from_disk(begun.seq_id)
+
+    def lost(self, seq: Sequence) -> None:
+        self.memory.drop_parked(seq.seq_id)
+
+    def reset(self, seq_id: int) -> None:
+        self.parking.drop(seq_id)
+
+    def released(self, seq_id: int) -> None:
+        self.parking.drop(seq_id)
+
+    def idle(self) -> bool:
+        """Wait for the disk, if something is on its way from there."""
         self.submit()
         if self.disk is not None and self.disk.tier.num_loading:
             self.disk.wait()
@@ -101,6 +131,9 @@ class Tiers:
             self.disk.poll()
         self.memory.end_loading(WANTED)
 
+    def computed(self, sequences: list[Sequence]) -> None:
+        self.store()
+
     def store(self) -> None:
         """Blocks that have become full go to the host, and from there to disk."""
         try:
@@ -113,15 +146,15 @@ class Tiers:
             self.prefixes.flush()
         self.submit()
 
-    def note(self, stats: StepStats, totals: EngineTotals) -> None:
+    def end_step(self, stats: StepStats) -> None:
         """What computing costs here, from steps that are mostly prompts."""
-        rates = self.preemption.rates
+        rates, totals = self.preemption.rates, self.totals
         if stats.num_prefill_tokens >= MEASURED_TOKENS and stats.num_decode_tokens < MEASURED_TOKENS // 4:
             rates.note("token_s", stats.elapsed_s, stats.num_prefill_tokens)
         if totals.compactions:
             rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
 
-    def stats(self, totals: EngineTotals) -> TierStats:
+    def stats(self) -> TierStats:
         """What is where now, and counts since the start."""
         self.begin_step()  # an engine without work would go on telling of transfers that are done
         memory, disk, counts, prefixes = self.memory, self.disk, self.memory.counts, self.prefixes
@@ -130,7 +163,7 @@ class Tiers:
             moves=replace(self.moves.totals),
             parked_seqs=memory.num_parked,
             parked_slots=memory.num_parked_slots,
-            swaps=totals.swaps,
+            swaps=self.totals.swaps,
             swap_in_bytes=counts.resumed_blocks * self.preemption.bytes_per_block,
             deferred_seqs=memory.num_deferred + (0 if prefixes is None else prefixes.below.num_deferred),
             asked_tokens=counts.asked,
@@ -142,7 +175,7 @@ class Tiers:
             prefixes=None if prefixes is None else prefixes.stats(),
         )
 
-    def reset(self, *, external: bool) -> None:
+    def reset_prefixes(self, *, external: bool) -> None:
         """Forget every prefix; external: below the pool, too."""
         self.memory.reset_prefix_cache(external=external)
         if external and self.prefixes is not None:

@@ -190,7 +190,8 @@ def make_prefixes(
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
     worth = prefix_worth(config, moves.rates)
-    below = hidden.scheduler.snapshots.below = PrefixesBelow(load_wait(config), worth, time.monotonic)
+    below: PrefixesBelow[Sequence] = PrefixesBelow(load_wait(config), worth, time.monotonic)
+    hidden.scheduler.snapshots.look_below(below)
     store_after = 2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1
     return Prefixes(hidden, parking, moves, files, below, store_after)
 

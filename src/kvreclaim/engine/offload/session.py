@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.offload.compressed_session import BEYOND, CompressedSessions, is_compressed
-from kvreclaim.engine.offload.offloading import Tiers
+from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix.keys import BlockKeys
@@ -39,7 +39,7 @@ class Sessions:
         memory: MemoryManager,
         cache: KVCache,
         backend: Backend,
-        tiers: Tiers | None,
+        tiers: Offload | None,
         fields: Mapping[str, str],
         compressed: CompressedSessions,
     ) -> None:

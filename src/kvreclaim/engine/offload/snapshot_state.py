@@ -32,12 +32,22 @@ class Files(Protocol):
 class Hidden:
     """held: by id; parking, moves: where there is a host; files: where there is a disk"""
 
-    def __init__(self, scheduler: Scheduler[Sequence], signals: Signals, seq_ids: Iterator[int]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler[Sequence],
+        signals: Signals,
+        seq_ids: Iterator[int],
+        parking: Parking | None,
+        moves: Moves | None,
+    ) -> None:
         self.scheduler, self.signals, self._seq_ids = scheduler, signals, seq_ids
         self.held: dict[int, Sequence] = {}
-        self.parking: Parking | None = None
-        self.moves: Moves | None = None
+        self.parking, self.moves = parking, moves
         self.files: Files | None = None
+
+    def keep_files(self, files: Files) -> None:
+        """Compressed prefixes are kept on disk, too."""
+        self.files = files
 
     def keep(self, parent: Sequence) -> None:
         """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""

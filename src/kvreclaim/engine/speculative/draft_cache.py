@@ -66,8 +66,10 @@ class DraftCache:
             config.num_blocks, size, enable_prefix_caching=config.enable_prefix_caching
         )
         signals = Signals(self.loaded, groups, self.cache, self.ops, config.max_signal_bytes)
-        self.runner = ModelRunner(self.loaded, groups, self.memory, self.cache, self.ops, signals)
-        self.runner.graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
+        graphs = decode_graphs(self.loaded.model, self.cache, self.ops, config)
+        self.runner = ModelRunner(
+            self.loaded, groups, self.memory, self.cache, self.ops, signals, graphs=graphs
+        )
         self._mirrors: dict[int, Mirror] = {}
         self._refused: set[int] = set()
         self._round = 0

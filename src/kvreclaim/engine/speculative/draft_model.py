@@ -49,7 +49,7 @@ class DraftModelDrafter(Drafter):
         self.cache = DraftCache(draft)
         self._name, self._eos, self._vocab_size = draft.loaded.name, target.eos_token_ids, target.vocab_size
 
-    def describe(self) -> str:
+    def drafts(self) -> str:
         return f"{self.limit} tokens by {self._name}, {self.cache.memory.pool.num_blocks} blocks"
 
     def draft(self, asked: list[tuple[Sequence, int]]) -> None:
@@ -60,7 +60,7 @@ class DraftModelDrafter(Drafter):
                 self.cache.forget(seq.seq_id)
             raise
 
-    def forget(self, seq_id: int) -> None:
+    def released(self, seq_id: int) -> None:
         self.cache.forget(seq_id)
 
     def _draft(self, asked: list[tuple[Sequence, int]]) -> None:

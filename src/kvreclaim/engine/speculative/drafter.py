@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence as ListLike
 
+from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.speculative.ngram import Seen, propose
 from kvreclaim.memory.manager import MemoryManager
@@ -34,8 +35,10 @@ def most_drafts(seq: Sequence, limit: int, memory: MemoryManager, form: KVFormat
     return max(0, most)
 
 
-class Drafter(ABC):
-    """Guesses the next tokens of running sequences."""
+class Drafter(Extension):
+    """Proposes the next tokens of running sequences."""
+
+    rank = 40
 
     def __init__(self, limit: int, memory: MemoryManager, form: KVFormat) -> None:
         self.limit, self.memory, self.form = limit, memory, form
@@ -57,12 +60,11 @@ class Drafter(ABC):
         """Set draft_ids of sequences, of each so many tokens at most."""
 
     @abstractmethod
-    def forget(self, seq_id: int) -> None:
-        """A sequence is gone."""
-
-    @abstractmethod
-    def describe(self) -> str:
+    def drafts(self) -> str:
         """How many drafts by whom, for the line at the start."""
+
+    def describe(self) -> str:
+        return f"drafts: {self.drafts()}"
 
 
 class NgramDrafter(Drafter):
@@ -78,8 +80,8 @@ class NgramDrafter(Drafter):
             tokens = self._seen.setdefault(seq.seq_id, Seen()).grown(seq.token_ids)
             seq.draft_ids = propose(tokens, self.least, self.most, most)
 
-    def forget(self, seq_id: int) -> None:
+    def released(self, seq_id: int) -> None:
         self._seen.pop(seq_id, None)
 
-    def describe(self) -> str:
+    def drafts(self) -> str:
         return f"{self.limit} tokens by ngram of {self.least} to {self.most}"

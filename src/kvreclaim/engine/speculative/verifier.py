@@ -5,22 +5,21 @@ Source: VeriCache (arXiv 2605.17613), self-speculation over a compressed cache; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 
+from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
-from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.request.request import Scheduled, Sequence, Verify
 from kvreclaim.engine.speculative.companion_drafts import Draft, draft_all
 from kvreclaim.engine.speculative.drafter import most_drafts
 from kvreclaim.engine.speculative.following import Following, adjust, is_owner, verify_of
-from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.schedule import Way
 
-Watch = Callable[[AttentionCall], None]
 
-
-class Verifier:
+class Verifier(Extension):
     """Owners are sequences of requests with `verify`: they keep all tokens and compute as if nothing were
     compressed. Each has a companion, a sequence that the scheduler does not know: what the policy keeps of
     the owner's tokens, compressed at the points at which the policy alone would compress.
@@ -28,10 +27,12 @@ class Verifier:
     A round: the companions of all owners draft together (`propose`); the scheduler has each owner compute
     its last token and the drafts in one step; what it draws behind them is its answer, as far as the drafts
     agree; then the companion is given the exact keys and values of these tokens, over what it wrote while it
-    drafted (`follow`), and is compressed if it is due.
+    drafted (`computed`), and is compressed if it is due.
 
     Where a companion lacks blocks, or anything about it fails, its owner goes on without one.
     """
+
+    rank = 50
 
     def __init__(self, lifecycle: Lifecycle, following: Following) -> None:
         self.lifecycle, self.following = lifecycle, following
@@ -40,15 +41,27 @@ class Verifier:
         self._readers: dict[int, Sequence] = {}
         self._drafts: dict[int, Draft] = {}
 
-    def watch(self, step: list[Scheduled], batch: AttentionBatch | None) -> list[Watch]:
-        """What is to see the attention calls of a step of owners and others."""
-        if not any(item.seq.request.verify is not None for item in step):
-            return []
-        return self.following.asked.watch(step, batch)
+    def most_hit(self, verify: Verify) -> int | None:
+        """Leading tokens that a prefix hit may cover; None: any number.
 
-    def follow(self, computed: Iterable[Sequence]) -> None:
+        Nobody sees the queries of tokens that are hit. Attention cannot be added up without them, and a
+        companion that follows from the first token on would have no queries at its passes. A companion that
+        is forked has the queries behind the hit: fewer than its policy looks at.
+        """
+        needs = needs_of(verify.compressor)
+        forks = self.companions.memory is self.lifecycle.memory
+        is_blind = Signal.ATTENTION_MASS in needs or (Signal.RECENT_QUERIES in needs and not forks)
+        return 0 if is_blind else None
+
+    def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
+        """Keep the queries of owners for the policies of their companions."""
+        if not any(item.seq.request.verify is not None for item in runs):
+            return []
+        return self.following.asked.watch(runs, batch)
+
+    def computed(self, sequences: list[Sequence]) -> None:
         """These have advanced; companions come as far as their owners are."""
-        owners = [seq for seq in computed if is_owner(seq)]
+        owners = [seq for seq in sequences if is_owner(seq)]
         for owner in owners:
             draft = self._drafts.pop(owner.seq_id, None)
             if draft is not None and owner.num_computed > draft.first:
@@ -114,7 +127,7 @@ class Verifier:
 
     # Owners' lives.
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def forked(self, parent: Sequence, child: Sequence) -> None:
         """An owner has been forked; its companion is, too."""
         companion = self.companions.get(parent)
         if companion is None or not is_owner(child):
@@ -123,6 +136,12 @@ class Verifier:
         branch.state = companion.state.fork()
         self.companions.fork(child, branch, companion)
         self.runner.signals.fork(companion.seq_id, branch.seq_id)
+
+    def preempted(self, seq: Sequence, *, parked: bool) -> None:
+        self.leave(seq.seq_id)
+
+    def released(self, seq_id: int) -> None:
+        self.leave(seq_id)
 
     def leave(self, owner_id: int) -> None:
         """An owner has lost its blocks, or ended, or its companion is of no use."""

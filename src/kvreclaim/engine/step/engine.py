@@ -19,23 +19,22 @@ from kvreclaim.compression.prefill.registry import make_method
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.passes import CompressionPass
-from kvreclaim.engine.compact.recall_refresh import Refresher
-from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
+from kvreclaim.engine.compact.recall_refresh import RecallExtension
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
-from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, make_scheduler
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
-from kvreclaim.engine.offload.disk import namespace_of, open_disk, share_bytes
-from kvreclaim.engine.offload.offloading import Tiers
-from kvreclaim.engine.offload.prefixes import make_prefixes
+from kvreclaim.engine.offload.disk import namespace_of
 from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
-from kvreclaim.engine.request.outputs import StepStats
+from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Scores
-from kvreclaim.engine.request.sizing import make_memory, max_open_snapshots, open_rows
+from kvreclaim.engine.request.request import Sequence as Seq
+from kvreclaim.engine.request.sizing import max_open_snapshots
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.feeding import Feeding, Store
@@ -43,13 +42,20 @@ from kvreclaim.engine.speculative.following import Following
 from kvreclaim.engine.speculative.load import Draft
 from kvreclaim.engine.speculative.make import make_drafter
 from kvreclaim.engine.speculative.verifier import Verifier
+from kvreclaim.engine.step.assembly import (
+    chosen_backend,
+    default_prefill,
+    keep_prefixes_on_disk,
+    make_offload,
+    make_recalls,
+    make_storage,
+    private_runner,
+)
 from kvreclaim.engine.step.full_cache import (
     admitting,
     check_full_cache,
     check_kept,
     check_saved,
-    full_cache,
-    streamed_layers,
 )
 from kvreclaim.engine.step.lengths import bounded_by_pool, check_length, output_limit
 from kvreclaim.engine.step.output_processor import Answers, Looked
@@ -63,18 +69,14 @@ from kvreclaim.engine.step.validation import (
 )
 from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
-from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
-from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.rates import Rates
+from kvreclaim.schedule.victims import Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -104,96 +106,88 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, draft: Draft | None = None) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise InvalidArgumentError("num_blocks and max_model_len are None; the engine needs both set.")
-        self.groups = groups = layer_groups(loaded.facts, config)
-        self._sparse_prefill = make_method(config.sparse_prefill)
-        if self._sparse_prefill is not None:
-            if self._sparse_prefill.slow:
-                raise InvalidArgumentError(
-                    f"sparse prefill {self._sparse_prefill.name} takes about as long as dense attention does "
-                    "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
-                    "SamplingParams(sparse_prefill=...), `kvreclaim eval` or `kvreclaim bench prefill`.",
-                    field="sparse_prefill",
-                )
-            check_sparse_prefill(self._sparse_prefill, None, SamplingParams(), config, groups.facts)
-        facts = groups.facts
-        self.kv_format = form = kv_format(config.kv_cache_dtype, facts.dtype)
-        check_full_cache(config, form, groups, self._sparse_prefill)
-        self.loaded = loaded
-        self.config = config
+        self.loaded, self.config = loaded, config
         self.max_model_len = self.longest = config.max_model_len
-        weight = next(loaded.model.parameters())
-        like = weight.new_empty(0, dtype=facts.dtype)
-        need = Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
-        choice = choose_backend(config.kernels, need)
-        groups.check(choice, config)
-        windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
-        self.kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
+        self.groups = groups = layer_groups(loaded.facts, config)
+        self._sparse_prefill = default_prefill(config, groups)
+        self.kv_format = form = kv_format(config.kv_cache_dtype, groups.facts.dtype)
+        check_full_cache(config, form, groups, self._sparse_prefill)
+        choice = chosen_backend(config, groups, form)
         self.backend = backend = choice.backend
-        file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
-        self.memory = make_memory(
-            config,
-            form.bytes_per_block(facts.layers, config.block_size),
-            0 if file is None else file.num_slots,
-            rates,
-            enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
-            eviction_policy=config.eviction_policy,
-            max_pinned_fraction=config.max_pinned_fraction,
-            residency_sample=config.kv_cache_metrics_sample,
-            windows=groups.windows,
-        )
-        num_blocks, size = self.memory.pool.num_blocks, config.block_size
-        self._admitting = admitting(config, num_blocks)
-        self.device_cache: KVCache | None = None
-        if config.full_cache_host_size:
-            self.cache = full_cache(config, groups, backend, form, like, num_blocks)
-            self.device_cache = backend.allocate(
-                facts.layers, config.num_blocks, size, like=like, kv_format=form
-            )
-        else:
-            rows, staging = open_rows(config, form, groups), STAGING_BLOCKS if config.kv_cold_size else 0
-            self.cache = backend.allocate(
-                facts.layers, num_blocks + staging, size, like=like, kv_format=form, open_rows=rows
-            )
+        self.totals = totals = EngineTotals()
+        self.extensions = Extensions()
+        storage = make_storage(loaded, config, groups, form, backend, totals)
+        self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
+        self._admitting = admitting(config, self.memory.pool.num_blocks)
         self.signals = Signals(
             loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
         )
-        self.lifecycle = Lifecycle(loaded, config, self.memory, self.signals)
-        self.totals, self.scheduler = self.lifecycle.totals, self.lifecycle.scheduler
-        self.scheduler.snapshots.max_open = max_open_snapshots(config, form)
-        self.requests = self.lifecycle.requests
-        stream = None
-        if config.full_cache_host_size:
-            stream = streamed_layers(self.cache, groups, backend, like, self.totals)
-        self.runner = ModelRunner(loaded, groups, self.memory, self.cache, backend, self.signals, stream)
-        if stream is None:
-            self.runner.graphs = decode_graphs(loaded.model, self.cache, backend, config)
-        self.tiers = None
-        if isinstance(self.memory, TieredMemory):
-            preemption = self.scheduler.preemption
-            preemption.rates = rates
-            self.tiers = Tiers(self.memory, self.cache, self.signals, preemption, file)
-            self.lifecycle.tiers = self.runner.tiers = self.tiers
-            hidden, parking, moves = self.lifecycle.hidden, self.tiers.parking, self.tiers.moves
-            hidden.parking, hidden.moves = parking, moves
-            if file is not None and share_bytes(config) and self.scheduler.snapshots.max_blocks:
-                prefixes = make_prefixes(config, hidden, parking, moves, file.namespace)
-                hidden.files = self.tiers.prefixes = prefixes
-        pages = Pages(self.memory, self.cache, backend, facts, self.signals)
-        self.recalls = self._make_recalls(config)
-        self.lifecycle.recalls = self.recalls
-        self.compression = CompressionPass(pages, self.totals, self.recalls)
-        self.answers = Answers(self.lifecycle, self.compression)
+        preemption = Preemption(config.preemption_mode, rates=storage.rates)
+        self.tiers = make_offload(storage, self.signals, preemption, totals)
+        scheduler = make_scheduler(config, self.memory, preemption, max_open_snapshots(config, form))
+        self.lifecycle = Lifecycle(
+            loaded, self.memory, self.signals, scheduler, self.extensions, self.tiers, totals
+        )
+        self.scheduler, self.requests = scheduler, self.lifecycle.requests
+        if self.tiers is not None:
+            keep_prefixes_on_disk(config, storage, self.extensions.add(self.tiers), self.lifecycle)
+        graphs = None if storage.stream else decode_graphs(loaded.model, self.cache, backend, config)
+        self.runner = ModelRunner(
+            loaded,
+            groups,
+            self.memory,
+            self.cache,
+            backend,
+            self.signals,
+            storage.stream,
+            graphs=graphs,
+            extensions=self.extensions,
+        )
+        self.recalls = make_recalls(config, self.cache, backend, groups, totals)
         if self.recalls is not None:
-            refresher = Refresher(self.recalls, self.memory, self.signals)
-            self.runner.refresher = self.answers.refresher = refresher
-        self.chunked = ChunkedPrompts(loaded, facts, self.memory, self.lifecycle, self._add_child)
-        self.drafter = self.lifecycle.drafter = make_drafter(config, self.memory, form, loaded, draft)
-        self.verifier = self._make_verifier()
-        self.lifecycle.verifier = self.runner.beside = self.verifier
-        self.kernels += "" if self.drafter is None else f"; drafts: {self.drafter.describe()}"
+            self.extensions.add(RecallExtension(self.recalls, self.memory, self.signals))
+        pages = Pages(self.memory, self.cache, backend, groups.facts, self.signals)
+        self.compression = CompressionPass(pages, totals, self.recalls)
+        self.answers = Answers(self.lifecycle, self.compression)
+        self.drafter = make_drafter(config, self.memory, form, loaded, draft)
+        if self.drafter is not None:
+            self.extensions.add(self.drafter)
+        windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
+        kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
+        self.kernels = "; ".join(filter(None, [kernels, *(each.describe() for each in self.extensions)]))
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self._num_added = 0
+
+    @cached_property
+    def chunked(self) -> ChunkedPrompts:
+        """Reuses chunks of prompts, from the first request on that has some."""
+        facts = self.groups.facts
+        chunked = ChunkedPrompts(
+            self.loaded, facts, self.cache, self.backend, self.lifecycle, self._add_child
+        )
+        return self.extensions.add(chunked)
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        """Drafts from compressed caches, from the first request on that asks for it. Its companions share the
+        pool with everybody, or have it for themselves, where full caches lie in host memory."""
+        runner, compression = self.runner, self.compression
+        if self.device_cache is not None:
+            runner, compression = private_runner(
+                self.loaded,
+                self.config,
+                self.groups,
+                self.device_cache,
+                self.backend,
+                self.signals,
+                self.totals,
+            )
+        companions: Companions[Seq] = Companions(runner.memory)
+        self.scheduler.take_in(companions)
+        full = Store(self.memory, self.runner.layers, self.runner.stream)
+        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
+        following = Following(self.lifecycle, runner, compression, companions, feeding)
+        return self.extensions.add(Verifier(self.lifecycle, following))
 
     def bound(self, compressor: Compressor | None, said: int | None) -> None:
         """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
@@ -205,40 +199,13 @@ class Engine:
         longest = self.loaded.facts.max_position
         self.max_model_len = bounded_by_pool(footprint, self._admitting, said=said, longest=longest)
 
-    def _make_recalls(self, config: EngineConfig) -> Recalls | None:
-        if not config.kv_cold_size:
-            return None
-        assert config.num_blocks is not None, "the engine's limits are set"
-        max_bytes = int(config.kv_cold_size * 2**30)
-        return Recalls(self.cache, self.backend, self.groups.facts, config.num_blocks, max_bytes, self.totals)
-
     def cold_bytes(self) -> int:
         """Host memory that evicted tokens take, of all sequences."""
         return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
-    def _make_verifier(self) -> Verifier:
-        """Companions share the pool with everybody, or have it for themselves, where full caches lie in host
-        memory."""
-        runner, compression = self.runner, self.compression
-        if self.device_cache is not None:
-            assert self.config.num_blocks is not None, "the engine's limits are set"
-            size, facts = self.config.block_size, self.groups.facts
-            memory = MemoryManager(self.config.num_blocks, size, enable_prefix_caching=False)
-            runner = ModelRunner(
-                self.loaded, self.groups, memory, self.device_cache, self.backend, self.signals
-            )
-            runner.graphs = decode_graphs(self.loaded.model, self.device_cache, self.backend, self.config)
-            pages = Pages(memory, self.device_cache, self.backend, facts, self.signals)
-            compression = CompressionPass(pages, self.totals)
-        companions = self.scheduler.companions = Companions(runner.memory)
-        full = Store(self.memory, self.runner.layers, self.runner.stream)
-        feeding = Feeding(full, Store(runner.memory, runner.layers), self.backend, self.signals)
-        following = Following(self.lifecycle, runner, compression, companions, feeding)
-        return Verifier(self.lifecycle, following)
-
     def tier_stats(self) -> TierStats | None:
         """What lies below the pool; None without host slots."""
-        return None if self.tiers is None else self.tiers.stats(self.totals)
+        return None if self.tiers is None else self.tiers.stats()
 
     @cached_property
     def sessions(self) -> Sessions:
@@ -264,12 +231,12 @@ class Engine:
         if self.tiers is None:
             self.memory.reset_prefix_cache()
         else:
-            self.tiers.reset(external=external)
+            self.tiers.reset_prefixes(external=external)
 
     def close(self) -> None:
         """Write what is on its way to disk and let go of the file; to be called when all has ended."""
-        if self.tiers is not None:
-            self.tiers.close()
+        for extension in self.extensions:
+            extension.close()
 
     def block_holders(self) -> dict[int, tuple[str, ...]]:
         """Block to the requests whose running sequences hold it, a request once for each of them."""
@@ -374,11 +341,12 @@ class Engine:
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         prepared = chunks is None or reuse is None
-        self.lifecycle.begin(request, list(tokens), footprint, queued=prepared)
+        most_hit = None if verify is None else self.verifier.most_hit(verify)
+        self.lifecycle.begin(request, list(tokens), footprint, queued=prepared, most_hit=most_hit)
         if chunks is not None and reuse is not None:
             self.chunked.begin(request, chunks.reuse)
-        if self.tiers is not None:
-            self.tiers.submit()
+        for extension in self.extensions:
+            extension.added()
         self._num_added += 1
         return request
 
@@ -410,14 +378,13 @@ class Engine:
         """Schedule, compute, draw, compress. A request that fails ends with reason "error"; others go on."""
         started, touched = time.perf_counter(), self.lifecycle.touched
         touched.clear()
-        self.chunked.advance()
         prompts_done = self.totals.prompts_done
-        if self.tiers is not None:
-            self.tiers.begin_step()
+        for extension in self.extensions:
+            extension.begin_step()
         plan = self.scheduler.schedule()
         step = self.lifecycle.follow(plan)
         rests = not (step or touched or plan.preempted or self.scheduler.running)
-        if rests and self.scheduler.waiting and (self.tiers is None or not self.tiers.wait()):
+        if rests and self.scheduler.waiting and not any(each.idle() for each in self.extensions):
             stuck = AssertionError(f"it fits into no empty pool, but was let in: {self.memory.stats()}")
             self.lifecycle.fail(next(iter(self.scheduler.waiting)).request, stuck, "admitting")
         num_tokens = sum(item.num_tokens for item in step)
@@ -436,18 +403,18 @@ class Engine:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
         if stand:
             self._record(stand)
-        if self.tiers is not None:
-            self.tiers.store()
+        sound = [] if looked is None else [item.seq for item, _, _ in looked.sound]
         if looked is not None:
             begun = {one.seq_id for one in plan.admitted}
             for item, _, _ in looked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
-            self.verifier.follow([item.seq for item, _, _ in looked.sound])
+        for extension in self.extensions:
+            extension.computed(sound)
+        if looked is not None:
             self.answers.take(looked)
-        if self.drafter is not None:
-            self.drafter.propose(self.scheduler.running)
-        self.verifier.propose(self.scheduler.running)
+        for extension in self.extensions:
+            extension.propose(self.scheduler.running)
         self.totals.steps += 1
         stats = StepStats(
             num_running=len(self.scheduler.running),
@@ -459,8 +426,8 @@ class Engine:
             blocks_in_use=self.memory.pool.num_in_use,
             elapsed_s=time.perf_counter() - started,
         )
-        if self.tiers is not None:
-            self.tiers.note(stats, self.totals)
+        for extension in self.extensions:
+            extension.end_step(stats)
         passes, self.answers.passes = self.answers.passes, []
         return StepResult(list(touched.values()), stats, passes)
 

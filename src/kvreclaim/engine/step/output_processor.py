@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvreclaim.engine.compact.job import Job
 from kvreclaim.engine.compact.passes import CompressionPass
-from kvreclaim.engine.compact.recall_refresh import Refresher
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
@@ -37,7 +36,6 @@ class Looked:
 class Answers:
     """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
-    refresher: brings pages back between passes, if there is cold memory
     passes: that happened since the engine last emptied it
     """
 
@@ -45,7 +43,6 @@ class Answers:
         self.lifecycle = lifecycle
         self.compression = compression
         self.totals = lifecycle.totals
-        self.refresher: Refresher | None = None
         self.passes: list[tuple[Request, Pass[int]]] = []
         self._ended: list[tuple[Sequence, FinishReason]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
@@ -149,11 +146,11 @@ class Answers:
         self._search(list(searches.values()))
         computed = [item.seq for item, _, _ in looked.sound]
         self.compress(computed)
-        if self.refresher is not None:
+        for extension in self.lifecycle.extensions:
             for seq in computed:
-                if seq.finish_reason is None and self.refresher.is_due(seq):
-                    with self.lifecycle.contained(seq.request, "recalling pages of"):
-                        self.refresher.choose(seq)
+                if seq.finish_reason is None:
+                    with self.lifecycle.contained(seq.request, "processing"):
+                        extension.processed(seq)
 
     def _part(self, sequences: list[Sequence]) -> None:
         """Those that others fork from, and that have come to where these part."""

@@ -1,0 +1,120 @@
+"""Optional features of the engine: offload, recall, chunk reuse, drafts, verification.
+
+An engine calls its extensions at fixed points of a step, in the order of their rank. An engine without a
+feature has no extension for it and runs none of its code.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeVar
+
+from kvreclaim.engine.request.outputs import StepStats
+from kvreclaim.engine.request.request import Scheduled
+from kvreclaim.engine.request.request import Sequence as Seq
+from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.schedule.step import Admitted, StepPlan
+
+AttentionHook = Callable[[AttentionCall], None]
+E = TypeVar("E", bound="Extension")
+
+
+class Extension:
+    """A feature that overrides the methods it needs; these do nothing.
+
+    What a method raises ends the request that it concerns with reason "error", and the others go on; where it
+    concerns a whole step, it ends all requests of that step. begin_step, computed, propose and end_step
+    concern nobody: an extension contains its own failures there.
+
+    rank: extensions are called from the lowest to the highest
+    """
+
+    rank: ClassVar[int] = 0
+
+    def begin_step(self) -> None:
+        """Before a step is scheduled. May queue requests."""
+
+    def added(self) -> None:
+        """A request has been queued."""
+
+    def idle(self) -> bool:
+        """Nothing can run. Whether the extension has waited for something that may change that."""
+        return False
+
+    def preempted(self, seq: Seq, *, parked: bool) -> None:
+        """The plan takes a sequence's blocks. parked: their content will be kept."""
+
+    def admitted(self, seq: Seq, begun: Admitted) -> None:
+        """The plan lets a sequence begin, or go on where it was parked."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Once for each plan, before its blocks are copied or written. May move blocks."""
+
+    def expand(self, step: list[Scheduled]) -> list[Scheduled]:
+        """Before a forward pass: the runs of tokens to compute, at least one for each item, in their order. A
+        pass that fails is tried again from here."""
+        return step
+
+    def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> Sequence[AttentionHook]:
+        """What sees each layer's attention call, after its keys were written and before it attends. batch:
+        None where the cache lies in host memory."""
+        return ()
+
+    def attended(self, step: list[Scheduled]) -> None:
+        """All layers have been computed."""
+
+    def computed(self, sequences: list[Seq]) -> None:
+        """The step's tokens have been committed; none has been drawn yet."""
+
+    def processed(self, seq: Seq) -> None:
+        """A sequence's tokens have been drawn and its pass, if one was due, has been run."""
+
+    def propose(self, running: Sequence[Seq]) -> None:
+        """Behind the step: set draft_ids of sequences for the next one."""
+
+    def end_step(self, stats: StepStats) -> None:
+        """The step's figures."""
+
+    def forked(self, parent: Seq, child: Seq) -> None:
+        """A child begins with all that its parent has."""
+
+    def lost(self, seq: Seq) -> None:
+        """What was to be kept of a parked sequence may not have arrived; it is computed again."""
+
+    def reset(self, seq_id: int) -> None:
+        """Nothing of a sequence is kept: it is computed again from its tokens."""
+
+    def released(self, seq_id: int) -> None:
+        """A sequence has ended, or is gone for good."""
+
+    def describe(self) -> str:
+        """For the line that the engine logs at its start; empty: nothing."""
+        return ""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
+def _rank(extension: Extension) -> int:
+    return extension.rank
+
+
+class Extensions:
+    """The extensions of one engine, shared by all who call them."""
+
+    def __init__(self) -> None:
+        self._ordered: list[Extension] = []
+
+    def __iter__(self) -> Iterator[Extension]:
+        return iter(self._ordered)
+
+    def add(self, extension: E) -> E:
+        """Take one in, at its place."""
+        insort(self._ordered, extension, key=_rank)
+        return extension
+
+    def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
+        """What all of them let see a forward pass."""
+        return tuple(hook for each in self._ordered for hook in each.attend(runs, batch))

@@ -1,0 +1,166 @@
+"""The parts of an engine, made from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreclaim.compression.prefill.method import SparsePrefill
+from kvreclaim.compression.prefill.registry import make_method
+from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.engine.compact.pages import Pages
+from kvreclaim.engine.compact.passes import CompressionPass
+from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
+from kvreclaim.engine.execute.graphs import decode_graphs
+from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
+from kvreclaim.engine.offload.disk import open_disk, share_bytes
+from kvreclaim.engine.offload.offloading import Offload
+from kvreclaim.engine.offload.prefixes import make_prefixes
+from kvreclaim.engine.request.outputs import EngineTotals
+from kvreclaim.engine.request.sizing import make_memory, open_rows
+from kvreclaim.engine.signals.signals import Signals
+from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
+from kvreclaim.engine.step.validation import check_sparse_prefill
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.memory.manager import MemoryManager
+from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.model.loader import LoadedModel
+from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
+from kvreclaim.ops.formats import KVFormat
+from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.ops.kv_cache import KVCache
+from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.schedule.rates import Rates
+from kvreclaim.schedule.victims import Preemption
+from kvreclaim.tiers.slot_file import SlotFile
+
+
+def default_prefill(config: EngineConfig, groups: LayerGroups) -> SparsePrefill | None:
+    """The engine's method of sparse prefill; None: dense. Raises: InvalidArgumentError."""
+    method = make_method(config.sparse_prefill)
+    if method is None:
+        return None
+    if method.slow:
+        raise InvalidArgumentError(
+            f"sparse prefill {method.name} takes about as long as dense attention does "
+            "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
+            "SamplingParams(sparse_prefill=...), `kvreclaim eval` or `kvreclaim bench prefill`.",
+            field="sparse_prefill",
+        )
+    check_sparse_prefill(method, None, SamplingParams(), config, groups.facts)
+    return method
+
+
+def chosen_backend(config: EngineConfig, groups: LayerGroups, form: KVFormat) -> Choice:
+    """The kernels for this model, device and format. Raises: InvalidArgumentError."""
+    facts = groups.facts
+    choice = choose_backend(
+        config.kernels, Need(facts.layers, config.block_size, facts.dtype, facts.device, form)
+    )
+    groups.check(choice, config)
+    return choice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Where the engine keeps keys and values.
+
+    cache:  what requests write to; device: where that lies in host memory, the pool of compressed drafts
+    stream: where it lies in host memory, brings its layers to the device
+    file:   the slot file on disk; rates: measured transfer rates
+    """
+
+    memory: MemoryManager
+    cache: KVCache
+    device: KVCache | None
+    stream: StreamedLayers | None
+    file: SlotFile | None
+    rates: Rates
+
+
+def make_storage(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    groups: LayerGroups,
+    form: KVFormat,
+    backend: Backend,
+    totals: EngineTotals,
+) -> Storage:
+    """Block accounting and the bytes behind it, on the device, in host memory, on disk."""
+    facts, size = groups.facts, config.block_size
+    like = next(loaded.model.parameters()).new_empty(0, dtype=facts.dtype)
+    file, rates = open_disk(config, loaded, form, backend.NAME), Rates()
+    memory = make_memory(
+        config,
+        form.bytes_per_block(facts.layers, size),
+        0 if file is None else file.num_slots,
+        rates,
+        enable_prefix_caching=config.enable_prefix_caching,
+        fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
+        eviction_policy=config.eviction_policy,
+        max_pinned_fraction=config.max_pinned_fraction,
+        residency_sample=config.kv_cache_metrics_sample,
+        windows=groups.windows,
+    )
+
+    def allocate(num_blocks: int, rows: int = 0) -> KVCache:
+        return backend.allocate(facts.layers, num_blocks, size, like=like, kv_format=form, open_rows=rows)
+
+    num_blocks = memory.pool.num_blocks
+    if not config.full_cache_host_size:
+        staging = STAGING_BLOCKS if config.kv_cold_size else 0
+        cache = allocate(num_blocks + staging, open_rows(config, form, groups))
+        return Storage(memory, cache, None, None, file, rates)
+    assert config.num_blocks is not None, "the engine's limits are set"
+    cache = full_cache(config, groups, backend, form, like, num_blocks)
+    stream = streamed_layers(cache, groups, backend, like, totals)
+    return Storage(memory, cache, allocate(config.num_blocks), stream, file, rates)
+
+
+def make_offload(
+    storage: Storage, signals: Signals, preemption: Preemption, totals: EngineTotals
+) -> Offload | None:
+    """None where the memory has no host slots."""
+    if not isinstance(storage.memory, TieredMemory):
+        return None
+    return Offload(storage.memory, storage.cache, signals, preemption, storage.file, totals)
+
+
+def keep_prefixes_on_disk(
+    config: EngineConfig, storage: Storage, offload: Offload, lifecycle: Lifecycle
+) -> None:
+    """Compressed prefixes get files, too, where the config leaves them a share of the disk."""
+    file, hidden = storage.file, lifecycle.hidden
+    if file is None or not share_bytes(config) or not lifecycle.scheduler.snapshots.max_blocks:
+        return
+    prefixes = make_prefixes(config, hidden, offload.parking, offload.moves, file.namespace)
+    hidden.keep_files(prefixes)
+    offload.keep_files(prefixes)
+
+
+def make_recalls(
+    config: EngineConfig, cache: KVCache, backend: Backend, groups: LayerGroups, totals: EngineTotals
+) -> Recalls | None:
+    """None where the config gives evicted tokens no host memory."""
+    if not config.kv_cold_size:
+        return None
+    assert config.num_blocks is not None, "the engine's limits are set"
+    max_bytes = int(config.kv_cold_size * 2**30)
+    return Recalls(cache, backend, groups.facts, config.num_blocks, max_bytes, totals)
+
+
+def private_runner(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    groups: LayerGroups,
+    cache: KVCache,
+    backend: Backend,
+    signals: Signals,
+    totals: EngineTotals,
+) -> tuple[ModelRunner, CompressionPass]:
+    """Of compressed drafts that have the device's pool for themselves."""
+    assert config.num_blocks is not None, "the engine's limits are set"
+    memory = MemoryManager(config.num_blocks, config.block_size, enable_prefix_caching=False)
+    graphs = decode_graphs(loaded.model, cache, backend, config)
+    runner = ModelRunner(loaded, groups, memory, cache, backend, signals, graphs=graphs)
+    return runner, CompressionPass(Pages(memory, cache, backend, groups.facts, signals), totals)
