@@ -25,10 +25,11 @@ def run(scheduler, seq, num_tokens, draw):
         assert scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
         for done in scheduler.compress([seq]):
             if done.way in (Way.MASK, Way.BLOCKS):
-                full = done.num_tokens // SIZE
-                count = (done.num_tokens - done.keep) // SIZE
+                blocks = scheduler.memory.table(seq.seq_id).block_ids[: done.num_tokens // SIZE]
+                held = [i for i, block in enumerate(blocks) if block is not None]
+                count = min(len(held), (done.num_tokens - done.keep) // SIZE)
                 most = count if done.way is Way.BLOCKS else draw(st.integers(0, count))
-                gone = sorted(draw(st.permutations(range(full)))[:most])
+                gone = sorted(draw(st.permutations(held))[:most])
                 scheduler.compressed(done, gone, None)
 
 
