@@ -39,8 +39,8 @@ class ScoreShadow(Shadow):
         keep = snapshots.keep
 
         def watched_fork(parent_id, child_id, *args):
-            if parent_id not in self.scores and parent_id in llm.engine.lifecycle.hidden.held:
-                key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key  # it came from disk
+            if parent_id not in self.scores and parent_id in llm.engine.snapshots.held:
+                key = llm.engine.snapshots.held[parent_id].snapshot_key  # it came from disk
                 self.scores[parent_id] = self.kept_scores.get(key, {})
             self.scores[child_id] = dict(self.scores.get(parent_id, {}))
             return fork(parent_id, child_id, *args)

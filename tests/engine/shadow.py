@@ -109,7 +109,7 @@ class Shadow:
             if self._forks_companion:
                 return fork(parent_id, child_id, *args)
             if parent_id not in self.histories:  # a compressed prefix that came from disk under another id
-                key = llm.engine.lifecycle.hidden.held[parent_id].snapshot_key
+                key = llm.engine.snapshots.held[parent_id].snapshot_key
                 self.histories[parent_id] = self.kept[key]
             self.histories[child_id] = self.histories[parent_id].copy()
             return fork(parent_id, child_id, *args)

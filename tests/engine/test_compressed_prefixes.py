@@ -50,7 +50,7 @@ def one_by_one(llm, compression):
 def idle(llm):
     llm.engine.reset_prefix_cache()
     llm.engine.step()
-    assert not llm.engine.lifecycle.hidden.held
+    assert not llm.engine.snapshots.held
     assert_idle(llm)
 
 

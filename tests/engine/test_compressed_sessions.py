@@ -66,7 +66,7 @@ def test_every_policy(policy, form, tmp_path, make_llm):
             assert again == answer
     llm.engine.reset_prefix_cache()
     llm.engine.step()
-    assert not llm.engine.lifecycle.hidden.held
+    assert not llm.engine.snapshots.held
     assert llm.engine.memory.stats().in_use == 0
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_changes_nothing(tmp_path, make_llm):
         path.write_bytes(whole[:length])
         with pytest.raises(InvalidArgumentError, match="damaged"):
             llm.load_session(path)
-    assert not llm.engine.lifecycle.hidden.held
+    assert not llm.engine.snapshots.held
     path.write_bytes(whole)
     assert llm.load_session(path).num_tokens == AT
 

@@ -6,7 +6,6 @@ feature has no extension for it and runs none of its code.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
@@ -15,6 +14,7 @@ from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.batch import AttentionBatch
+from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.step import Admitted, StepPlan
 
 AttentionHook = Callable[[AttentionCall], None]
@@ -46,8 +46,14 @@ class Extension:
     def preempted(self, seq: Seq, *, parked: bool) -> None:
         """The plan takes a sequence's blocks. parked: their content will be kept."""
 
+    def planned(self, plan: StepPlan) -> None:
+        """A step has been planned; its victims are known, and nobody has begun yet."""
+
     def admitted(self, seq: Seq, begun: Admitted) -> None:
         """The plan lets a sequence begin, or go on where it was parked."""
+
+    def begun(self, plan: StepPlan) -> None:
+        """All that the plan admits have begun."""
 
     def prepare(self, plan: StepPlan) -> None:
         """Once for each plan, before its blocks are copied or written. May move blocks."""
@@ -68,6 +74,9 @@ class Extension:
     def computed(self, sequences: list[Seq]) -> None:
         """The step's tokens have been committed; none has been drawn yet."""
 
+    def compressed(self, seq: Seq, done: Pass[int]) -> None:
+        """A pass over a sequence has been run."""
+
     def processed(self, seq: Seq) -> None:
         """A sequence's tokens have been drawn and its pass, if one was due, has been run."""
 
@@ -83,6 +92,12 @@ class Extension:
     def lost(self, seq: Seq) -> None:
         """What was to be kept of a parked sequence may not have arrived; it is computed again."""
 
+    def unmoved(self, plan: StepPlan) -> None:
+        """Preparing the plan's blocks has failed: nobody knows what they hold."""
+
+    def distrusted(self, seq: Seq) -> None:
+        """What the blocks of a sequence hold may be wrong; nobody may find it any more."""
+
     def reset(self, seq_id: int) -> None:
         """Nothing of a sequence is kept: it is computed again from its tokens."""
 
@@ -97,10 +112,6 @@ class Extension:
         """The engine ends."""
 
 
-def _rank(extension: Extension) -> int:
-    return extension.rank
-
-
 class Extensions:
     """The extensions of one engine, shared by all who call them."""
 
@@ -112,7 +123,8 @@ class Extensions:
 
     def add(self, extension: E) -> E:
         """Take one in, at its place."""
-        insort(self._ordered, extension, key=_rank)
+        self._ordered.append(extension)
+        self._ordered.sort(key=lambda each: each.rank)
         return extension
 
     def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:

@@ -31,7 +31,7 @@ class Admission(Generic[Seq]):
     def all(self, step: Draft[Seq]) -> None:
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
         state = self.state
-        self.in_flight.num_waiting = 0
+        self.in_flight.begin_step()
         if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
             return  # nobody need be looked up
         state.waiting.begin_step()

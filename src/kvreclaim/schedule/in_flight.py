@@ -30,6 +30,9 @@ class InFlight(Generic[Seq]):
         self.least_tokens = LEAST_SHARED
         self.num_waits = self.num_waiting = 0
 
+    def begin_step(self) -> None:
+        self.num_waiting = 0
+
     def must_wait(self, seq: Seq) -> bool:
         """Whether one that is next had better begin later."""
         if seq.awaits is None or not self._comes(seq.awaits):

@@ -57,6 +57,10 @@ class Queue(Generic[Seq]):
         self._num_begun = 0
         self.order: Order[Seq] | None = None
 
+    def order_by(self, order: Order[Seq]) -> None:
+        """Who of a line is next is not the line's own order."""
+        self.order = order
+
     def __len__(self) -> int:
         return sum(len(line.seqs) for line in self._lines.values())
 

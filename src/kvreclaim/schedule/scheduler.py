@@ -89,7 +89,7 @@ class Scheduler(Generic[Seq]):
         self.giving_way = GivingWay(self._state, order, self.preemption)
         self._admission = Admission(self._state, self.giving_way)
         if policy == "cache":
-            self.waiting.order = CacheFirst(self._state, max_num_batched_tokens)
+            self.waiting.order_by(CacheFirst(self._state, max_num_batched_tokens))
         self._by_priority = by_priority
         self._known: dict[int, Seq] = {}
 

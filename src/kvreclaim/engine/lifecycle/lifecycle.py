@@ -15,8 +15,6 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.extension import Extensions
-from kvreclaim.engine.offload.offloading import Offload
-from kvreclaim.engine.offload.snapshot_state import Hidden
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
@@ -37,7 +35,6 @@ class Lifecycle:
 
     requests:  by id, those with a sequence that has not ended
     sequences: by id, those that have not ended
-    hidden:    sequences that hold compressed prefixes
     touched:   by request id, those that got tokens or ended since the engine last emptied it
     """
 
@@ -48,7 +45,6 @@ class Lifecycle:
         signals: Signals,
         scheduler: Scheduler[Sequence],
         extensions: Extensions,
-        offload: Offload | None,
         totals: EngineTotals,
     ) -> None:
         self.loaded, self.memory, self.signals = loaded, memory, signals
@@ -57,8 +53,6 @@ class Lifecycle:
         self.touched: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self._seq_ids = itertools.count()
-        parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)
-        self.hidden = Hidden(scheduler, signals, self._seq_ids, parking, moves)
 
     def begin(
         self,
@@ -192,24 +186,20 @@ class Lifecycle:
                 self._compute_anew(seq)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
-        self.hidden.park(plan.parked)
+        for extension in self.extensions:
+            extension.planned(plan)
         for begun in plan.admitted:
-            seq, is_read = self.sequences[begun.seq_id], False
-            if begun.snapshot is not None:
-                with self.contained(seq.request, "beginning behind a compressed prefix"):
-                    self.hidden.begin(seq, begun.snapshot, begun.unparked)
-                is_read = self.hidden.used(begun.snapshot)
+            seq = self.sequences[begun.seq_id]
             if not begun.resumed:
                 self._compute_anew(seq)
-            with self.contained(seq.request, "bringing back"):
+            with self.contained(seq.request, "beginning"):
                 for extension in self.extensions:
                     extension.admitted(seq, begun)
             metrics = seq.request.metrics
             if metrics.queue_s is None:  # for the first time
                 metrics.num_cached_tokens, metrics.num_loaded_tokens = begun.num_hit, begun.num_loaded
-                if is_read:
-                    metrics.num_disk_tokens = begun.num_hit
-        self.hidden.drop(plan.dropped)
+        for extension in self.extensions:
+            extension.begun(plan)
         for seq_id, error in plan.failed:
             if seq_id in self.sequences:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
@@ -236,10 +226,8 @@ class Lifecycle:
                     extension.lost(seq)
                 seq.reset()
                 self._compute_anew(seq)
-        unparked = [
-            begun.snapshot for begun in plan.admitted if begun.unparked and begun.snapshot is not None
-        ]
-        self.hidden.unmoved([*plan.parked, *unparked])
+        for extension in self.extensions:
+            extension.unmoved(plan)
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
@@ -259,7 +247,8 @@ class Lifecycle:
         """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
         that the same prompt is computed anew."""
         for seq in request.sequences:
-            self.hidden.distrust(seq.snapshot_key)
+            for extension in self.extensions:
+                extension.distrusted(seq)
             if seq.status is Status.RUNNING:
                 self.memory.distrust(seq.seq_id)
 

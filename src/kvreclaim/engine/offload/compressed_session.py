@@ -15,7 +15,7 @@ from kvreclaim.engine.offload.image import Image, image_of, image_of_parked, mov
 from kvreclaim.engine.offload.image_record import KIND, UnfitError, image_from, record_of
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import is_file_of
-from kvreclaim.engine.offload.snapshot_state import Hidden
+from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.snapshot_recipe import PASS_SEMANTICS, VERSION, snapshot_key
 from kvreclaim.errors import InvalidArgumentError
@@ -37,7 +37,7 @@ class CompressedSessions:
 
     def __init__(
         self,
-        hidden: Hidden,
+        hidden: SnapshotStore,
         memory: MemoryManager,
         cache: KVCache,
         backend: Backend,

@@ -15,7 +15,7 @@ from kvreclaim.engine.offload.image import Image, image_of
 from kvreclaim.engine.offload.image_record import UnfitError, image_from, key_facts, record_of
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
-from kvreclaim.engine.offload.snapshot_state import Hidden
+from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import PrefixStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.sizing import load_wait, prefix_worth
@@ -42,7 +42,7 @@ class Prefixes:
 
     def __init__(
         self,
-        hidden: Hidden,
+        hidden: SnapshotStore,
         parking: Parking,
         moves: Moves,
         files: PrefixFiles,
@@ -184,7 +184,7 @@ class Prefixes:
 
 
 def make_prefixes(
-    config: EngineConfig, hidden: Hidden, parking: Parking, moves: Moves, namespace: Namespace
+    config: EngineConfig, hidden: SnapshotStore, parking: Parking, moves: Moves, namespace: Namespace
 ) -> Prefixes:
     """Of an engine with a file below its host slots."""
     assert config.kv_offloading_disk_path is not None, "there is a file"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
 from kvreclaim.config import SamplingParams
+from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.schedule import Scheduler
+from kvreclaim.schedule import Admitted, Pass, Scheduler, StepPlan
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 logger = logging.getLogger(__name__)
@@ -29,18 +30,23 @@ class Files(Protocol):
     def distrust(self, key: SnapshotKey) -> None: ...
 
 
-class Hidden:
-    """held: by id; parking, moves: where there is a host; files: where there is a disk"""
+class SnapshotStore(Extension):
+    """The sequences that hold compressed prefixes.
+
+    held: by id; parking, moves: where there is a host; files: where there is a disk
+    """
+
+    rank = 25
 
     def __init__(
         self,
         scheduler: Scheduler[Sequence],
         signals: Signals,
-        seq_ids: Iterator[int],
+        new_id: Callable[[], int],
         parking: Parking | None,
         moves: Moves | None,
     ) -> None:
-        self.scheduler, self.signals, self._seq_ids = scheduler, signals, seq_ids
+        self.scheduler, self.signals, self._new_id = scheduler, signals, new_id
         self.held: dict[int, Sequence] = {}
         self.parking, self.moves = parking, moves
         self.files: Files | None = None
@@ -49,11 +55,37 @@ class Hidden:
         """Compressed prefixes are kept on disk, too."""
         self.files = files
 
+    def planned(self, plan: StepPlan) -> None:
+        self.park(plan.parked)
+
+    def admitted(self, seq: Sequence, begun: Admitted) -> None:
+        """It begins as the fork of a compressed prefix."""
+        if begun.snapshot is None:
+            return
+        self.begin(seq, begun.snapshot, begun.unparked)
+        metrics = seq.request.metrics
+        if self.used(begun.snapshot) and metrics.queue_s is None:
+            metrics.num_disk_tokens = begun.num_hit
+
+    def begun(self, plan: StepPlan) -> None:
+        self.drop(plan.dropped)
+
+    def compressed(self, seq: Sequence, done: Pass[int]) -> None:
+        if seq.snapshot_key is not None and done.logical_len == seq.footprint.compress_at:
+            self.keep(seq)
+
+    def unmoved(self, plan: StepPlan) -> None:
+        self.forget(plan.parked)
+        self.forget([one.snapshot for one in plan.admitted if one.unparked and one.snapshot is not None])
+
+    def distrusted(self, seq: Sequence) -> None:
+        self.distrust(seq.snapshot_key)
+
     def keep(self, parent: Sequence) -> None:
         """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""
         seq = replace(
             parent,
-            seq_id=next(self._seq_ids),
+            seq_id=self._new_id(),
             token_ids=parent.token_ids[: parent.num_computed],
             state=parent.state.fork(),
             keys=None,
@@ -85,14 +117,14 @@ class Hidden:
             self.moves.out(self.moves.memory.take_outs())
         except Exception:
             logger.exception("moving %d compressed prefixes to the host failed", len(parked))
-            self.unmoved(parked)
+            self.forget(parked)
 
     def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
         """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""
         tokens = key.token_ids
         request = Request("", None, tokens, SamplingParams(), None, max_len=len(tokens), seed=0)
         return Sequence(
-            seq_id=next(self._seq_ids),
+            seq_id=self._new_id(),
             request_id=request.request_id,
             token_ids=tokens,
             num_prompt=len(tokens),
@@ -129,7 +161,7 @@ class Hidden:
             if self.parking is not None:
                 self.parking.drop(seq_id)
 
-    def unmoved(self, seq_ids: Iterable[int]) -> None:
+    def forget(self, seq_ids: Iterable[int]) -> None:
         """Their bytes may not have arrived where they were to go."""
         for seq_id in seq_ids:
             if seq_id in self.held:

@@ -13,9 +13,10 @@ from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
-from kvreclaim.engine.offload.disk import open_disk, share_bytes
+from kvreclaim.engine.offload.disk import open_disk
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import make_prefixes
+from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.sizing import make_memory, open_rows
 from kvreclaim.engine.signals.signals import Signals
@@ -32,6 +33,7 @@ from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.victims import Preemption
+from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.slot_file import SlotFile
 
 
@@ -126,15 +128,18 @@ def make_offload(
     return Offload(storage.memory, storage.cache, signals, preemption, storage.file, totals)
 
 
-def keep_prefixes_on_disk(
-    config: EngineConfig, storage: Storage, offload: Offload, lifecycle: Lifecycle
+def make_snapshots(lifecycle: Lifecycle, offload: Offload | None) -> SnapshotStore:
+    """Keeps compressed prefixes, on the host, too, where there is one."""
+    parking, moves = (None, None) if offload is None else (offload.parking, offload.moves)
+    return SnapshotStore(lifecycle.scheduler, lifecycle.signals, lifecycle.new_id, parking, moves)
+
+
+def keep_on_disk(
+    snapshots: SnapshotStore, config: EngineConfig, offload: Offload, namespace: Namespace
 ) -> None:
-    """Compressed prefixes get files, too, where the config leaves them a share of the disk."""
-    file, hidden = storage.file, lifecycle.hidden
-    if file is None or not share_bytes(config) or not lifecycle.scheduler.snapshots.max_blocks:
-        return
-    prefixes = make_prefixes(config, hidden, offload.parking, offload.moves, file.namespace)
-    hidden.keep_files(prefixes)
+    """Compressed prefixes get files, too."""
+    prefixes = make_prefixes(config, snapshots, offload.parking, offload.moves, namespace)
+    snapshots.keep_files(prefixes)
     offload.keep_files(prefixes)
 
 

@@ -26,8 +26,9 @@ from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.lifecycle.chunk_requests import ChunkedPrompts
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle, make_scheduler
 from kvreclaim.engine.offload.compressed_session import CompressedSessions
-from kvreclaim.engine.offload.disk import namespace_of
+from kvreclaim.engine.offload.disk import namespace_of, share_bytes
 from kvreclaim.engine.offload.session import Sessions
+from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
@@ -45,9 +46,10 @@ from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
     chosen_backend,
     default_prefill,
-    keep_prefixes_on_disk,
+    keep_on_disk,
     make_offload,
     make_recalls,
+    make_snapshots,
     make_storage,
     private_runner,
 )
@@ -125,12 +127,12 @@ class Engine:
         preemption = Preemption(config.preemption_mode, rates=storage.rates)
         self.tiers = make_offload(storage, self.signals, preemption, totals)
         scheduler = make_scheduler(config, self.memory, preemption, max_open_snapshots(config, form))
-        self.lifecycle = Lifecycle(
-            loaded, self.memory, self.signals, scheduler, self.extensions, self.tiers, totals
-        )
+        self.lifecycle = Lifecycle(loaded, self.memory, self.signals, scheduler, self.extensions, totals)
         self.scheduler, self.requests = scheduler, self.lifecycle.requests
         if self.tiers is not None:
-            keep_prefixes_on_disk(config, storage, self.extensions.add(self.tiers), self.lifecycle)
+            self.extensions.add(self.tiers)
+            if storage.file is not None and share_bytes(config) and scheduler.snapshots.max_blocks:
+                keep_on_disk(self.snapshots, config, self.tiers, storage.file.namespace)
         graphs = None if storage.stream else decode_graphs(loaded.model, self.cache, backend, config)
         self.runner = ModelRunner(
             loaded,
@@ -157,6 +159,11 @@ class Engine:
         self.kernels = "; ".join(filter(None, [kernels, *(each.describe() for each in self.extensions)]))
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
         self._num_added = 0
+
+    @cached_property
+    def snapshots(self) -> SnapshotStore:
+        """Keeps compressed prefixes, from the first request on that asks for one."""
+        return self.extensions.add(make_snapshots(self.lifecycle, self.tiers))
 
     @cached_property
     def chunked(self) -> ChunkedPrompts:
@@ -220,8 +227,8 @@ class Engine:
                 "start with disable_hybrid_kv_cache_manager=True."
             )
         namespace = namespace_of(self.config, self.loaded, self.kv_format, self.backend.NAME)
-        hidden, config = self.lifecycle.hidden, self.config
-        compressed = CompressedSessions(hidden, self.memory, self.cache, self.backend, self.tiers, config)
+        snapshots, config = self.snapshots, self.config
+        compressed = CompressedSessions(snapshots, self.memory, self.cache, self.backend, self.tiers, config)
         return Sessions(self.memory, self.cache, self.backend, self.tiers, namespace.fields, compressed)
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
@@ -329,6 +336,8 @@ class Engine:
             eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
             search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
             check_beams(search, len(prompt_token_ids), footprint, self._admitting, self.loaded.vocab_size)
+        if footprint.compress_at:
+            _ = self.snapshots  # from now on
         unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
         seed = unseeded if params.seed is None else params.seed
         request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
@@ -428,8 +437,7 @@ class Engine:
         )
         for extension in self.extensions:
             extension.end_step(stats)
-        passes, self.answers.passes = self.answers.passes, []
-        return StepResult(list(touched.values()), stats, passes)
+        return StepResult(list(touched.values()), stats, self.answers.take_passes())
 
     def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
         """The step's logits, looked at; None if nobody has any.

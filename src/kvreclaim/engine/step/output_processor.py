@@ -36,7 +36,7 @@ class Looked:
 class Answers:
     """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
-    passes: that happened since the engine last emptied it
+    passes: that happened since the engine last took them
     """
 
     def __init__(self, lifecycle: Lifecycle, compression: CompressionPass) -> None:
@@ -46,6 +46,11 @@ class Answers:
         self.passes: list[tuple[Request, Pass[int]]] = []
         self._ended: list[tuple[Sequence, FinishReason]] = []
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
+
+    def take_passes(self) -> list[tuple[Request, Pass[int]]]:
+        """Those since the last call."""
+        passes, self.passes = self.passes, []
+        return passes
 
     def look(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> Looked:
         """Before anything is made of a step: who has numbers for logits. The requests of the others end, and
@@ -209,8 +214,8 @@ class Answers:
                 if plan.way in (Way.MASK, Way.BLOCKS):
                     plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
                 self.passes.append((job.seq.request, plan))
-                if job.seq.snapshot_key is not None and plan.logical_len == job.seq.footprint.compress_at:
-                    self.lifecycle.hidden.keep(job.seq)
+                for extension in self.lifecycle.extensions:
+                    extension.compressed(job.seq, plan)
 
     def _job(self, plan: Pass[int]) -> Job:
         seq, size = self.lifecycle.sequences[plan.seq_id], self.lifecycle.memory.block_size
