@@ -63,6 +63,10 @@ def test_its_command_compares_it_with_others(installed, tmp_path):
         assert rows[spec]["kv_bytes"] < rows["full"]["kv_bytes"]
 
 
+def test_an_extension_counts_tokens():
+    assert run("examples/count_tokens.py", cwd=ROOT) == "12 tokens computed\n"
+
+
 def test_without_its_package_it_is_unknown():
     code = "from kvreclaim.compression.registry import make_policy; make_policy('fading_values')"
     with pytest.raises(AssertionError, match="policy 'fading_values' is unknown"):
