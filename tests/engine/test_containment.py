@@ -10,7 +10,7 @@ from breaking import GREEDY, MANY, POISON, SAMPLED, answers, asked, run
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.sampling import sampler
+from kvreclaim.engine.sampling import processors
 from kvreclaim.schedule.budget.way import Way
 
 
@@ -18,14 +18,15 @@ def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkey
     good = [(p, params, None) for (p, _, _), params in zip(asked(), [SAMPLED, MANY] * 4, strict=False)]
     llm = make_llm()
     expected = answers(run(llm, good))
-    adjust = sampler._adjust
 
-    def broken(logits, row):
-        if row.params.repetition_penalty == 1.25:
+    class Broken(processors.LogitsProcessor):
+        def applies(self, row):
+            return row.params.repetition_penalty == 1.25
+
+        def apply(self, logits, places, rows):
             raise RuntimeError("boom")
-        adjust(logits, row)
 
-    monkeypatch.setattr(sampler, "_adjust", broken)
+    monkeypatch.setattr(processors, "PROCESSORS", (*processors.PROCESSORS, Broken()))
     bad = SamplingParams(repetition_penalty=1.25, seed=9, max_tokens=5)
     outputs = run(llm, [good[0], ([1, 2, 3], bad, None), *good[1:]])
     assert outputs[1].error == "RuntimeError: boom"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob
-from kvreclaim.engine.sampling.sampler import SampleRow, _sample
+from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.sampler import _sample
 
 VOCAB = 12
 DRAWS = 4000

@@ -25,7 +25,8 @@ QUIET_ROUTES = ("/health", "/metrics", "/load", "/version", "/kv_offload/status"
 REQUEST_ID = re.compile(r"req-[0-9a-f]{32}")
 TEXTLESS = re.compile(
     r"(torch|transformers\.models|kvreclaim\.(ops|memory|schedule|compression|model"
-    r"|engine\.(core\.(admission|engine)|execute|ways|signals|answer\.sampler)))\b"
+    r"|engine\.(step\.(validation|lengths|engine)|request\.footprints|execute|attend|compact|signals"
+    r"|sampling\.(sampler|processors|truncation))))\b"
     r"(?!.*token)"
 )
 """Modules that see token ids and tensors but no text: what their exceptions say is fit for a log."""

@@ -27,7 +27,7 @@ from kvreclaim.engine.request.outputs import (
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
-from kvreclaim.engine.sampling.sampler import SampleRow
+from kvreclaim.engine.sampling.processors import SampleRow
 from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.budget.account import Account
 

@@ -8,42 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob, report
+from kvreclaim.engine.sampling.processors import SampleRow, process
 from kvreclaim.engine.sampling.truncation import Cut, race_among_kept
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleRow:
-    """One row's request.
-
-    prompt, generated: token ids so far, for penalties
-    forbidden:         token ids that may not come yet (end tokens before min_tokens)
-    generator:         the output's own source of randomness, on the logits' device: batching changes nothing
-    """
-
-    params: SamplingParams
-    prompt: list[int]
-    generated: list[int]
-    forbidden: tuple[int, ...]
-    generator: torch.Generator | None
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the token is the row's argmax and nothing is to be reported."""
-        p = self.params
-        penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-        changed = self.forbidden or penalties or p.logit_bias
-        return p.temperature == 0 and p.logprobs is None and not changed
-
-    def noise(self, vocab_size: int) -> Tensor | None:
-        """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
-        if self.params.temperature == 0:
-            return None
-        device = None if self.generator is None else self.generator.device
-        return torch.empty(vocab_size, device=device).exponential_(generator=self.generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +58,9 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
 
 @torch.inference_mode()
 def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn]:
-    """A token for each row of logits [N, V] fp32, from noise that has been drawn: nothing but logits changes,
-    by biases and penalties."""
+    """A token for each row of logits [N, V] fp32, which change, from noise that has been drawn."""
     logprobs = _raw_logprobs(logits, rows)
-    for i, row in enumerate(rows):
-        _adjust(logits[i], row)
+    process(logits, rows)
     noisy = [i for i, noise in enumerate(noises) if noise is not None]
     best = logits.argmax(-1) if len(noisy) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if noisy:
@@ -114,25 +81,6 @@ def _report(logprobs: Tensor | None, i: int, token: int, row: SampleRow) -> dict
     if logprobs is None or row.params.logprobs is None:
         return None
     return report(logprobs[i : i + 1], [token], row.params.logprobs)[0]
-
-
-def _adjust(logits: Tensor, row: SampleRow) -> None:
-    """Bias, then penalties, with vLLM's meanings: repetition sees prompt and output, presence and frequency
-    the output."""
-    p = row.params
-    if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-    if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt, *row.generated}), device=logits.device)
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    if (p.presence_penalty or p.frequency_penalty) and row.generated:
-        tokens = torch.tensor(row.generated, device=logits.device)
-        unique, counts = tokens.unique(return_counts=True)
-        logits[unique] -= p.presence_penalty + p.frequency_penalty * counts
-    if row.forbidden:
-        logits[list(row.forbidden)] = float("-inf")
 
 
 def _draw(logits: Tensor, rows: list[SampleRow], noise: Tensor) -> Tensor:

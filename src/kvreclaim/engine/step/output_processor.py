@@ -15,7 +15,8 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
-from kvreclaim.engine.sampling.sampler import Drawn, SampleRow, draw
+from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.sampler import Drawn, draw
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass, Way
 

@@ -1,0 +1,134 @@
+"""What changes logits before a token is drawn: bias, penalties, tokens that may not come.
+
+Each processor works on all rows that it applies to at once. A row's numbers do not depend on the others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvreclaim.config import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRow:
+    """One row's request.
+
+    prompt, generated: token ids so far, for penalties
+    forbidden:         token ids that may not come yet (end tokens before min_tokens)
+    generator:         the output's own source of randomness, on the logits' device: batching changes nothing
+    """
+
+    params: SamplingParams
+    prompt: list[int]
+    generated: list[int]
+    forbidden: tuple[int, ...]
+    generator: torch.Generator | None
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the row's argmax and nothing is to be reported."""
+        p = self.params
+        return (
+            p.temperature == 0 and p.logprobs is None and not any(each.applies(self) for each in PROCESSORS)
+        )
+
+    def noise(self, vocab_size: int) -> Tensor | None:
+        """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
+        if self.params.temperature == 0:
+            return None
+        device = None if self.generator is None else self.generator.device
+        return torch.empty(vocab_size, device=device).exponential_(generator=self.generator)
+
+
+class LogitsProcessor(ABC):
+    """Changes logits of the rows that ask for it. Its failure ends these requests alone."""
+
+    @abstractmethod
+    def applies(self, row: SampleRow) -> bool:
+        """Whether the row's logits would change."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        """Change logits [N, V] fp32 in place, in the rows at these places, which belong to these requests."""
+
+
+class LogitBias(LogitsProcessor):
+    """Adds a number to some tokens' logits."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return bool(row.params.logit_bias)
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        biases = [row.params.logit_bias or {} for row in rows]
+        index = _index(logits, places, [list(bias) for bias in biases])
+        values = [value for bias in biases for value in bias.values()]
+        logits[index] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+
+
+class RepetitionPenalty(LogitsProcessor):
+    """Divides positive logits of tokens in prompt and output by the penalty, multiplies negative ones (CTRL,
+    arXiv 1909.05858)."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return row.params.repetition_penalty != 1.0
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        seen = [sorted({*row.prompt, *row.generated}) for row in rows]
+        index = _index(logits, places, seen)
+        values = logits[index]
+        each = [row.params.repetition_penalty for row, tokens in zip(rows, seen, strict=True) for _ in tokens]
+        penalty = torch.tensor(each, dtype=logits.dtype, device=logits.device)
+        logits[index] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+class CountPenalties(LogitsProcessor):
+    """OpenAI's presence and frequency penalties, over the output."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return bool(row.params.presence_penalty or row.params.frequency_penalty) and bool(row.generated)
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        where, tokens = _index(logits, places, [row.generated for row in rows])
+        vocab = logits.shape[-1]
+        keys, counts = (where * vocab + tokens).unique(return_counts=True)
+        own = torch.zeros((2, logits.shape[0]), dtype=logits.dtype, device=logits.device)
+        said = [[row.params.presence_penalty, row.params.frequency_penalty] for row in rows]
+        own[:, places] = torch.tensor(said, dtype=logits.dtype, device=logits.device).T
+        presence, frequency = own[:, keys // vocab]
+        logits[keys // vocab, keys % vocab] -= presence + frequency * counts
+
+
+class Forbidden(LogitsProcessor):
+    """End tokens do not come before min_tokens."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return bool(row.forbidden)
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        logits[_index(logits, places, [list(row.forbidden) for row in rows])] = float("-inf")
+
+
+PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), Forbidden())
+"""In the order in which they change logits, which is vLLM's."""
+
+
+def process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Change logits [N, V] fp32 in place as each row asks for."""
+    for processor in PROCESSORS:
+        places = [i for i, row in enumerate(rows) if processor.applies(row)]
+        if places:
+            processor.apply(logits, places, [rows[i] for i in places])
+
+
+def _index(logits: Tensor, places: list[int], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the tokens of each row, one after the other."""
+    lengths = torch.tensor([len(each) for each in tokens])
+    rows = torch.tensor(places).repeat_interleave(lengths)
+    columns = torch.tensor([token for each in tokens for token in each], dtype=torch.int64)
+    return rows.to(logits.device), columns.to(logits.device)
