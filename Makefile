@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -29,8 +29,17 @@ demo-24gb: setup
 real-model: setup
 	$(BIN)/kvreclaim fetch
 
+# Costly grids run a fixed sample of their cases (tests/sample.txt), properties 30 examples.
 test: setup
+	KVRECLAIM_TEST_SAMPLE=1 $(BIN)/pytest -n auto
+
+# Every case of every grid, 100 examples of every property: before a release.
+test-all: setup
 	$(BIN)/pytest -n auto
+
+# The rooms without a model, in two minutes: for the loop of an edit.
+test-fast: setup
+	KVRECLAIM_TEST_SAMPLE=1 $(BIN)/pytest -n auto $(FAST)
 
 # Many clients at once: no 500, no lost block, every answer as alone; then with so few blocks that requests preempt.
 soak: setup

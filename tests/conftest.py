@@ -10,14 +10,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvreclaim.places import real_model
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+SAMPLED = bool(os.environ.get("KVRECLAIM_TEST_SAMPLE"))
+"""Whether costly grids run a fixed part of their cases, and properties fewer examples: `make test`."""
+settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("sample", settings.get_profile("all"), max_examples=30)
+settings.load_profile("sample" if SAMPLED else "all")
 os.environ.setdefault("KVRECLAIM_TEST_REAL_MODEL", str(real_model() or ""))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(
@@ -29,6 +33,22 @@ os.environ.update(
 os.environ.setdefault(
     "TRITON_INTERPRET", "1"
 )  # before transformers imports triton; 0 runs its tests on a GPU
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the test functions in sample.txt as many cases as it says, always the same ones."""
+    if not SAMPLED:
+        return
+    lines = (Path(__file__).parent / "sample.txt").read_text().splitlines()
+    limits = {name: int(count) for count, name in (line.split() for line in lines if line[:1] != "#")}
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for name, found in cases.items():
+        dropped.update(sorted(found, key=lambda item: crc32(item.nodeid.encode()))[limits.get(name) :])
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True)

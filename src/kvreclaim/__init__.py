@@ -7,27 +7,61 @@ from typing import TYPE_CHECKING
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunk, ChunkReuse
-from kvreclaim.config import SamplingParams
+from kvreclaim.config import EngineConfig, SamplingParams
+from kvreclaim.errors import (
+    EngineDeadError,
+    FetchError,
+    InvalidArgumentError,
+    KVReclaimError,
+    RequestTooLongError,
+    StatsMismatchError,
+    UnknownRequestError,
+    UnsupportedModelError,
+    UnsupportedVllmError,
+)
+from kvreclaim.memory.pins import Retention
 from kvreclaim.places import real_model
+from kvreclaim.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
     from kvreclaim.engine.api.llm import LLM
+    from kvreclaim.engine.request.outputs import RequestOutput
+    from kvreclaim.engine.serving.thread import AsyncEngine
 
 __version__ = version("kvreclaim")
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BeamSearchParams",
     "Chunk",
     "ChunkReuse",
     "CompressionConfig",
+    "EngineConfig",
+    "EngineDeadError",
+    "FetchError",
+    "InvalidArgumentError",
+    "KVReclaimError",
+    "RequestOutput",
+    "RequestTooLongError",
+    "Retention",
     "SamplingParams",
+    "SpeculativeConfig",
+    "StatsMismatchError",
+    "UnknownRequestError",
+    "UnsupportedModelError",
+    "UnsupportedVllmError",
     "__version__",
     "demo_model",
     "real_model",
 ]
 
-_HOMES = {"LLM": "kvreclaim.engine.api.llm", "CompressionConfig": "kvreclaim.compression.config"}
+_HOMES = {
+    "LLM": "kvreclaim.engine.api.llm",
+    "AsyncEngine": "kvreclaim.engine.serving.thread",
+    "CompressionConfig": "kvreclaim.compression.config",
+    "RequestOutput": "kvreclaim.engine.request.outputs",
+}
 
 
 def __getattr__(name: str) -> object:

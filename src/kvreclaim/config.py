@@ -95,7 +95,6 @@ class EngineConfig:
         "Of the free memory, for blocks at most.",
         low=0.01,
         high=0.95,
-        flags=("--kv-memory-fraction", "--gpu-memory-utilization"),
     )
     max_signal_bytes: int | None = option(
         None,

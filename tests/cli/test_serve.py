@@ -74,7 +74,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
         "max-model-len": 512,
         "block-size": 8,
         "kv-cache-dtype": "fp8",
-        "gpu-memory-utilization": 0.25,
+        "kv-memory-fraction": 0.25,
         "kv-compression": "knorm",
         "kv-budget": 200,
     }

@@ -1,13 +1,15 @@
-"""The Python face: LLM.generate, stream, chat and score."""
+"""The Python API: LLM.generate, stream, chat and score."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -23,18 +25,21 @@ from kvreclaim.engine.api.chat import Message, render_chat
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.pieces import Piece, has_chunks, laid_out
 from kvreclaim.engine.offload.session import SessionInfo
-from kvreclaim.engine.request.outputs import RequestOutput, ScoreOutput, StepStats
+from kvreclaim.engine.offload.stats import TierStats
+from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.sizing import choose_limits
 from kvreclaim.engine.speculative.load import Draft, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
+from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
 from kvreclaim.places import statistics_beside
 
-Prompt = str | list[int] | Sequence[Piece]
-"""Text, token ids, or a list of pieces of both kinds, some of which are chunks: [Chunk(text), question]."""
+Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of pieces of text and ids, some of
+which are chunks: [Chunk(text), question]."""
 OnStep = Callable[[StepStats], None]
 Observer = Callable[[int, Tensor], None]
 T = TypeVar("T")
@@ -44,8 +49,22 @@ OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides")
 """Engine options that are settled when a model is loaded."""
 
 
+@dataclass(frozen=True, slots=True)
+class LLMStats:
+    """What an engine holds at a moment, and its counters since the start.
+
+    memory:  blocks of the pool; offload: host and disk, None without
+    """
+
+    num_running: int
+    num_waiting: int
+    memory: MemoryStats
+    totals: EngineTotals
+    offload: TierStats | None
+
+
 class LLM:
-    """A model, its paged cache and its requests, in one process.
+    """A model, its paged cache and its requests, in one process. As a context manager it closes at the end.
 
     Args:
         model:        a local directory, a hub id or a .gguf file; weights of AWQ, GPTQ, compressed-tensors,
@@ -102,6 +121,23 @@ class LLM:
         self.compression = None if compression is None else self.resolved(compression)
         own = None if self.compression is None else self.compressor(self.compression)
         self.engine.bound(own, config.max_model_len)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def stats(self) -> LLMStats:
+        """Requests, blocks, offload and counters: a copy, of this moment."""
+        engine = self.engine
+        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        return LLMStats(running, waiting, engine.memory.stats(), deepcopy(engine.totals), engine.tier_stats())
 
     def sibling(self, **changes: Any) -> LLM:
         """Another engine over the same weights, a draft model's included, with a pool of its own until
@@ -209,16 +245,20 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        compression: CompressionConfig | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
         **how: Any,
-    ) -> RequestOutput:
-        """Generate the assistant's turn of one conversation, through the tokenizer's chat template.
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn of one conversation or of several, through the tokenizer's chat
+        template; outputs come in the order of the conversations.
 
         how: keyword arguments of render_chat (tools, chat_template, ...)
         """
-        return self.generate(render_chat(self.loaded, messages, **how), sampling_params, compression)[0]
+        many = bool(messages) and all(isinstance(each, (list, tuple)) for each in messages)
+        conversations: Any = messages if many else [messages]
+        prompts = [render_chat(self.loaded, each, **how) for each in conversations]
+        return self.generate(prompts, sampling_params, compression)
 
     def stream(
         self,
@@ -317,7 +357,7 @@ class LLM:
 
         Raises: InvalidArgumentError if nothing is, OSError.
         """
-        tokens, config = self._tokens(prompt), compression or self.compression
+        tokens, config = self._tokens(_unwrapped(prompt)), compression or self.compression
         if compress_at is None:
             require(
                 compression is None,
@@ -374,6 +414,7 @@ class LLM:
         _check_type(chunk_reuse, ChunkReuse, "chunk_reuse")
         config = config if config is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
+        prompt = _unwrapped(prompt)
         text = prompt if isinstance(prompt, str) else None
         chunks = None
         if has_chunks(prompt):
@@ -425,16 +466,34 @@ class LLM:
                     self.engine.abort(request.request_id)
 
 
+def _unwrapped(prompt: Prompt) -> str | list[int] | Sequence[Piece]:
+    """What a mapping holds as prompt. Raises: InvalidArgumentError."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    names = ("prompt", "prompt_token_ids")
+    if len(prompt) != 1 or (name := next(iter(prompt))) not in names:
+        raise InvalidArgumentError(
+            f"a prompt has the keys {', '.join(map(repr, prompt)) or 'of nothing'}; pass one of "
+            f"{' or '.join(map(repr, names))}.",
+            field="prompt",
+        )
+    value: str | list[int] = prompt[name]
+    if isinstance(value, str) != (name == "prompt"):
+        allowed = "text" if name == "prompt" else "a list of token ids"
+        raise InvalidArgumentError(f"{name} is a {type(value).__name__}; pass {allowed}.", field="prompt")
+    return value
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
-    """Prompts as a list of text or token ids. Raises: InvalidArgumentError."""
-    if isinstance(prompts, str):
+    """Prompts as a list of single ones. Raises: InvalidArgumentError."""
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
         if has_chunks(prompts):
             return [prompts]
-        if prompts and not any(isinstance(p, (str, list, tuple)) for p in prompts):
+        if prompts and not any(isinstance(p, (str, list, tuple, Mapping)) for p in prompts):
             return [list(prompts)]
-        if all(isinstance(p, (str, list, tuple)) for p in prompts):
+        if all(isinstance(p, (str, list, tuple, Mapping)) for p in prompts):
             return list(prompts)
     raise InvalidArgumentError(
         f"prompts is a {type(prompts).__name__} ({str(prompts)[:40]}); pass text, a list of token ids, or a "

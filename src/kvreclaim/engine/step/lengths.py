@@ -56,13 +56,17 @@ def check_length(
     """
     check_blocks(footprint, policy)
     assert config.max_model_len is not None, "the engine's limits are set"
+    assert config.num_blocks is not None, "the engine's limits are set"
     if known >= config.max_model_len:
+        is_hosts = (
+            config.full_cache_host_size and config.max_model_len == config.num_blocks * config.block_size
+        )
         raise RequestTooLongError(
             f"the prompt has {known} tokens, but max_model_len is {config.max_model_len} (prompt and "
-            "output together); shorten the prompt or raise max_model_len.",
+            "output together); shorten the prompt or raise "
+            f"{'full_cache_host_size, which holds no more' if is_hosts else 'max_model_len'}.",
             field="prompt",
         )
-    assert config.num_blocks is not None, "the engine's limits are set"
     excess = excess_slots(num_prompt, known + 1, footprint, config.num_blocks)
     if excess > 0:
         raise RequestTooLongError(
