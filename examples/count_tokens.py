@@ -1,6 +1,6 @@
 """An extension of the engine: it counts the tokens that a request computes. No file of the package changes.
 
-    python examples/count_tokens.py
+python examples/count_tokens.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from kvreclaim import LLM, demo_model
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.calibrate.trial import try_candidates
 from kvreclaim.eval.demo_tasks import DEMO_TASKS, LEARNED_TASKS, calibration_documents
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 HELD_OUT_SEED = 1_000
 """Of the first document that is tried: nothing is fitted to one of its kind."""

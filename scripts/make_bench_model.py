@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.model.loader import load_model
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 MAX_POSITION = 163_840
 EMBEDDING_STD = 0.1

@@ -146,7 +146,7 @@ def main() -> None:
     if model is None:
         raise SystemExit("the real model is not there: run `kvreclaim fetch`, or pass --model demo")
     blocks = 2 * args.num_examples * (args.num_tokens // 16 + 2) + 64
-    llm = LLM(model, device="cpu", num_blocks=blocks, kv_cold_size=args.cold_size, max_num_seqs=64)
+    llm = LLM(model, device="cpu", num_blocks=blocks, kv_recall_size=args.cold_size, max_num_seqs=64)
     names = args.tasks or ("needles" if args.model == "real" else DEMO_TASKS)
     tasks = make_tasks(names.split(","), llm, TaskOptions(num_tokens=args.num_tokens))
     trial, rows = Trial(llm, args), []

@@ -31,7 +31,7 @@ def main() -> None:
     if model is None:
         raise SystemExit("the real model is not there: run `kvreclaim fetch`")
     blocks = max(args.batch) * 2 * (args.num_tokens // 16 + 8)
-    llm = LLM(model, device="cpu", num_blocks=blocks, kv_cold_size=2.0)
+    llm = LLM(model, device="cpu", num_blocks=blocks, kv_recall_size=2.0)
     configs = {
         mode: CompressionConfig(
             args.policy, args.budget, interval=128, recent=64, recall=None if mode == PLAIN else mode

@@ -27,10 +27,10 @@ import numpy as np
 from soak_cases import MESSAGES, MODEL, Case, Seen, expected, make_cases
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.client import EngineClient
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.messages import EngineSpec
 from kvreclaim.engine.serving.process import ProcessEngine
-from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.server.config import ServerConfig
 from kvreclaim.server.metrics.observer import count
@@ -175,7 +175,7 @@ def _take_usage(usage: dict[str, Any], seen: Seen) -> None:
 
 
 @asynccontextmanager
-async def serving(engine: Readers) -> AsyncIterator[str]:
+async def serving(engine: EngineClient) -> AsyncIterator[str]:
     """A server with keys, in this event loop. Gives: its address."""
     keys = (*KEYS, ATTACKER)
     config = ServerConfig(served_model_name=(MODEL,), api_keys=keys, operator_key=OPERATOR)
@@ -221,7 +221,7 @@ async def beside(report: Report, base_url: str, *programs: str) -> AsyncIterator
 
 
 async def soak(
-    engine: Readers, alone: LLM, cases: list[Case], num_clients: int, programs: tuple[str, ...] = ()
+    engine: EngineClient, alone: LLM, cases: list[Case], num_clients: int, programs: tuple[str, ...] = ()
 ) -> Report:
     """Run the cases, so many clients at once, each of which takes the next case. alone: for the oracle;
     programs: what goes on beside the second half of them."""
@@ -246,7 +246,7 @@ async def soak(
             elapsed_s = time.perf_counter() - begun
             await asyncio.wait_for(engine.drained(), TIMEOUT_S)
             load = (await client.get("/load", headers={"authorization": f"Bearer {OPERATOR}"})).json()
-            await engine.call(Host.check)
+            await engine.call(EngineCore.check)
             counted = (await engine.call(count)).values
     for name in ("server_load", "blocks_in_use"):
         if load[name]:

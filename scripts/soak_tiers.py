@@ -50,7 +50,7 @@ class Soak:
         self.seed, self.num_requests, self.directory = seed, num_requests, directory
         self.rng, self.report = random.Random(seed), Report()
         self.cases = make_cases(seed, num_requests)
-        alone = LLM(demo_model(), **LIMITS, num_blocks=512, compressed_prefix_fraction=0.0)
+        alone = LLM(demo_model(), **LIMITS, num_blocks=512, prefix_snapshot_fraction=0.0)
         self.oracle = Oracle(alone, self.cases)
         numbers = [self.rng.randrange(len(self.cases)) for _ in range(num_requests)]
         self.left = deque(enumerate(numbers))

@@ -69,14 +69,14 @@ def make_engine(directory: str, rng: random.Random) -> LLM:
         kv_offloading_disk_path=directory,
         kv_offloading_disk_size=DISK_BYTES / 2**30,
         preemption_mode=rng.choice(("auto", "swap", "swap", "recompute")),
-        victim_policy=rng.choice(("last", "lru", "cost")),
+        preemption_victim=rng.choice(("last", "lru", "cost")),
         kv_load_policy=rng.choice(("wait_complete", "wait_complete", "timeout", "best_effort", "race")),
         kv_load_timeout=rng.choice((0.0, 0.05, 1.0)),
         kv_offloading_write_policy=rng.choice(("write_through", "write_through", "write_through_selective")),
         kv_offloading_disk_write_policy=rng.choice(("write_through", "write_through_selective")),
         kv_offloading_eviction_policy=rng.choice(("lru", "slru", "lfu")),
         kv_offload_decode=rng.random() < 0.7,
-        compressed_prefix_fraction=rng.choice((0.06, 0.25, 0.25)),
+        prefix_snapshot_fraction=rng.choice((0.06, 0.25, 0.25)),
     )
 
 

@@ -23,7 +23,7 @@ from playwright.sync_api import sync_playwright
 
 from kvreclaim import real_model
 from kvreclaim.bench.systems.vllm_server import NAME, VllmServer
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 TARGET = Path(__file__).parents[1] / "docs" / "vllm_page.png"
 CLIENTS, SECONDS = 7, 40

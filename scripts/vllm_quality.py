@@ -27,7 +27,7 @@ from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Item, Metric, Task
 from kvreclaim.eval.tasks import make_tasks
-from kvreclaim.places import real_model, statistics_beside
+from kvreclaim.model_paths import real_model, statistics_beside
 
 BLOCK_SIZE = 32
 INTERVAL, SINKS, RECENT = 128, 4, 64

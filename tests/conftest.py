@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvreclaim.places import real_model
+from kvreclaim.model_paths import real_model
 
 SAMPLED = bool(os.environ.get("KVRECLAIM_TEST_SAMPLE"))
 """Whether costly grids run a fixed part of their cases, and properties fewer examples: `make test`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvreclaim import real_model
-from kvreclaim.places import REAL_MODEL, SOURCE_FILE, lacks, models_home, num_bytes_of, write_source
+from kvreclaim.model_paths import REAL_MODEL, SOURCE_FILE, lacks, models_home, num_bytes_of, write_source
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.places import REAL_MODEL, STATS_FILE, shipped_statistics
+from kvreclaim.model_paths import REAL_MODEL, STATS_FILE, shipped_statistics
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.texts import Texts, code, prose, split
+from kvreclaim.corpora import Texts, code, prose, split
 
 
 def paragraphs(text: str) -> list[str]:

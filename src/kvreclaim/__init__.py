@@ -20,7 +20,7 @@ from kvreclaim.errors import (
     UnsupportedVllmError,
 )
 from kvreclaim.memory.pins import Retention
-from kvreclaim.places import real_model
+from kvreclaim.model_paths import real_model
 from kvreclaim.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:

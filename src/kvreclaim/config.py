@@ -115,7 +115,7 @@ class EngineConfig:
     spread_compression: bool = option(
         True, "Requests that arrive together are compressed at different steps, each by its prompt's hash."
     )
-    compressed_prefix_fraction: float = option(
+    prefix_snapshot_fraction: float = option(
         0.25,
         "Of all blocks, and of the disk's size, there half at most, so much for what compression left of "
         "prompts' beginnings (compress_at), kept for requests that begin so, too.",
@@ -179,7 +179,7 @@ class EngineConfig:
         high=float(1 << 20),
         panel=TIERS,
     )
-    victim_policy: str = option(
+    preemption_victim: str = option(
         "auto",
         "Who gives way when blocks are lacking: last (come), (lowest) priority, lru (computed longest ago) "
         "or (least) cost to bring back; auto: last, or priority under that scheduling policy.",
@@ -230,7 +230,7 @@ class EngineConfig:
     kv_offloading_eviction_policy: str = option(
         "slru", "Which block on the host makes way first: lru, slru, lfu, priority or gdsf.", panel=TIERS
     )
-    kv_cold_size: float = option(
+    kv_recall_size: float = option(
         0.0,
         "GiB of host memory for the evicted tokens of requests with recall; beyond it the pages that promise "
         "least go for good. 0: no recall.",
@@ -279,10 +279,10 @@ class EngineConfig:
             "full_cache_host_size",
         )
         require(
-            not (self.full_cache_host_size and self.kv_cold_size),
-            f"full_cache_host_size is {self.full_cache_host_size:g}, kv_cold_size {self.kv_cold_size:g}, but "
-            "a cache that lies in host memory loses nothing that could be recalled; leave one of them out.",
-            "kv_cold_size",
+            not (self.full_cache_host_size and self.kv_recall_size),
+            f"full_cache_host_size is {self.full_cache_host_size:g}, kv_recall_size {self.kv_recall_size:g}, "
+            "but a cache that lies in host memory loses nothing that could be recalled; leave one out.",
+            "kv_recall_size",
         )
         require(
             self.kv_offloading_size > 0 or self.kv_offloading_disk_path is None,
@@ -484,7 +484,7 @@ class CompressionSettings:
     )
     recall: str | None = option(
         None,
-        "Evicted tokens wait in host memory (kv_cold_size) and come back when queries want them: at passes "
+        "Evicted tokens wait in host memory (kv_recall_size) and come back when queries want them: at passes "
         "alone (pass), every N tokens too (tokens:N), or for every token (query); with options as in "
         "query(blocks=8).",
         flags=("--kv-recall", "--recall"),

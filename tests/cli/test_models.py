@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.cli.options import model_of
-from kvreclaim.places import REAL_MODEL, write_source
+from kvreclaim.model_paths import REAL_MODEL, write_source
 
 runner = CliRunner()
 QUESTION = "What is the capital of France? Answer in one word."

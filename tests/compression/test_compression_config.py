@@ -9,7 +9,7 @@ import pytest
 import torch
 from compression_oracles import model_facts, query_stats
 
-from kvreclaim import third_parties
+from kvreclaim import entry_points as third_parties
 from kvreclaim.compression import registry as module
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.query_mixture import QueryMixture

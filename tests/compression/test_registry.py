@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreclaim import third_parties
+from kvreclaim import entry_points as third_parties
 from kvreclaim.compression import registry
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policies.evict_only import EvictOnly

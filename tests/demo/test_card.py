@@ -13,7 +13,7 @@ from kvreclaim import demo_model
 from kvreclaim.cli.main import app
 from kvreclaim.demo.card.main import present, run_card
 from kvreclaim.demo.card.plan import MIB, CardPlan, Setup
-from kvreclaim.places import real_gguf
+from kvreclaim.model_paths import real_gguf
 
 CARD = CardPlan(
     model=demo_model(),

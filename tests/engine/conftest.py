@@ -10,7 +10,7 @@ import tiny
 
 from kvreclaim import LLM
 from kvreclaim.calibrate.calibration import calibrate
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 
 @pytest.fixture(scope="session")

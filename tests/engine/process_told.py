@@ -9,24 +9,24 @@ from typing import Any
 
 from settings import assert_idle
 
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.step.engine import StepResult
 
 
-def idle(host: Host) -> bool:
+def idle(host: EngineCore) -> bool:
     assert_idle(host.llm)
     return True
 
 
-def pid(host: Host) -> int:
+def pid(host: EngineCore) -> int:
     return os.getpid()
 
 
-def fails(host: Host) -> None:
+def fails(host: EngineCore) -> None:
     raise ZeroDivisionError("of the test")
 
 
-def panics(host: Host) -> None:
+def panics(host: EngineCore) -> None:
     raise SystemExit("no Exception")
 
 
@@ -37,11 +37,11 @@ class Unspeakable(Exception):
         super().__init__(first)
 
 
-def fails_unspeakably(host: Host) -> None:
+def fails_unspeakably(host: EngineCore) -> None:
     raise Unspeakable(1, 2)
 
 
-def loads_slowly(host: Host) -> None:
+def loads_slowly(host: EngineCore) -> None:
     """Statistics are read when the file `go` beside them exists, and not before."""
     from kvreclaim.compression.stats import QueryStats
 
@@ -56,16 +56,16 @@ def loads_slowly(host: Host) -> None:
     host.llm.compressors._stats.clear()
 
 
-def num_steps(host: Host) -> int:
+def num_steps(host: EngineCore) -> int:
     return host.engine.totals.steps
 
 
-def speaks(size: int, host: Host) -> bytes:
+def speaks(size: int, host: EngineCore) -> bytes:
     """At length."""
     return bytes(size)
 
 
-def slow_down(host: Host) -> None:
+def slow_down(host: EngineCore) -> None:
     """Ten steps take a second."""
     step = host.engine.step
 

@@ -174,7 +174,7 @@ def test_beams_that_give_way_find_the_same(make_llm, caching, victims):
     """Four searches and two other requests in a pool that holds hardly more than one of them."""
     prompts = tiny.prompts((70, 37, 21, 50), seed=8)
     want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
-    llm = make_llm(num_blocks=18, enable_prefix_caching=caching, victim_policy=victims, max_num_seqs=10)
+    llm = make_llm(num_blocks=18, enable_prefix_caching=caching, preemption_victim=victims, max_num_seqs=10)
     engine = llm.engine
     others = [
         engine.add_request(f"o{i}", prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
@@ -235,7 +235,7 @@ def force(llm, monkeypatch, every):
         forced = engine.totals.steps % every == every - 1
         while forced and scheduler.running:
             victim = scheduler.running[-1]
-            scheduler.giving_way.preempt([victim], victim, "itself", step)
+            scheduler.preemptor.preempt([victim], victim, "itself", step)
         decide(step)
 
     monkeypatch.setattr(scheduler, "_decide", preempting)
@@ -250,7 +250,7 @@ def test_a_search_that_gave_way_and_is_aborted_leaves_nothing(make_llm, monkeypa
 
     def preempting(step):
         if len(request.sequences) == 4 and scheduler.running[-1].request is request:
-            scheduler.giving_way.preempt([request.sequences[2]], other.sequences[0], "decode", step)
+            scheduler.preemptor.preempt([request.sequences[2]], other.sequences[0], "decode", step)
             step.pressed = True
         decide(step)
 

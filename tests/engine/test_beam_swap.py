@@ -44,7 +44,7 @@ def test_they_find_what_they_would_have_found(make_llm, monkeypatch, form, polic
 def test_searches_in_a_pool_that_holds_hardly_one(make_llm, victims):
     prompts = tiny.prompts((70, 37, 21, 50), seed=8)
     want = answers([make_llm().beam_search(prompt, WIDE)[0] for prompt in prompts])
-    llm = make_llm(num_blocks=18, victim_policy=victims, max_num_seqs=10, **SWAP)
+    llm = make_llm(num_blocks=18, preemption_victim=victims, max_num_seqs=10, **SWAP)
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     others = [engine.add_request(f"o{i}", p, params) for i, p in enumerate(tiny.prompts((40, 60), seed=3))]
@@ -102,7 +102,7 @@ def give_way_once(llm, monkeypatch, request):
             memory = llm.engine.memory
             blocks = {block for seq in running for block in memory.table(seq.seq_id).blocks()}
             held.append(len(blocks))
-            scheduler.giving_way.preempt([running[2]], running[0], "decode", step)
+            scheduler.preemptor.preempt([running[2]], running[0], "decode", step)
             step.pressed = True
         decide(step)
 

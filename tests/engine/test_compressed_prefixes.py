@@ -59,7 +59,7 @@ def idle(llm):
 def test_every_policy(policy, kernels, make_llm):
     """Bit for bit the answers of engines that keep nothing."""
     compression = config(policy)
-    alone = make_llm(kernels=kernels, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    alone = make_llm(kernels=kernels, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     expected, found = one_by_one(alone, compression)
     assert found == [0, 0, 0]
     llm = make_llm(kernels=kernels)
@@ -73,7 +73,7 @@ def test_every_policy(policy, kernels, make_llm):
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4", "kivi4"])
 def test_every_format(form, make_llm):
     compression = config("knorm")
-    alone = make_llm(kv_cache_dtype=form, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    alone = make_llm(kv_cache_dtype=form, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     expected, _ = one_by_one(alone, compression)
     llm = make_llm(kv_cache_dtype=form)
     answers, found = one_by_one(llm, compression)
@@ -121,8 +121,8 @@ def test_what_differs_does_not_find_it(make_llm):
 @pytest.mark.parametrize("host", [0, 16e6 / GIB])
 def test_they_give_way(host, make_llm):
     """To whoever needs the blocks; from the host they come back."""
-    llm = make_llm(num_blocks=24, kv_offloading_size=host, compressed_prefix_fraction=0.5)
-    alone = make_llm(compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    llm = make_llm(num_blocks=24, kv_offloading_size=host, prefix_snapshot_fraction=0.5)
+    alone = make_llm(prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     expected, _ = one_by_one(alone, config("knorm"))
     answers, _ = one_by_one(llm, config("knorm"))
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
@@ -138,9 +138,9 @@ def test_they_give_way(host, make_llm):
 
 def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
     """Between that and the next step a pass may take its blocks."""
-    llm = make_llm(num_blocks=24, kv_offloading_size=16e6 / GIB, compressed_prefix_fraction=0.25)
+    llm = make_llm(num_blocks=24, kv_offloading_size=16e6 / GIB, prefix_snapshot_fraction=0.25)
     engine, prompts = llm.engine, [[*document, 5, 6, 7] for document in tiny.prompts((150,) * 5, seed=21)]
-    alone = make_llm(compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    alone = make_llm(prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     compression, moved = config("knorm"), 0
     for i, prompt in enumerate(prompts):
         request = engine.add_request(f"r{i}", prompt, PARAMS, llm.compressor(compression), compress_at=150)
@@ -167,8 +167,8 @@ def test_more_documents_than_rows_for_open_blocks(host, make_llm):
     """Of kivi4: a budget that ends within a block leaves one open in every snapshot."""
     options = {"kv_cache_dtype": "kivi4", "max_num_seqs": 2}
     compression, documents = config("knorm", budget=40), [tiny.prompts((90,), seed=s)[0] for s in range(7)]
-    alone = make_llm(**options, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
-    llm = make_llm(**options, kv_offloading_size=host, compressed_prefix_fraction=0.5)
+    alone = make_llm(**options, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
+    llm = make_llm(**options, kv_offloading_size=host, prefix_snapshot_fraction=0.5)
     for question in ([5, 6], [7, 8, 9]):
         prompts = [document + question for document in documents]
         expected, answers = (

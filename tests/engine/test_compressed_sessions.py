@@ -49,7 +49,7 @@ def saved(llm, path, compression=None, **more):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy, form, tmp_path, make_llm):
     compression, options = config(policy, budget=50), {"kv_cache_dtype": form}
-    alone = make_llm(**options, compressed_prefix_fraction=0.0, enable_prefix_caching=False)
+    alone = make_llm(**options, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     expected = [ask(alone, prompt, compression)[0] for prompt in PROMPTS]
     llm = make_llm(**options)
     ask(llm, PROMPTS[0], compression)
@@ -83,7 +83,7 @@ def test_it_takes_the_memory_of_its_budget(tmp_path, make_llm):
 @pytest.mark.parametrize("host", [0.0, 16e6 / GIB])
 def test_wherever_it_lies(host, tmp_path, make_llm):
     """On the device, on the host, and only on disk: the same file."""
-    options = {"num_blocks": 24, "kv_offloading_size": host, "compressed_prefix_fraction": 0.5}
+    options = {"num_blocks": 24, "kv_offloading_size": host, "prefix_snapshot_fraction": 0.5}
     if host:
         options |= {"kv_offloading_disk_path": str(tmp_path), "kv_offloading_disk_size": 16e6 / GIB}
     llm = make_llm(**options)
@@ -178,7 +178,7 @@ def test_others_make_room(tmp_path, make_llm):
     llm = make_llm()
     ask(llm, PROMPTS[0])
     saved(llm, tmp_path / "a.session")
-    small = make_llm(num_blocks=30, compressed_prefix_fraction=0.12)
+    small = make_llm(num_blocks=30, prefix_snapshot_fraction=0.12)
     other = tiny.prompts((150,), seed=3)[0]
     small.generate([*other, 5], PARAMS, config(), compress_at=150)
     small.load_session(tmp_path / "a.session")

@@ -9,7 +9,7 @@ from settings import small
 
 from kvreclaim.compression.config import MAX_KEPT
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_under_compression(policy, make_llm):
 @pytest.mark.parametrize("policy", ["knorm", "h2o"])
 def test_a_compressed_document_that_several_ask_for_at_once(policy, make_llm):
     compression = CompressionConfig(policy, budget=48, interval=16, sinks=2, recent=4)
-    alone = make_llm(enable_prefix_caching=False, compressed_prefix_fraction=0.0)
+    alone = make_llm(enable_prefix_caching=False, prefix_snapshot_fraction=0.0)
     expected = [
         answers(alone, [prompt], compression=compression, compress_at=len(TEXT))[0] for prompt in PROMPTS
     ]

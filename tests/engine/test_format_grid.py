@@ -16,8 +16,8 @@ from kvreclaim.compression.policy import Wrapper
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 from kvreclaim.config import KV_CACHE_DTYPES
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops.formats import FORMATS
-from kvreclaim.places import STATS_FILE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

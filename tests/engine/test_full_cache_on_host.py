@@ -225,9 +225,7 @@ def test_lengths_are_bounded_by_what_it_holds(make_llm):
     host = llm.sibling(full_cache_host_size=5.5 * each / GIB, max_model_len=None)
     assert host.engine.max_model_len == 5 * size
     longer = on_host(llm, num_blocks=5)
-    with pytest.raises(
-        RequestTooLongError, match=r"max_model_len is 80 .* raise full_cache_host_size,"
-    ):
+    with pytest.raises(RequestTooLongError, match=r"max_model_len is 80 .* raise full_cache_host_size,"):
         longer.generate([list(range(1, 6 * size))], GREEDY)
     asked, fitting = [[1] * (5 * size - 9)], replace(GREEDY, max_tokens=9)
     assert said(longer.generate(asked, fitting)) == said(llm.sibling(num_blocks=5).generate(asked, fitting))

@@ -48,7 +48,7 @@ def tiers(directory, **options):
 
 
 def alone(**options):
-    return {"compressed_prefix_fraction": 0.0, "enable_prefix_caching": False} | options
+    return {"prefix_snapshot_fraction": 0.0, "enable_prefix_caching": False} | options
 
 
 def config(policy="knorm", **fields):
@@ -336,7 +336,7 @@ def test_a_disk_that_refuses_is_left_alone(tmp_path, make_llm):
 def test_the_size_is_a_bound(tmp_path, make_llm):
     """Of slots and prefixes together; what was used last stays."""
     size = 1_500_000
-    options = tiers(tmp_path, kv_offloading_disk_size=size / GIB, compressed_prefix_fraction=0.1)
+    options = tiers(tmp_path, kv_offloading_disk_size=size / GIB, prefix_snapshot_fraction=0.1)
     llm = make_llm(**options)
     prompts = [tiny.prompts((150,), seed=seed)[0] for seed in range(12)]
     for prompt in prompts:
@@ -353,7 +353,7 @@ def test_the_size_is_a_bound(tmp_path, make_llm):
     ask(llm, [*prompts[-1], 8, 9])
     assert llm.engine.tier_stats().prefixes.hits == 1
     llm.close()
-    llm = make_llm(**options | {"compressed_prefix_fraction": 0.0})
+    llm = make_llm(**options | {"prefix_snapshot_fraction": 0.0})
     assert llm.engine.tiers.prefixes is None
     llm.close()
 
@@ -394,7 +394,7 @@ def test_a_small_host_and_a_small_pool(tmp_path, make_llm):
     """Snapshots take turns on device, host and disk; nobody gets another answer."""
     documents = [tiny.prompts((150,), seed=seed)[0] for seed in range(5)]
     oracle = make_llm(**alone())
-    options = {"num_blocks": 24, "kv_offloading_size": 0.3e6 / GIB, "compressed_prefix_fraction": 0.3}
+    options = {"num_blocks": 24, "kv_offloading_size": 0.3e6 / GIB, "prefix_snapshot_fraction": 0.3}
     llm = make_llm(**tiers(tmp_path, **options))
     for turn in range(3):
         for number, document in enumerate(documents):

@@ -281,7 +281,7 @@ def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
             assert engine.death == "SystemExit"
             with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
                 await engine.add(new("b"))
-            assert await engine.call(told.pid, of_the_dead=True) == engine.pid
+            assert await engine.call(told.pid, allow_dead=True) == engine.pid
             for call in (asking, behind):
                 with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
                     await call
@@ -307,7 +307,7 @@ def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal
             for asking in (
                 engine.add(new("c")),
                 engine.call(told.pid),
-                engine.call(told.pid, of_the_dead=True),
+                engine.call(told.pid, allow_dead=True),
             ):
                 with pytest.raises(EngineDeadError, match="restart the server"):
                     await asking

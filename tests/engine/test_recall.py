@@ -36,7 +36,7 @@ def make_cold(make_llm):
     """An engine with cold memory, of blocks of 8 under the reference, of 16 natively."""
 
     def make(family="llama", **arguments):
-        given = {"kv_cold_size": 0.01, "block_size": 8, "max_num_batched_tokens": 32, **arguments}
+        given = {"kv_recall_size": 0.01, "block_size": 8, "max_num_batched_tokens": 32, **arguments}
         return make_llm(family, **given)
 
     return make
@@ -201,7 +201,7 @@ def answers(llm, config, *, every=0, n=1, times=1000):
         if every and step_no % every == every - 1 and step_no < every * times:
             had_pages.extend(seq.seq_id in engine.recalls.tables for seq in scheduler.running)
             for victim in list(reversed(scheduler.running)):
-                scheduler.giving_way.preempt([victim], victim, "itself", step)
+                scheduler.preemptor.preempt([victim], victim, "itself", step)
         decide(step)
 
     scheduler._decide = preempting
@@ -258,7 +258,7 @@ def test_abort_frees_pages(make_cold):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bound_drops_the_least_promising_pages(mode, make_cold, monkeypatch):
     unit = make_cold().engine.recalls.pool.unit_bytes
-    llm = make_cold(kv_cold_size=60 * unit / 2**30)
+    llm = make_cold(kv_recall_size=60 * unit / 2**30)
     shadow, _ = check_shadow(llm, small("knorm", mode), monkeypatch, lengths=(70, 64))
     assert llm.engine.totals.cold_dropped
     assert shadow.num_passes
@@ -266,11 +266,11 @@ def test_a_bound_drops_the_least_promising_pages(mode, make_cold, monkeypatch):
 
 def test_a_request_that_finds_no_cold_memory_ends_alone(make_cold):
     unit = make_cold().engine.recalls.pool.unit_bytes
-    llm = make_cold(kv_cold_size=30 * unit / 2**30)
+    llm = make_cold(kv_recall_size=30 * unit / 2**30)
     outputs = llm.generate(tiny.prompts((70, 64, 60), seed=3), GREEDY, small("knorm"))
     errors = [out.error for out in outputs if out.error]
     assert 0 < len(errors) < 3
-    assert all("raise kv_cold_size" in error for error in errors)
+    assert all("raise kv_recall_size" in error for error in errors)
     assert_idle(llm)
     llm.engine.recalls.pool.check([])
 
@@ -302,7 +302,7 @@ def test_hits_count_pages_that_won(make_cold):
 
 
 REFUSED = {
-    "kv_cold_size is 0": ({"kv_cold_size": 0}, {}, {}),
+    "kv_recall_size is 0": ({"kv_recall_size": 0}, {}, {}),
     "make it a multiple": ({}, {"budget": 47}, {}),
     "leave no place": ({}, {"budget": 24}, {}),
     "raise it to 16": ({}, {"interval": 8}, {}),
@@ -323,7 +323,7 @@ REFUSED = {
     ),
     "verify is set beside recall": ({}, {"verify": True}, {}),
     "loses nothing that could be recalled": ({"full_cache_host_size": 0.1}, {}, {}),
-    "one sequence needs": ({"kv_cold_size": 1e-5}, {}, {}),
+    "one sequence needs": ({"kv_recall_size": 1e-5}, {}, {}),
 }
 
 

@@ -47,7 +47,7 @@ def test_rows_are_counted():
     assert pool.num_free == 8
     assert pool.bytes_in_use == 16
     pool.check([rows[:2]])
-    with pytest.raises(MemoryError, match="raise kv_cold_size"):
+    with pytest.raises(MemoryError, match="raise kv_recall_size"):
         pool.take(9)
     again = pool.take(8)
     assert not set(again.tolist()) & set(rows[:2].tolist())

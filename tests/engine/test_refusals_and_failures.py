@@ -79,7 +79,7 @@ def test_sampling_parameters_are_checked(fields):
 
 def test_statistics_that_are_missing_or_foreign(make_llm, tiny_dir, calibrated_dir):
     from kvreclaim import LLM
-    from kvreclaim.places import STATS_FILE
+    from kvreclaim.model_paths import STATS_FILE
 
     bare = LLM(tiny_dir("llama"), dtype="float32", num_blocks=20)
     with pytest.raises(InvalidArgumentError, match="kvreclaim calibrate"):

@@ -45,7 +45,7 @@ def answers(llm, policy, *, every=0, at_once=True, n=1):
     def preempting(step):
         if every and engine.totals.steps % every == every - 1:
             for victim in list(reversed(scheduler.running[0 if at_once else 1 :])):
-                scheduler.giving_way.preempt([victim], victim, "itself", step)
+                scheduler.preemptor.preempt([victim], victim, "itself", step)
             step.pressed = not at_once
         decide(step)
 
@@ -147,7 +147,7 @@ def ask_both(llm, policy):
 
 
 def grouped(llm, policy):
-    """Answers to both, and all plans."""
+    """OutputProcessor to both, and all plans."""
     engine, plans = llm.engine, []
     schedule = engine.scheduler.schedule
     engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]

@@ -20,7 +20,7 @@ from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
-from kvreclaim.places import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
 CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")

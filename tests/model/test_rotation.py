@@ -20,7 +20,7 @@ SERVED = (*tiny.FAMILIES, *tiny.SCALED)
 
 
 class Recorder:
-    """Answers each layer with the values, and remembers its keys."""
+    """OutputProcessor each layer with the values, and remembers its keys."""
 
     def __init__(self) -> None:
         self.keys: dict[int, torch.Tensor] = {}

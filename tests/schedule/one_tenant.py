@@ -6,11 +6,11 @@ from bisect import insort
 from collections import Counter
 from operator import attrgetter
 
-from kvreclaim.schedule.draft import Draft
-from kvreclaim.schedule.room import known_growth, own_slots
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
+from kvreclaim.schedule.slots_needed import known_growth, own_slots
 from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
 class OneTenant(Scheduler[Sequence]):
@@ -41,7 +41,7 @@ class OneTenant(Scheduler[Sequence]):
             self.waiting.insert(place, seq)
 
     def schedule(self) -> StepPlan:
-        step = Draft(self.max_num_batched_tokens)
+        step = StepPlanBuilder(self.max_num_batched_tokens)
         for seq in sorted(self.running, key=self._turn):
             if step.budget and seq.seq_id not in step.lost:
                 self._continue(seq, step)

@@ -20,11 +20,11 @@ from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
 from kvreclaim.schedule.step import Row as StepRow
 from kvreclaim.schedule.step import StepDone, StepPlan
-from kvreclaim.schedule.victims import Preemption
 
 State = tuple[Any, ...]
 GARBAGE: State = ("garbage",)
@@ -292,7 +292,7 @@ class World:
             return {}
         mode = self.random.choice(("auto", "swap", "swap", "recompute"))
         policy = self.random.choice(("auto", "last", "priority", "lru", "cost"))
-        return {"preemption": Preemption(mode, bytes_per_block=1000), "victim_policy": policy}
+        return {"preemption": PreemptionCostModel(mode, bytes_per_block=1000), "preemption_victim": policy}
 
     def ask(self, ask: Ask) -> bool:
         """Queue a request. Returns: whether it can ever run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvreclaim.schedule import Sequence
-from kvreclaim.schedule.below import PrefixesBelow
+from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 
@@ -25,7 +25,7 @@ def asker(seq_id, found, most_hit=None):
 
 def below(wait_s=5.0, is_worth=True):
     clock = Clock()
-    return PrefixesBelow(lambda _: wait_s, lambda *_: is_worth, clock), clock
+    return DiskPrefixIndex(lambda _: wait_s, lambda *_: is_worth, clock), clock
 
 
 def test_a_name_is_of_every_field():

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule import Footprint, Scheduler, Sequence, StepDone, Way
-from kvreclaim.schedule.room import slots_of_fork
+from kvreclaim.schedule.slots_needed import slots_of_fork
 
 SIZE = 4
 

@@ -8,10 +8,10 @@ import pytest
 
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule import Scheduler, Sequence
-from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.preemption_cost import LeastCost, PreemptionCostModel, choose_victims, victim_order
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.step import StepDone
-from kvreclaim.schedule.victims import LeastCost, Preemption, choose_victims, victim_order
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 SIZE = 4
 RATES = Rates(token_s=1.0, pass_s=0.0, out_s=1.0, in_s=1.0, call_s=0.0)
@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, mode="swap", num_blocks=400, num_host_slots=400, store_after=99):
         self.memory = TieredMemory(num_blocks, SIZE, num_host_slots=num_host_slots, store_after=store_after)
-        self.preemption = Preemption(mode, bytes_per_block=1, rates=RATES)
+        self.preemption = PreemptionCostModel(mode, bytes_per_block=1, rates=RATES)
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=32,
@@ -66,8 +66,8 @@ class Bench:
         return [seq.seq_id for seq in choose_victims(order, self.scheduler.running, needy)]
 
     def preempt(self, group):
-        step = Draft(0)
-        self.scheduler.giving_way.preempt(group, group[0], "decode", step)
+        step = StepPlanBuilder(0)
+        self.scheduler.preemptor.preempt(group, group[0], "decode", step)
         return step.preempted, self.memory.take_outs()
 
 
@@ -200,12 +200,12 @@ def test_who_ends_before_it_is_moved_is_not_moved():
     bench = Bench(num_host_slots=12)
     first, second = bench.ask(6, 2), bench.ask(6)
     bench.step()
-    step = Draft(0)
-    bench.scheduler.giving_way.preempt(first, first[0], "decode", step)
+    step = StepPlanBuilder(0)
+    bench.scheduler.preemptor.preempt(first, first[0], "decode", step)
     bench.scheduler.remove(first[1])
     assert bench.memory.num_parked_slots == 7
     bench.scheduler.remove(first[0])
-    bench.scheduler.giving_way.preempt(second, second[0], "decode", step)
+    bench.scheduler.preemptor.preempt(second, second[0], "decode", step)
     outs = bench.memory.take_outs()
     assert len({slot for _, slot in outs}) == len(outs) == 7
     bench.memory.check()

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from kvreclaim.cli.main import app
 from kvreclaim.engine.serving import child, process
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.server import run
 
 paths = sys.argv[1:4]
 go, halted, num_tokens = Path(paths[0]), Path(paths[1]), int(paths[2])
 del sys.argv[1:4]
-step = Host.step
+step = EngineCore.step
 
 
-def step_or_wait(self: Host) -> None:
+def step_or_wait(self: EngineCore) -> None:
     outputs = [seq for request in self.engine.requests.values() for seq in request.sequences]
     if go.exists() or any(seq.num_generated < num_tokens for seq in outputs):
         step(self)
@@ -32,7 +32,7 @@ def step_or_wait(self: Host) -> None:
         time.sleep(0.002)
 
 
-Host.step = step_or_wait  # type: ignore[method-assign]
+EngineCore.step = step_or_wait  # type: ignore[method-assign]
 process.PROGRAM = (__file__, *paths, "child")
 run.LAST_BYTES_S = 300  # a machine that is busy writes and reads late
 if sys.argv[1] == "child":

@@ -16,7 +16,7 @@ from running import Running
 from web import LIMIT_S
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -121,7 +121,7 @@ def assert_empty(server: Running) -> None:
     assert not engine._streams
 
 
-def _check(host: Host) -> None:
+def _check(host: EngineCore) -> None:
     engine = host.engine
     engine.memory.check()
     stats = engine.memory.stats()

@@ -18,7 +18,7 @@ RECALL = {**SMALL, "recall": "query(blocks=2)"}
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[Running]:
-    with running_server(LLM(demo_model(), num_blocks=128, kv_cold_size=0.05)) as running:
+    with running_server(LLM(demo_model(), num_blocks=128, kv_recall_size=0.05)) as running:
         yield running
 
 
@@ -41,7 +41,7 @@ def test_a_request_that_asks_for_it_gets_it(cold: Running) -> None:
     assert metric(cold, "recall_pages_total") > before
     assert metric(cold, "recall_bytes_total") > 0
     assert metric(cold, "cold_bytes") == 0, "an ended request holds pages"
-    llm = LLM(demo_model(), num_blocks=128, kv_cold_size=0.05)
+    llm = LLM(demo_model(), num_blocks=128, kv_recall_size=0.05)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     wanted = llm.generate([PROMPT], params, CompressionConfig(**RECALL))[0].outputs[0].text
     assert found.json()["choices"][0]["text"] == wanted

@@ -35,7 +35,7 @@ def random_settings(random: Random) -> Settings:
         max_num_batched_tokens=chunk,
         footprint=footprint,
         scheduling_policy=random.choice(("fcfs", "fcfs", "priority", "cache")),
-        victim_policy=random.choice(("auto", "auto", "lru", "cost")),
+        preemption_victim=random.choice(("auto", "auto", "lru", "cost")),
         enable_prefix_caching=random.random() < 0.9,
         spread=random.random() < 0.3,
     )

@@ -40,8 +40,8 @@ def _measure(plan: DecodePlan, name: str, point: Point) -> Row:
         (engine.scheduler, "schedule", "schedule"),
         (runner, "forward", "forward"),
         (system.llm.loaded.model, "forward", "whole model"),
-        (engine.answers, "look", "logits"),
-        (engine.answers, "take", "logits"),
+        (engine.output_processor, "check_logits", "logits"),
+        (engine.output_processor, "process", "logits"),
         (engine.scheduler, "done", "commit"),
         (engine.compression, "run", "compress"),
     ]

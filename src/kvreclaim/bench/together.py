@@ -58,7 +58,7 @@ def _measure(plan: CompressPlan, policy: str) -> Row:
 def _time(system: Ours, point: Point, at_once: int) -> float:
     """Seconds of the passes of every sequence of the point, so many in one call."""
     engine = system.llm.engine
-    answers = engine.answers
+    answers = engine.output_processor
     with patch.object(answers, "compress", lambda sequences: None):
         session = system.open(point)
     with closing(session):

@@ -20,7 +20,7 @@ from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
 from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.checks import require
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.places import statistics_beside
+from kvreclaim.model_paths import statistics_beside
 
 BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes for all models; tokens."""

@@ -26,9 +26,9 @@ from kvreclaim.bench.systems.vllm_peer import kv_bytes_per_token
 from kvreclaim.bench.systems.vllm_server import Gauges, VllmServer
 from kvreclaim.bench.vllm_plan import VllmPlan
 from kvreclaim.bench.vllm_pool import BLOCK_SIZE, WITH, WITHOUT, option_of
+from kvreclaim.corpora import code, prose
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.places import STATS_FILE
-from kvreclaim.texts import code, prose
+from kvreclaim.model_paths import STATS_FILE
 
 USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
 PREEMPTIONS, FREED = "vllm:num_preemptions_total", "kvreclaim_blocks_freed_total"

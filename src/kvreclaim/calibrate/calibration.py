@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvreclaim import texts
+from kvreclaim import corpora as texts
 from kvreclaim.calibrate.trial import LEAST_TOKENS as LEAST_TRIAL
 from kvreclaim.checks import require
 from kvreclaim.compression.head_shares import FRACTIONS, SharesFit

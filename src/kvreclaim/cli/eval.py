@@ -34,7 +34,7 @@ ENGINE = (
     "max_model_len",
     "spread_compression",
     "enforce_eager",
-    "kv_cold_size",
+    "kv_recall_size",
 )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvreclaim.cli.takes import takes
-from kvreclaim.places import REAL_MODEL, num_bytes_of
+from kvreclaim.model_paths import REAL_MODEL, num_bytes_of
 
 
 @takes

@@ -122,7 +122,7 @@ def demo_24gb(
     from kvreclaim.bench.common import wide_console
     from kvreclaim.demo.card.main import present, run_card
     from kvreclaim.demo.card.plan import MIB, CardPlan
-    from kvreclaim.places import real_gguf
+    from kvreclaim.model_paths import real_gguf
 
     chosen = model or real_gguf()
     if chosen is None:

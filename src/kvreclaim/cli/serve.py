@@ -38,9 +38,9 @@ def serve(
     device: opt.Device = "auto",
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
+    from kvreclaim.engine.serving.client import EngineClient
     from kvreclaim.engine.serving.messages import EngineSpec
     from kvreclaim.engine.serving.process import ProcessEngine
-    from kvreclaim.engine.serving.readers import Readers
     from kvreclaim.engine.serving.thread import AsyncEngine
     from kvreclaim.model.loader import hide_progress_bars
     from kvreclaim.server.logs import configure_logging
@@ -64,7 +64,9 @@ def serve(
             options=asdict(engine),
             prepare=partial(_prepare, log_format, log_level, log_prompts=settings.log_prompts),
         )
-        served: Readers = ProcessEngine.launch(spec) if settings.engine_process else AsyncEngine(spec.load())
+        served: EngineClient = (
+            ProcessEngine.launch(spec) if settings.engine_process else AsyncEngine(spec.load())
+        )
         if not run(served, settings, listener):
             raise typer.Exit(1)
 

@@ -37,8 +37,8 @@ from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, parse_spec, write_value
 from kvreclaim.config import AUTO
+from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.policies"
 _BUILT_IN: Mapping[str, type[CompressionPolicy]] = MappingProxyType(

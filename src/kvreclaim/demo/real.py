@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import SamplingParams
+from kvreclaim.corpora import prose
 from kvreclaim.demo.report import Asked, LoadRun, RealReport
 from kvreclaim.demo.runs import OnProgress, generate_batch, load_figures
 from kvreclaim.engine.api.chat import render_chat
@@ -18,7 +19,6 @@ from kvreclaim.eval.passages import Passages, woven
 from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.text.codes import draw_facts, fact_text
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.texts import prose
 
 TASKS = ("needles", "perplexity:prose")
 _SUMMARY = "What is this text about? Answer in a few sentences."

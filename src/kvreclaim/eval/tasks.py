@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from kvreclaim import texts
+from kvreclaim import corpora as texts
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Agreement

@@ -93,7 +93,7 @@ def paged_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv];
-    layer_input [1, T, M]; query_scale [1, T] fp32 (model/temperature.py)."""
+    layer_input [1, T, M]; query_scale [1, T] fp32 (model/attn_temperature.py)."""
     if kv_batch is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not hand keyword arguments down to its attention function, "

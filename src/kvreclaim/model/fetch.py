@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kvreclaim.errors import FetchError
 from kvreclaim.model.gguf import check_packages, convert_gguf
-from kvreclaim.places import (
+from kvreclaim.model_paths import (
     REAL_MODEL,
     STATS_FILE,
     lacks,

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.model.attention import ATTENTION_NAME, register_attention
+from kvreclaim.model.attn_temperature import use_token_positions
 from kvreclaim.model.decoder import use_fast_layers
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.latent import use_latent_cache
@@ -32,7 +33,6 @@ from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_to
 from kvreclaim.model.quantized.layers import describe_packed
 from kvreclaim.model.quantized.products import choose_products, packed_dtype
 from kvreclaim.model.quantized.source import WeightSource
-from kvreclaim.model.temperature import use_token_positions
 from kvreclaim.ops.facts import ModelFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

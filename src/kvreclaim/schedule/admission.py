@@ -9,26 +9,26 @@ from typing import Generic
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.draft import Draft
-from kvreclaim.schedule.giving_way import GivingWay
+from kvreclaim.schedule.fair_share import FairShare
 from kvreclaim.schedule.in_flight import InFlight
+from kvreclaim.schedule.preemption import Preemptor
 from kvreclaim.schedule.queue import Seq
-from kvreclaim.schedule.room import known_growth, own_slots, slots_of_fork
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.shares import Shares
+from kvreclaim.schedule.slots_needed import known_growth, own_slots, slots_of_fork
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import Admitted
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
 class Admission(Generic[Seq]):
-    """Sequences that wait begin in their turn (Queue, Shares), as long as there is room for them."""
+    """Sequences that wait begin in their turn (Queue, FairShare), as long as there is room for them."""
 
-    def __init__(self, state: State[Seq], giving_way: GivingWay[Seq]) -> None:
+    def __init__(self, state: State[Seq], preemptor: Preemptor[Seq]) -> None:
         self.state = state
-        self.giving_way = giving_way
+        self.preemptor = preemptor
         self.in_flight = InFlight(state)
 
-    def all(self, step: Draft[Seq]) -> None:
+    def all(self, step: StepPlanBuilder[Seq]) -> None:
         """Let those that wait begin, in their turn, while there is room for them and their tokens."""
         state = self.state
         self.in_flight.begin_step()
@@ -55,7 +55,7 @@ class Admission(Generic[Seq]):
             except Exception as error:
                 state.fail(seq, step, error)
 
-    def hold_back(self, step: Draft[Seq], shares: Shares[Seq]) -> None:
+    def hold_back(self, step: StepPlanBuilder[Seq], shares: FairShare[Seq]) -> None:
         """Where a tenant's first sequences begin, its first token waits for all that the step computes: no
         other tenant decodes more tokens than these have, or half a part of the seats."""
         state = self.state
@@ -75,7 +75,7 @@ class Admission(Generic[Seq]):
                 if counts[seq.tenant] > most and not seq.is_prefill:
                     step.postpone(seq.seq_id)
 
-    def _may_pass(self, seq: Seq, step: Draft[Seq]) -> bool:
+    def _may_pass(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Whether sequences of other tenants may begin though there is no room for this one, whose turn it
         is: not for ever, unless it is its own tenant's that are in its way."""
         state = self.state
@@ -89,7 +89,7 @@ class Admission(Generic[Seq]):
         step.refused.append(seq)
         return line.passed < state.max_num_seqs
 
-    def _admit(self, seq: Seq, step: Draft[Seq]) -> bool:
+    def _admit(self, seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Let one that waits begin. Returns: whether there was room, or others have given way."""
         state = self.state
         shares = step.shares
@@ -116,7 +116,7 @@ class Admission(Generic[Seq]):
             if not victims:
                 return False
             for victim in (seq for seq in victims if seq.status is Status.RUNNING):
-                self.giving_way.preempt([victim], seq, "fairness", step)
+                self.preemptor.preempt([victim], seq, "fairness", step)
             match = state.match(seq)  # victims may have taken slots of the host
         if parked is not None:
             if seq.followers:
@@ -130,7 +130,7 @@ class Admission(Generic[Seq]):
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked is not None), step)
         return True
 
-    def _admit_anew(self, seq: Seq, parked: TieredMemory, step: Draft[Seq]) -> bool:
+    def _admit_anew(self, seq: Seq, parked: TieredMemory, step: StepPlanBuilder[Seq]) -> bool:
         """Keep nothing of sequences that fit into no pool beside what those share who come back with them:
         computed again, they are no larger than they were let in for."""
         for each in (seq, *seq.followers):
@@ -138,7 +138,9 @@ class Admission(Generic[Seq]):
             each.reset()
         return self._admit(seq, step)
 
-    def _begin_all_again(self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: Draft[Seq]) -> None:
+    def _begin_all_again(
+        self, seq: Seq, match: PrefixMatch, parked: TieredMemory, step: StepPlanBuilder[Seq]
+    ) -> None:
         """Bring sequences back that run together, in one step; there is room for them in the pool. Those that
         this step has no tokens for go on later, and so do those that only wait for the others."""
         followers, seq.followers, seq.seats = seq.followers, [], 1
@@ -148,7 +150,7 @@ class Admission(Generic[Seq]):
             parked.resume(each.seq_id, match)
             self._run(each, Admitted(each.seq_id, match.num_tokens, resumed=True), step, most=1)
 
-    def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: Draft[Seq]) -> bool:
+    def _begin_as_fork(self, seq: Seq, snapshot: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Let one that waits begin with what a snapshot holds. Returns: whether there was room."""
         state = self.state
         size, shares, parked = state.memory.block_size, step.shares, state.parked_in(snapshot)
@@ -176,12 +178,12 @@ class Admission(Generic[Seq]):
         self._begin(seq, begun, step)
         return True
 
-    def _begin(self, seq: Seq, begun: Admitted, step: Draft[Seq]) -> None:
+    def _begin(self, seq: Seq, begun: Admitted, step: StepPlanBuilder[Seq]) -> None:
         """It has its blocks: it leaves the queue and computes its next tokens."""
         self.state.waiting.begin(seq)
         self._run(seq, begun, step, most=seq.next_chunk)
 
-    def _run(self, seq: Seq, begun: Admitted, step: Draft[Seq], *, most: int) -> None:
+    def _run(self, seq: Seq, begun: Admitted, step: StepPlanBuilder[Seq], *, most: int) -> None:
         """most: tokens that there are blocks for"""
         state = self.state
         state.end_loading(seq)

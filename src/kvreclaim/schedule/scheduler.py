@@ -16,16 +16,16 @@ from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.ledger import compress, take_choice
 from kvreclaim.schedule.cache_first import CacheFirst
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.draft import Draft
-from kvreclaim.schedule.giving_way import GivingWay
+from kvreclaim.schedule.fair_share import FRACTION, FairShare, PromptTokens, kept_seats
 from kvreclaim.schedule.in_flight import InFlight
+from kvreclaim.schedule.preemption import Preemptor
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel, victim_order
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.shares import FRACTION, PromptTokens, Shares, kept_seats
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import PreemptionReason, StepDone, StepPlan
-from kvreclaim.schedule.victims import Preemption, victim_order
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class Scheduler(Generic[Seq]):
 
     Under each of them a prompt waits for what another one is computing for both (InFlight).
 
-    The outputs of a request are preempted together (victims.py says when not).
+    The outputs of a request are preempted together (preemption_cost.py says when not).
 
     A preempted sequence loses its blocks, keeps its tokens and waits in front of all others of its priority
     and tenant. Where the memory has host slots it may keep what its blocks hold, too (`preemption`): it is
-    parked, and goes on where it was. victim_policy: who gives way (victims.py).
+    parked, and goes on where it was. preemption_victim: who gives way (preemption_cost.py).
 
-    Several tenants take turns and get equal parts (Queue, Shares, PromptTokens): of those that wait, and are
-    equally important, the tenant with the fewest running ones is next; one that has its part gives way to
+    Several tenants take turns and get equal parts (Queue, FairShare, PromptTokens): of those that wait, and
+    are equally important, the tenant with the fewest running ones is next; one that has its part gives way to
     one that has not; and in a step each may compute as many prompt tokens as the others. With one tenant
     nothing of this happens.
 
@@ -67,8 +67,8 @@ class Scheduler(Generic[Seq]):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "fcfs",
-        preemption: Preemption | None = None,
-        victim_policy: str = "auto",
+        preemption: PreemptionCostModel | None = None,
+        preemption_victim: str = "auto",
         max_snapshot_blocks: int = 0,
         max_open_snapshots: int | None = None,
     ) -> None:
@@ -79,15 +79,15 @@ class Scheduler(Generic[Seq]):
         self.policy, by_priority = policy, policy != "fcfs"
         self.waiting: Queue[Seq] = Queue(by_rank=by_priority)
         self.running: list[Seq] = []
-        self.preemption = preemption or Preemption()
+        self.preemption = preemption or PreemptionCostModel()
         self.snapshots: Snapshots[Seq] = Snapshots(memory, max_snapshot_blocks, max_open_snapshots)
         self.companions: Companions[Seq] | None = None
         self._state = State(memory, max_num_seqs, self.waiting, self.snapshots, self.running)
         order = victim_order(
-            victim_policy, by_priority=by_priority, preemption=self.preemption, memory=memory
+            preemption_victim, by_priority=by_priority, preemption=self.preemption, memory=memory
         )
-        self.giving_way = GivingWay(self._state, order, self.preemption)
-        self._admission = Admission(self._state, self.giving_way)
+        self.preemptor = Preemptor(self._state, order, self.preemption)
+        self._admission = Admission(self._state, self.preemptor)
         if policy == "cache":
             self.waiting.order_by(CacheFirst(self._state, max_num_batched_tokens))
         self._by_priority = by_priority
@@ -169,11 +169,11 @@ class Scheduler(Generic[Seq]):
     def schedule(self) -> StepPlan:
         """The next step, room for its tokens included. No rows: nothing can run."""
         self.num_steps += 1
-        step: Draft[Seq] = Draft(self.max_num_batched_tokens)
+        step: StepPlanBuilder[Seq] = StepPlanBuilder(self.max_num_batched_tokens)
         self._decide(step)
         return step.plan(self.memory, self.snapshots)
 
-    def _decide(self, step: Draft[Seq]) -> None:
+    def _decide(self, step: StepPlanBuilder[Seq]) -> None:
         order = self.in_turn()
         tenants = {seq.tenant for seq in order} | self.waiting.tenants
         if len(tenants) < 2:
@@ -182,7 +182,7 @@ class Scheduler(Generic[Seq]):
             self._admission.all(step)
             self._make_room_for_passes(step)
             return
-        step.shares = Shares(self.memory, self.running, len(tenants), self.max_num_seqs)
+        step.shares = FairShare(self.memory, self.running, len(tenants), self.max_num_seqs)
         prompts = [seq for seq in order if seq.is_prefill]
         self._continue_all(order[: len(order) - len(prompts)], step)
         waiting = (self.waiting.line(tenant).seqs[: self.max_num_seqs] for tenant in self.waiting.tenants)
@@ -248,7 +248,7 @@ class Scheduler(Generic[Seq]):
         """Its place in the order in which running sequences take tokens of a step."""
         return seq.is_prefill, seq.rank if self._by_priority else ()
 
-    def _continue_all(self, sequences: list[Seq], step: Draft[Seq]) -> None:
+    def _continue_all(self, sequences: list[Seq], step: StepPlanBuilder[Seq]) -> None:
         for left, seq in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
             if step.budget == 0:
                 break
@@ -258,7 +258,7 @@ class Scheduler(Generic[Seq]):
                 except Exception as error:
                     self._state.fail(seq, step, error)
 
-    def _continue(self, seq: Seq, step: Draft[Seq], num_left: int) -> None:
+    def _continue(self, seq: Seq, step: StepPlanBuilder[Seq], num_left: int) -> None:
         """Let a running sequence compute its next tokens, at the expense of others if it must be. num_left:
         others that come behind it, each of which has more right to a token than this one's drafts have.
         """
@@ -275,17 +275,17 @@ class Scheduler(Generic[Seq]):
                 return
         self._state.compute(seq, num_tokens, step)
 
-    def _give_blocks(self, seq: Seq, step: Draft[Seq]) -> None:
+    def _give_blocks(self, seq: Seq, step: StepPlanBuilder[Seq]) -> None:
         """Have somebody give blocks to one that runs and lacks some."""
         if self.snapshots.give_way() or self._companion_gives_way():
             return
-        giving_way, shares = self.giving_way, step.shares
-        victims = giving_way.victims(seq) if shares is None else shares.largest(giving_way.order, seq)
+        preemptor, shares = self.preemptor, step.shares
+        victims = preemptor.victims(seq) if shares is None else shares.largest(preemptor.order, seq)
         reason: PreemptionReason = "prefill" if seq.is_prefill else "decode"
         step.pressed = True
-        giving_way.preempt(victims, seq, "itself" if seq in victims else reason, step)
+        preemptor.preempt(victims, seq, "itself" if seq in victims else reason, step)
 
-    def _make_room_for_passes(self, step: Draft[Seq]) -> None:
+    def _make_room_for_passes(self, step: StepPlanBuilder[Seq]) -> None:
         """Leave blocks for the passes that this step comes to: they write none that others read, too. A pass
         that came later would choose among other tokens than alone."""
         while True:
@@ -298,7 +298,7 @@ class Scheduler(Generic[Seq]):
             self._give_blocks(self._known[lacking], step)
 
     @staticmethod
-    def _moves_after(seq: Seq, step: Draft[Seq]) -> bool:
+    def _moves_after(seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Whether a pass moves its tokens once it has computed those of this step."""
         return seq.footprint.way.moves and seq.is_due_after(step.rows[seq.seq_id][0].num_tokens)
 

@@ -12,7 +12,7 @@ from typing import Generic
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.below import PrefixesBelow
+from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
@@ -35,14 +35,14 @@ class Snapshots(Generic[Seq]):
         self.memory = memory
         self.max_blocks = max_blocks
         self.num_hits = self.num_taken = self.num_dropped = 0
-        self.below: PrefixesBelow[Seq] | None = None
+        self.below: DiskPrefixIndex[Seq] | None = None
         self.max_open = max_open
         self._held: dict[SnapshotKey, Seq] = {}
         self._gone: list[Seq] = []
         self._parked: list[Seq] = []
         self._used: list[Seq] = []
 
-    def look_below(self, below: PrefixesBelow[Seq]) -> None:
+    def look_below(self, below: DiskPrefixIndex[Seq]) -> None:
         """Those on disk are found, too."""
         self.below = below
 

@@ -8,10 +8,10 @@ from typing import Generic
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule.draft import Draft
 from kvreclaim.schedule.queue import Queue, Seq
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.step import Row
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +82,13 @@ class State(Generic[Seq]):
             tiers.end_loading(seq.seq_id)
             tiers.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
 
-    def compute(self, seq: Seq, num_tokens: int, step: Draft[Seq]) -> None:
+    def compute(self, seq: Seq, num_tokens: int, step: StepPlanBuilder[Seq]) -> None:
         """Have a sequence compute its next tokens; there is room for them."""
         num_drafts = max(0, num_tokens - seq.num_uncomputed)
         row = Row(seq.seq_id, seq.num_computed, num_tokens, seq.is_exact, num_drafts)
         step.add(seq, row, self.memory.grow(seq.seq_id, num_tokens))
 
-    def fail(self, seq: Seq, step: Draft[Seq], error: Exception) -> None:
+    def fail(self, seq: Seq, step: StepPlanBuilder[Seq], error: Exception) -> None:
         """Keep a sequence out of this step and of the queue; the caller ends its request."""
         step.lose(seq.seq_id)
         step.failed.append((seq.seq_id, error))

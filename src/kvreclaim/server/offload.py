@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict
 
 from kvreclaim.engine.offload.stats import TierStats
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.server.errors import ApiError, OpenAIError
 from kvreclaim.server.service import ServiceDep
 
@@ -67,16 +67,16 @@ async def reset_prefix_cache(service: ServiceDep, asked: Annotated[Reset, Query(
     return Response()
 
 
-def stats_of(host: Host) -> TierStats | None:
+def stats_of(host: EngineCore) -> TierStats | None:
     """Now."""
     return host.engine.tier_stats()
 
 
-def forget(host: Host, *, external: bool) -> None:
+def forget(host: EngineCore, *, external: bool) -> None:
     host.engine.reset_prefix_cache(external=external)
 
 
-def is_clearing(host: Host) -> bool:
+def is_clearing(host: EngineCore) -> bool:
     """Whether records that are to be forgotten may still be on disk."""
     tiers = host.engine.tiers
     return tiers is not None and tiers.is_clearing

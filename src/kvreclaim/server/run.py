@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.app import create_app
 from kvreclaim.server.config import ServerConfig
@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(engine: Readers, config: ServerConfig, listener: socket.socket) -> bool:
+def serve(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> bool:
     """Serve until SIGTERM or SIGINT; then let running requests end. Returns: whether it ended so; if not, the
     engine's process has gone."""
     fast = uvicorn.Config("", log_config=None).get_loop_factory()  # uvloop where it runs: less time per chunk
@@ -51,7 +51,7 @@ def serve(engine: Readers, config: ServerConfig, listener: socket.socket) -> boo
         return runner.run(_serve(engine, config, listener))
 
 
-async def _serve(engine: Readers, config: ServerConfig, listener: socket.socket) -> bool:
+async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.socket) -> bool:
     asyncio.get_running_loop().set_exception_handler(log_loop_error)
     server = Server(Service(engine, config))
     if not allow_files(config.max_connections):

@@ -21,7 +21,7 @@ from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.chat import chat_text
 from kvreclaim.engine.api.exports import Retention, Tokenizer
 from kvreclaim.engine.api.plain import PlainText
-from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.compression import compression_of
@@ -66,7 +66,7 @@ class Service:
     streams_of: what the engine was asked to do, by the id of the HTTP request, until that is over
     """
 
-    def __init__(self, engine: Readers, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
         self.draining = asyncio.Event()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.offload.session import SessionInfo
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ENGINE_FIELDS, ApiError, OpenAIError
@@ -143,7 +143,7 @@ def _compression(action: str, body: SlotRequest, service: Service) -> Compressio
 
 
 def _save(
-    host: Host,
+    host: EngineCore,
     *,
     tokens: list[int],
     path: Path,
@@ -156,7 +156,7 @@ def _save(
     )
 
 
-def _restore(host: Host, *, path: Path, salt: str | None) -> SessionInfo:
+def _restore(host: EngineCore, *, path: Path, salt: str | None) -> SessionInfo:
     return host.llm.load_session(path, cache_salt=salt)
 
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from kvreclaim import __version__
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.server.errors import ApiError, OpenAIError
 from kvreclaim.server.service import ServiceDep
 
@@ -58,7 +58,7 @@ async def load(service: ServiceDep) -> Load:
     return await service.engine.call(load_of)
 
 
-def load_of(host: Host) -> Load:
+def load_of(host: EngineCore) -> Load:
     """Now."""
     engine = host.engine
     stats, scheduler = engine.memory.stats(), engine.scheduler

@@ -138,7 +138,9 @@ class Serving:
     scheduling_policy: str = option("fcfs", "fcfs, priority or cache.", choices=POLICIES)
     eviction_policy: str = option("lru", "Which cached block is used again first.")
     preemption_mode: str = option("auto", "auto, swap or recompute.", choices=("auto", "swap", "recompute"))
-    victim_policy: str = option("auto", "Who gives way.", choices=("auto", "last", "priority", "lru", "cost"))
+    preemption_victim: str = option(
+        "auto", "Who gives way.", choices=("auto", "last", "priority", "lru", "cost")
+    )
     kv_offloading_size: float = option(
         0.0, "GiB of host memory of a replica for blocks that the pool gives back.", low=0.0, high=1e6
     )
@@ -172,7 +174,7 @@ class Serving:
             max_model_len=self.max_model_len,
             footprint=footprint,
             scheduling_policy=self.scheduling_policy,
-            victim_policy=self.victim_policy,
+            preemption_victim=self.preemption_victim,
             preemption_mode=self.preemption_mode,
             eviction_policy=self.eviction_policy,
             enable_prefix_caching=self.enable_prefix_caching,

@@ -9,9 +9,9 @@ from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
-from kvreclaim.schedule.victims import Preemption
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.extents.memory import ExtentMemory
 from kvreclaim.sim.memory import TieredTraceMemory, TraceMemory
@@ -37,7 +37,7 @@ class Settings:
     max_model_len: int | None = None
     footprint: Footprint = field(default_factory=Footprint)
     scheduling_policy: str = "fcfs"
-    victim_policy: str = "auto"
+    preemption_victim: str = "auto"
     preemption_mode: str = "auto"
     eviction_policy: str = DEFAULT_ORDER
     enable_prefix_caching: bool = True
@@ -103,6 +103,6 @@ class Settings:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             policy=self.scheduling_policy,
-            preemption=Preemption(self.preemption_mode, self.bytes_per_block, self.rates),
-            victim_policy=self.victim_policy,
+            preemption=PreemptionCostModel(self.preemption_mode, self.bytes_per_block, self.rates),
+            preemption_victim=self.preemption_victim,
         )

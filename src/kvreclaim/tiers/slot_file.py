@@ -116,7 +116,7 @@ class SlotFile:
                         f"a block takes {layout.slot + layout.entry} bytes on disk, and of the {size_bytes} "
                         f"bytes for blocks in {place.path!r} ({reserved_bytes} more are for compressed "
                         f"prefixes) other files in use there take {beside}; give it more, lower "
-                        "compressed_prefix_fraction, or name another directory.",
+                        "prefix_snapshot_fraction, or name another directory.",
                         field=SIZE_FIELD,
                     )
                 num_old = os.fstat(fds[0]).st_size // layout.slot

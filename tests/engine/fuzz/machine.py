@@ -24,8 +24,8 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.engine.request.request import Request
+from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops.formats import kv_format
-from kvreclaim.places import STATS_FILE
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
@@ -122,13 +122,13 @@ class Machine:
             kv_offloading_size=(setup.host_slots + 0.5) * block_bytes / 2**30 if setup.host_slots else 0.0,
             full_cache_host_size=(setup.num_blocks + 0.5) * block_bytes / 2**30 if setup.on_host else 0.0,
             preemption_mode=setup.preemption_mode,
-            victim_policy=setup.victim_policy,
+            preemption_victim=setup.preemption_victim,
             kv_offloading_write_policy=setup.write_policy,
-            compressed_prefix_fraction=setup.compressed_prefix_fraction,
+            prefix_snapshot_fraction=setup.prefix_snapshot_fraction,
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=setup.disk_slots * (block_bytes + 3 * 4096) / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
-            kv_cold_size=cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
+            kv_recall_size=cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
@@ -204,7 +204,7 @@ class Machine:
                 max_num_seqs=ROOMY if question.sparse is None else min(ROOMY, max(2, question.chunk - 8)),
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
-                compressed_prefix_fraction=0.0,
+                prefix_snapshot_fraction=0.0,
                 cold_units=100_000,
             )
             self._roomy[key] = self.engine(setup)

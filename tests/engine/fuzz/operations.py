@@ -97,9 +97,9 @@ class Setup:
     shadow: bool = True
     host_slots: int = 0
     preemption_mode: str = "auto"
-    victim_policy: str = "auto"
+    preemption_victim: str = "auto"
     write_policy: str = "write_through"
-    compressed_prefix_fraction: float = 0.25
+    prefix_snapshot_fraction: float = 0.25
     disk_slots: int = 0
     load_policy: str = "timeout"
     least_shared: int = 64
@@ -290,8 +290,8 @@ def random_setup(random: Random) -> Setup:
         shadow=(kv_format != "fp32" or random.random() < 0.3) and not (windows and kv_format == "kivi4"),
         host_slots=host_slots,
         preemption_mode=random.choice(("auto", "swap", "swap") if host_slots else ("auto", "recompute")),
-        victim_policy=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),
-        compressed_prefix_fraction=random.choice((0.0, 0.25, 0.5, 1.0)),
+        preemption_victim=random.choice(("auto", "auto", "last", "priority", "lru", "cost")),
+        prefix_snapshot_fraction=random.choice((0.0, 0.25, 0.5, 1.0)),
         disk_slots=random.choice((0, 20, 200)) if host_slots and prefix_caching else 0,
         load_policy=random.choice(("timeout", "wait_complete", "best_effort", "race")),
         write_policy=random.choice(("write_through", "write_through_selective")),

@@ -70,8 +70,8 @@ ALL_GAVE_WAY = Walk(
         eviction_policy="slru",
         host_slots=1,
         preemption_mode="swap",
-        victim_policy="priority",
-        compressed_prefix_fraction=0.5,
+        preemption_victim="priority",
+        prefix_snapshot_fraction=0.5,
         disk_slots=20,
     ),
     (

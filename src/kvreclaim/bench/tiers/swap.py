@@ -56,7 +56,7 @@ class Running:
         def preempting(step: Any) -> None:
             if wanted.pop() if wanted else False:
                 (victim,) = self.scheduler.running
-                self.scheduler.giving_way.preempt([victim], victim, "itself", step)
+                self.scheduler.preemptor.preempt([victim], victim, "itself", step)
             decide(step)
 
         known = self.request.sequences[0].num_generated

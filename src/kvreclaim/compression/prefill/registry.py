@@ -15,8 +15,8 @@ from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.xattention import XAttention
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec, write_value
 from kvreclaim.config import DENSE
+from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.sparse_prefill"
 _BUILT_IN: Mapping[str, type[SparsePrefill]] = MappingProxyType(

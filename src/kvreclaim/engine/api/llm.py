@@ -35,7 +35,7 @@ from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer, load_model
-from kvreclaim.places import statistics_beside
+from kvreclaim.model_paths import statistics_beside
 
 Prompt = str | list[int] | Sequence[Piece] | Mapping[str, Any]
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of pieces of text and ids, some of

@@ -33,7 +33,7 @@ class ColdPool:
         if count > self.num_free:
             raise MemoryError(
                 f"cold pages need {count} units of {self.unit_bytes} bytes, and {self.num_free} of "
-                f"{self.num_rows} are free; raise kv_cold_size, or run fewer sequences."
+                f"{self.num_rows} are free; raise kv_recall_size, or run fewer sequences."
             )
         again = min(count, len(self._given))
         used, self._given = self._given[:again], self._given[again:]

@@ -25,7 +25,7 @@ from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.schedule import Footprint, Scheduler, Status, StepPlan
-from kvreclaim.schedule.victims import Preemption
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +324,10 @@ class Lifecycle:
 
 
 def make_scheduler(
-    config: EngineConfig, memory: MemoryManager, preemption: Preemption, max_open_snapshots: int | None
+    config: EngineConfig,
+    memory: MemoryManager,
+    preemption: PreemptionCostModel,
+    max_open_snapshots: int | None,
 ) -> Scheduler[Sequence]:
     """The scheduler that a config asks for."""
     return Scheduler(
@@ -333,8 +336,8 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         policy=config.scheduling_policy,
         preemption=preemption,
-        victim_policy=config.victim_policy,
-        max_snapshot_blocks=int(config.compressed_prefix_fraction * memory.pool.num_blocks),
+        preemption_victim=config.preemption_victim,
+        max_snapshot_blocks=int(config.prefix_snapshot_fraction * memory.pool.num_blocks),
         max_open_snapshots=max_open_snapshots,
     )
 

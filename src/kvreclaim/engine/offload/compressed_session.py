@@ -142,7 +142,7 @@ class CompressedSessions:
             raise InvalidArgumentError(
                 f"the compressed session takes {len(image.blocks)} blocks, but compressed prefixes may have "
                 f"{snapshots.max_blocks}, and {self.memory.num_free} of {self.memory.pool.num_blocks} are "
-                "free; end some requests, or raise compressed_prefix_fraction or num_blocks."
+                "free; end some requests, or raise prefix_snapshot_fraction or num_blocks."
             )
         self.hidden.held[seq.seq_id] = seq
         try:

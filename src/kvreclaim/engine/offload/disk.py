@@ -52,7 +52,7 @@ def size_bytes(config: EngineConfig) -> int:
 
 def share_bytes(config: EngineConfig) -> int:
     """Of these, for compressed prefixes: half at most, or there would be none for blocks."""
-    return int(min(0.5, config.compressed_prefix_fraction) * size_bytes(config))
+    return int(min(0.5, config.prefix_snapshot_fraction) * size_bytes(config))
 
 
 def namespace_of(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend: str) -> Namespace:

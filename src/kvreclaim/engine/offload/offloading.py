@@ -18,7 +18,7 @@ from kvreclaim.memory.prefix.keys import BlockKeys
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.schedule import Admitted, StepPlan
-from kvreclaim.schedule.victims import Preemption
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.tiers.host import HostSlots
 from kvreclaim.tiers.slot_file import SlotFile
 
@@ -44,7 +44,7 @@ class Offload(Extension):
         memory: TieredMemory,
         cache: KVCache,
         signals: Signals,
-        preemption: Preemption,
+        preemption: PreemptionCostModel,
         file: SlotFile | None,
         totals: EngineTotals,
     ) -> None:

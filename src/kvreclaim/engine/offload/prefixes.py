@@ -19,7 +19,7 @@ from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import PrefixStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.sizing import load_wait, prefix_worth
-from kvreclaim.schedule.below import PrefixesBelow
+from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.outcome import Outcome
@@ -46,7 +46,7 @@ class Prefixes:
         parking: Parking,
         moves: Moves,
         files: PrefixFiles,
-        below: PrefixesBelow[Sequence],
+        below: DiskPrefixIndex[Sequence],
         store_after: int = 1,
     ) -> None:
         self.hidden, self.memory, self.signals = hidden, parking.memory, hidden.signals
@@ -190,7 +190,7 @@ def make_prefixes(
     assert config.kv_offloading_disk_path is not None, "there is a file"
     files = PrefixFiles(config.kv_offloading_disk_path, namespace, size_bytes(config), share_bytes(config))
     worth = prefix_worth(config, moves.rates)
-    below: PrefixesBelow[Sequence] = PrefixesBelow(load_wait(config), worth, time.monotonic)
+    below: DiskPrefixIndex[Sequence] = DiskPrefixIndex(load_wait(config), worth, time.monotonic)
     hidden.scheduler.snapshots.look_below(below)
     store_after = 2 if config.kv_offloading_disk_write_policy == "write_through_selective" else 1
     return Prefixes(hidden, parking, moves, files, below, store_after)

@@ -183,7 +183,7 @@ def max_open_snapshots(config: EngineConfig, form: KVFormat) -> int | None:
     """Compressed prefixes in the pool whose last blocks may be not full; None: any number."""
     if not form.has_open_blocks:
         return None
-    return config.max_num_seqs if config.compressed_prefix_fraction else 0
+    return config.max_num_seqs if config.prefix_snapshot_fraction else 0
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.errors import EngineDeadError, KVReclaimError
@@ -37,7 +37,7 @@ for one token of each as for two, on a core that the engine may share."""
 class Child:
     """Steps for as long as there is work, and waits for messages where there is none."""
 
-    def __init__(self, channel: Channel, host: Host) -> None:
+    def __init__(self, channel: Channel, host: EngineCore) -> None:
         self._channel = channel
         self._host = host
         self._made: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -120,8 +120,8 @@ class Child:
                 self._early[request_id] = True
             case Abort(request_id=request_id):
                 self._host.abort(request_id)
-            case Call(ticket=ticket, function=function, of_the_dead=of_the_dead):
-                self._answer(ticket, lambda: function(self._host), of_the_dead=of_the_dead)
+            case Call(ticket=ticket, function=function, allow_dead=allow_dead):
+                self._answer(ticket, lambda: function(self._host), allow_dead=allow_dead)
 
     def _add(self, message: Add) -> None:
         """Requests whose compressors are known at once; a thread makes others, so that no step waits."""
@@ -160,11 +160,11 @@ class Child:
             if self._early.pop(new.request_id, False):
                 self._host.abort(new.request_id)
 
-    def _answer(self, ticket: int, work: Callable[[], Any], *, of_the_dead: bool = False) -> None:
+    def _answer(self, ticket: int, work: Callable[[], Any], *, allow_dead: bool = False) -> None:
         """Do it, and say what came of it, also if that is the engine's end."""
         value, error = None, None
         try:
-            if self._host.death is not None and not of_the_dead:
+            if self._host.death is not None and not allow_dead:
                 raise self._dead()
             value = work()
         except Exception as raised:
@@ -200,7 +200,7 @@ def main() -> None:
         if spec.prepare is not None:
             spec.prepare()
         try:
-            host = Host(spec.load())
+            host = EngineCore(spec.load())
         except Exception as error:
             if not isinstance(error, KVReclaimError):
                 logger.exception("the engine did not start")

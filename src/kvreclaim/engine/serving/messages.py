@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.engine.serving.host import Host, News
+from kvreclaim.engine.serving.core import EngineCore, News
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
 
@@ -56,8 +56,8 @@ class Call:
     """Run a module's function between two steps; an Answer follows."""
 
     ticket: int
-    function: Callable[[Host], Any]
-    of_the_dead: bool
+    function: Callable[[EngineCore], Any]
+    allow_dead: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, new_bell, ring
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.client import EngineClient
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
-from kvreclaim.engine.serving.readers import Readers
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.engine.serving.stream import NewRequest
 from kvreclaim.errors import EngineDeadError
@@ -47,7 +47,7 @@ class Wakers:
             os.close(fd)
 
 
-class ProcessEngine(Readers):
+class ProcessEngine(EngineClient):
     """As AsyncEngine, over a pair of sockets. If either process goes, the other one notices at once.
 
     The event loop waits for the bell, where there is one, and reads until the socket is empty; the end of the
@@ -137,10 +137,10 @@ class ProcessEngine(Readers):
     def abort(self, request_id: str) -> None:
         self._send(Abort(request_id))
 
-    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
-        if not of_the_dead:
+    async def call(self, function: Callable[[EngineCore], T], *, allow_dead: bool = False) -> T:
+        if not allow_dead:
             self._check_alive()
-        result: T = await self._ask(lambda ticket: Call(ticket, function, of_the_dead))
+        result: T = await self._ask(lambda ticket: Call(ticket, function, allow_dead))
         return result
 
     @property

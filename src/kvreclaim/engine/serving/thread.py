@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.engine.serving.host import EngineObserver, Host, News
-from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.client import EngineClient
+from kvreclaim.engine.serving.core import EngineCore, EngineObserver, News
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.engine.serving.stream import NewRequest
 
@@ -27,7 +27,7 @@ MANY, SOON_S = 8, 0.004
 At once, both threads would want the interpreter at the same time (docs/log.md has what was measured)."""
 
 
-class AsyncEngine(Readers):
+class AsyncEngine(EngineClient):
     """Serves many callers of one event loop from one engine, which nobody else may touch meanwhile.
 
     Everything that concerns the engine runs in its thread, between two steps.
@@ -36,7 +36,7 @@ class AsyncEngine(Readers):
     def __init__(self, llm: LLM, observers: Sequence[EngineObserver] = ()) -> None:
         super().__init__(llm.loaded.tokenizer)
         self.llm = llm
-        self.host = Host(llm, observers)
+        self.host = EngineCore(llm, observers)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: deque[News] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,13 +58,13 @@ class AsyncEngine(Readers):
     def abort(self, request_id: str) -> None:
         self._inbox.put(lambda: self.host.abort(request_id))
 
-    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
+    async def call(self, function: Callable[[EngineCore], T], *, allow_dead: bool = False) -> T:
         answer: Future[T] = Future()
 
         def run() -> None:
             if answer.set_running_or_notify_cancel():  # the caller may have gone
                 try:
-                    if not of_the_dead:
+                    if not allow_dead:
                         self._check_alive()
                     answer.set_result(function(self.host))
                 except BaseException as error:
@@ -72,7 +72,7 @@ class AsyncEngine(Readers):
                     if not isinstance(error, Exception):
                         raise  # the end of the engine
 
-        if not of_the_dead:
+        if not allow_dead:
             self._check_alive()
         self._inbox.put(run)
         return await asyncio.wrap_future(answer)

@@ -31,8 +31,8 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
-from kvreclaim.schedule.victims import Preemption
 from kvreclaim.tiers.namespace import Namespace
 from kvreclaim.tiers.slot_file import SlotFile
 
@@ -110,7 +110,7 @@ def make_storage(
 
     num_blocks = memory.pool.num_blocks
     if not config.full_cache_host_size:
-        staging = STAGING_BLOCKS if config.kv_cold_size else 0
+        staging = STAGING_BLOCKS if config.kv_recall_size else 0
         cache = allocate(num_blocks + staging, open_rows(config, form, groups))
         return Storage(memory, cache, None, None, file, rates)
     assert config.num_blocks is not None, "the engine's limits are set"
@@ -120,7 +120,7 @@ def make_storage(
 
 
 def make_offload(
-    storage: Storage, signals: Signals, preemption: Preemption, totals: EngineTotals
+    storage: Storage, signals: Signals, preemption: PreemptionCostModel, totals: EngineTotals
 ) -> Offload | None:
     """None where the memory has no host slots."""
     if not isinstance(storage.memory, TieredMemory):
@@ -147,10 +147,10 @@ def make_recalls(
     config: EngineConfig, cache: KVCache, backend: Backend, groups: LayerGroups, totals: EngineTotals
 ) -> Recalls | None:
     """None where the config gives evicted tokens no host memory."""
-    if not config.kv_cold_size:
+    if not config.kv_recall_size:
         return None
     assert config.num_blocks is not None, "the engine's limits are set"
-    max_bytes = int(config.kv_cold_size * 2**30)
+    max_bytes = int(config.kv_recall_size * 2**30)
     return Recalls(cache, backend, groups.facts, config.num_blocks, max_bytes, totals)
 
 

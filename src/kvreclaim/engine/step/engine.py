@@ -60,7 +60,7 @@ from kvreclaim.engine.step.full_cache import (
     check_saved,
 )
 from kvreclaim.engine.step.lengths import bounded_by_pool, check_length, output_limit
-from kvreclaim.engine.step.output_processor import Answers, Looked
+from kvreclaim.engine.step.output_processor import CheckedLogits, OutputProcessor
 from kvreclaim.engine.step.validation import (
     check_beams,
     check_priority,
@@ -78,7 +78,7 @@ from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
-from kvreclaim.schedule.victims import Preemption
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Engine:
         self.signals = Signals(
             loaded, groups, self.device_cache or self.cache, backend, config.max_signal_bytes
         )
-        preemption = Preemption(config.preemption_mode, rates=storage.rates)
+        preemption = PreemptionCostModel(config.preemption_mode, rates=storage.rates)
         self.tiers = make_offload(storage, self.signals, preemption, totals)
         scheduler = make_scheduler(config, self.memory, preemption, max_open_snapshots(config, form))
         self.lifecycle = Lifecycle(loaded, self.memory, self.signals, scheduler, self.extensions, totals)
@@ -150,7 +150,7 @@ class Engine:
             self.extensions.add(RecallExtension(self.recalls, self.memory, self.signals))
         pages = Pages(self.memory, self.cache, backend, groups.facts, self.signals)
         self.compression = CompressionPass(pages, totals, self.recalls)
-        self.answers = Answers(self.lifecycle, self.compression)
+        self.output_processor = OutputProcessor(self.lifecycle, self.compression)
         self.drafter = make_drafter(config, self.memory, form, loaded, draft)
         if self.drafter is not None:
             self.extensions.add(self.drafter)
@@ -404,24 +404,24 @@ class Engine:
             if metrics.queue_s is None:
                 metrics.queue_s = started - item.seq.request.arrival_s
         with torch_alone() if len(decodes) == len(step) else nullcontext():
-            looked = self._compute(plan, step)
-        computed = tuple(item.seq.seq_id for item, _, _ in looked.sound) if looked is not None else ()
-        stand = self.answers.accept(looked) if looked is not None else {}
+            checked = self._compute(plan, step)
+        computed = tuple(item.seq.seq_id for item, _, _ in checked.sound) if checked is not None else ()
+        stand = self.output_processor.accept_drafts(checked) if checked is not None else {}
         for seq_id, error in self.scheduler.done(plan, StepDone(computed, stand=stand)):
             if seq_id in self.lifecycle.sequences:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "committing")
         if stand:
             self._record(stand)
-        sound = [] if looked is None else [item.seq for item, _, _ in looked.sound]
-        if looked is not None:
+        sound = [] if checked is None else [item.seq for item, _, _ in checked.sound]
+        if checked is not None:
             begun = {one.seq_id for one in plan.admitted}
-            for item, _, _ in looked.sound:
+            for item, _, _ in checked.sound:
                 with self.lifecycle.contained(item.seq.request, "committing"):
                     self._note_computed(item, has_begun=item.seq.seq_id in begun)
         for extension in self.extensions:
             extension.computed(sound)
-        if looked is not None:
-            self.answers.take(looked)
+        if checked is not None:
+            self.output_processor.process(checked)
         for extension in self.extensions:
             extension.propose(self.scheduler.running)
         self.totals.steps += 1
@@ -437,10 +437,10 @@ class Engine:
         )
         for extension in self.extensions:
             extension.end_step(stats)
-        return StepResult(list(touched.values()), stats, self.answers.take_passes())
+        return StepResult(list(touched.values()), stats, self.output_processor.take_passes())
 
-    def _compute(self, plan: StepPlan, step: list[Scheduled]) -> Looked | None:
-        """The step's logits, looked at; None if nobody has any.
+    def _compute(self, plan: StepPlan, step: list[Scheduled]) -> CheckedLogits | None:
+        """The step's logits, checked at; None if nobody has any.
 
         Blocks are prepared once, in steps without rows, too: who gave way may leave blocks to be moved. If
         that fails nobody knows what they hold, and all that would write end.
@@ -463,7 +463,7 @@ class Engine:
                 return None
             logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
             step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
-        return self.answers.look(step, logits, wanted) if step else None
+        return self.output_processor.check_logits(step, logits, wanted) if step else None
 
     def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
         """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,

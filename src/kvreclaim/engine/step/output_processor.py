@@ -22,8 +22,8 @@ from kvreclaim.schedule import Pass, Way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looked:
-    """A step whose logits have been looked at.
+class CheckedLogits:
+    """A step whose logits have been checked at.
 
     best:  the argmax of each row
     sound: items whose rows are all numbers, with the positions and the rows of logits that they own
@@ -34,7 +34,7 @@ class Looked:
     sound: list[tuple[Scheduled, range, slice]]
 
 
-class Answers:
+class OutputProcessor:
     """Gives each sequence what its rows of the logits say. A failure ends its own request only.
 
     passes: that happened since the engine last took them
@@ -53,12 +53,12 @@ class Answers:
         passes, self.passes = self.passes, []
         return passes
 
-    def look(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> Looked:
+    def check_logits(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> CheckedLogits:
         """Before anything is made of a step: who has numbers for logits. The requests of the others end, and
         nothing that their blocks hold is found by prefix any more.
 
         logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order, or none and
-                one row that is only looked at
+                one row that is only checked at
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
         finite, sound, row = best.values.isfinite().tolist(), [], 0
@@ -76,16 +76,16 @@ class Answers:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
                 self.lifecycle.distrust(item.seq.request)
                 self.lifecycle.fail(item.seq.request, error, "computing")
-        return Looked(logits, best.indices.tolist(), sound)
+        return CheckedLogits(logits, best.indices.tolist(), sound)
 
-    def accept(self, looked: Looked) -> dict[int, int]:
+    def accept_drafts(self, checked: CheckedLogits) -> dict[int, int]:
         """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
         of their tokens, as long as the drafts say the same: the tokens that they would have drawn without.
 
-        Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `take`.
+        Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `process`.
         """
-        items = [(item, rows) for item, _, rows in looked.sound if item.row.num_drafts]
-        stand = {item.seq.seq_id: item.num_tokens for item, _, _ in looked.sound if item.cut}
+        items = [(item, rows) for item, _, rows in checked.sound if item.row.num_drafts]
+        stand = {item.seq.seq_id: item.num_tokens for item, _, _ in checked.sound if item.cut}
         drafted = items
         for depth in itertools.count():
             if not items:
@@ -95,7 +95,7 @@ class Answers:
                 with self.lifecycle.contained(item.seq.request, "asking for a token of"):
                     asks.append((item, rows, item.seq.sample_row(self._eos_token_ids)))
             places = [rows.start + depth for _, rows, _ in asks]
-            drawn = draw(looked.logits, looked.best, places, [ask for _, _, ask in asks])
+            drawn = draw(checked.logits, checked.best, places, [ask for _, _, ask in asks])
             items = []
             for (item, rows, _), each in zip(asks, drawn, strict=True):
                 if item.seq.finish_reason is None:
@@ -115,13 +115,13 @@ class Answers:
             return False
         self.lifecycle.touched[seq.request_id] = seq.request
         with self.lifecycle.contained(seq.request, "taking a token of"):
-            if (reason := self._say(seq, drawn)) is not None:
+            if (reason := self._append_token(seq, drawn)) is not None:
                 self._ended.append((seq, reason))
                 return False
             return depth < item.row.num_drafts and seq.draft_ids[depth] == drawn.token
         return False
 
-    def take(self, looked: Looked) -> None:
+    def process(self, checked: CheckedLogits) -> None:
         """After the step's tokens have been committed: draw, score, and compress who is due, those first that
         others are going to share blocks with."""
         ended, self._ended = self._ended, []
@@ -129,28 +129,28 @@ class Answers:
             if seq.finish_reason is None:
                 self.lifecycle.end(seq, reason)
         draws: list[tuple[Sequence, int]] = []
-        self.compress([item.seq for item, _, _ in looked.sound if item.seq.is_to_fork])
-        self._part([item.seq for item, _, _ in looked.sound])
+        self.compress([item.seq for item, _, _ in checked.sound if item.seq.is_to_fork])
+        self._fork_beams([item.seq for item, _, _ in checked.sound])
         searches: dict[str, tuple[Request, Beams]] = {}
-        for item, positions, rows in looked.sound:
+        for item, positions, rows in checked.sound:
             seq, request = item.seq, item.seq.request
             if not positions or seq.finish_reason is not None or item.row.num_drafts:
                 continue
             self.lifecycle.touched[request.request_id] = request
             if request.lacks_prompt_logprobs:
-                self._note_prompt(seq, positions, looked.logits[rows])
+                self._note_prompt(seq, positions, checked.logits[rows])
             if request.scores is not None:
-                self._score(seq, positions, looked.logits[rows])
+                self._score(seq, positions, checked.logits[rows])
             elif positions.stop < len(seq.token_ids):
                 continue
             elif request.beams is not None:
-                request.beams.rows[seq.seq_id] = looked.logits[rows.stop - 1]
+                request.beams.rows[seq.seq_id] = checked.logits[rows.stop - 1]
                 searches[request.request_id] = request, request.beams
             else:
                 draws.append((seq, rows.stop - 1))
-        self._draw(draws, looked.logits, looked.best)
+        self._draw(draws, checked.logits, checked.best)
         self._search(list(searches.values()))
-        computed = [item.seq for item, _, _ in looked.sound]
+        computed = [item.seq for item, _, _ in checked.sound]
         self.compress(computed)
         for extension in self.lifecycle.extensions:
             for seq in computed:
@@ -158,7 +158,7 @@ class Answers:
                     with self.lifecycle.contained(seq.request, "processing"):
                         extension.processed(seq)
 
-    def _part(self, sequences: list[Sequence]) -> None:
+    def _fork_beams(self, sequences: list[Sequence]) -> None:
         """Those that others fork from, and that have come to where these part."""
         for seq in sequences:
             if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
@@ -279,10 +279,10 @@ class Answers:
             self.lifecycle.fail(seq.request, drawn, "drawing a token of")
             return
         with self.lifecycle.contained(seq.request, "taking a token of"):
-            if (reason := self._say(seq, drawn)) is not None:
+            if (reason := self._append_token(seq, drawn)) is not None:
                 self.lifecycle.end(seq, reason)
 
-    def _say(self, seq: Sequence, drawn: Drawn) -> FinishReason | None:
+    def _append_token(self, seq: Sequence, drawn: Drawn) -> FinishReason | None:
         """Append a token. Returns: why the output ends with it; None: it goes on."""
         request, params, token = seq.request, seq.request.params, drawn.token
         if drawn.logprobs is not None:

@@ -142,11 +142,11 @@ def check_recall(
         return
     problem = None
     if recalls is None:
-        problem = "kv_cold_size is 0, so there is no host memory for evicted tokens; start with some GiB"
+        problem = "kv_recall_size is 0, so there is no host memory for evicted tokens; start with some GiB"
     elif recalls.least_rows(recall.blocks) > recalls.pool.num_rows:
         problem = (
-            f"kv_cold_size {config.kv_cold_size} GiB holds {recalls.pool.num_rows} pages, and one sequence "
-            f"needs {recalls.least_rows(recall.blocks)}; raise it"
+            f"kv_recall_size {config.kv_recall_size} GiB holds {recalls.pool.num_rows} pages, and one "
+            f"sequence needs {recalls.least_rows(recall.blocks)}; raise it"
         )
     elif config.speculative_config is not None:
         problem = "drafts are computed several at once, and each token has pages of its own; start without "

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvreclaim.entry_points import load, names_in
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.gdsf import GDSF
@@ -13,7 +14,6 @@ from kvreclaim.memory.eviction.lfu import LFU
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.eviction.priority import Priority
 from kvreclaim.memory.eviction.slru import SLRU
-from kvreclaim.third_parties import load, names_in
 
 ENTRY_POINT_GROUP = "kvreclaim.eviction_orders"
 DEFAULT_ORDER = LRU.name

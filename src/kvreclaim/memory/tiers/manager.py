@@ -14,7 +14,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.tiers.parked import Parked
-from kvreclaim.memory.tiers.through import Move, WriteThrough
+from kvreclaim.memory.tiers.write_through import Move, WriteThrough
 
 
 class TieredMemory(WriteThrough):

@@ -19,8 +19,8 @@ from kvreclaim.model.gguf import Header, check_packages, cut_as_trained, header_
 from kvreclaim.model.gguf_index import GgufIndex, GgufTensor
 from kvreclaim.model.quantized.gguf_fields import gguf_fields
 from kvreclaim.model.quantized.source import in_pieces
+from kvreclaim.model_paths import LAYOUT, gguf_home, moved
 from kvreclaim.ops.packed import PackedMatrix
-from kvreclaim.places import LAYOUT, gguf_home, moved
 from kvreclaim.weights.ggml import FORMATS, ggml_rows
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from prometheus_client import generate_latest
 
-from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
@@ -29,15 +29,15 @@ class Metrics:
         self._collector = MetricsCollector(served, self.http, model_name)
         self.registry = registry_of(self._collector, engine_pid)
 
-    async def begin(self, engine: Readers) -> None:
+    async def begin(self, engine: EngineClient) -> None:
         """Let the engine count from now on."""
         self.take(await engine.call(count))
 
-    async def refresh(self, engine: Readers) -> None:
+    async def refresh(self, engine: EngineClient) -> None:
         """Ask the engine; what is known already stays if it does not answer in time, or never will."""
         with suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                self.take(await engine.call(count, of_the_dead=True))
+                self.take(await engine.call(count, allow_dead=True))
 
     def take(self, counted: Counted) -> None:
         """Newer counts of the engine."""

@@ -146,7 +146,7 @@ COUNTERS = (
     _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head that came back into the cache."),
     _counter("kvreclaim:recall_bytes", "Their bytes, from the host to the pool."),
     _counter("kvreclaim:recall_hits", "Of pages that were back at a pass, those of which a token stayed."),
-    _counter("kvreclaim:cold_dropped", "Pages that went for good, since --kv-cold-size was reached."),
+    _counter("kvreclaim:cold_dropped", "Pages that went for good, since --kv-recall-size was reached."),
     _counter("vllm:spec_decode_num_drafts", "Sequences in steps that computed drafts of theirs."),
     _counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and computed."),
     _counter("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that the model has drawn, too."),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvreclaim.engine.api.exports import MemoryStats
 from kvreclaim.engine.request.request import Request, Sequence
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.server.metrics.catalogue import HISTOGRAMS
 from kvreclaim.server.metrics.tiers import Values, tier_values
@@ -218,7 +218,7 @@ def _read(engine: Engine) -> Figures:
     return Figures(len(scheduler.running), len(scheduler.waiting), engine.memory.stats())
 
 
-def count(host: Host) -> Counted:
+def count(host: EngineCore) -> Counted:
     """Begin to count what this engine does, or say what has been counted so far."""
     found = next((each for each in host.observers if isinstance(each, MetricsObserver)), None)
     if found is None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-from kvreclaim.engine.serving.readers import Readers
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.page.frames import frame_event
 from kvreclaim.page.viewer import MAX_VIEWERS, PERIOD_S, QUIET_S, Viewer
@@ -71,7 +71,7 @@ class Feed:
             for viewer in self._viewers:
                 viewer.dismiss(reason)
 
-    async def _show(self, engine: Readers, draining: asyncio.Event) -> None:
+    async def _show(self, engine: EngineClient, draining: asyncio.Event) -> None:
         """What happens, to all viewers."""
         last, sent_s = b"", 0.0
         while self._viewers and not draining.is_set():

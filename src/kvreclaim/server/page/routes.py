@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import Wrapper
 from kvreclaim.compression.registry import policy_class, policy_names
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.served import Auto
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.page.files import INDEX, StaticFile, static_files
@@ -85,7 +85,7 @@ def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
     }
 
 
-def offered(host: Host) -> list[str]:
+def offered(host: EngineCore) -> list[str]:
     """Every policy that this engine can have, as it is written and with its defaults, the one that auto
     stands for first; reads files the first time."""
     first = (Auto.of(host.llm).policy or Wrapper.default_inner, CONTROL)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from kvreclaim.engine.request.request import Request
-from kvreclaim.engine.serving.host import Host
+from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.pool_view import pool_view
 from kvreclaim.engine.serving.sharing import who_shares
 from kvreclaim.engine.step.engine import Engine, StepResult
@@ -78,18 +78,18 @@ def tiers_of(engine: Engine, num_hit: int) -> dict[str, Any] | None:
     }
 
 
-def begin(host: Host) -> None:
+def begin(host: EngineCore) -> None:
     """Compactions from here on count."""
     end(host)
     host.observers = (*host.observers, Recorder())
 
 
-def take(host: Host) -> Snapshot:
+def take(host: EngineCore) -> Snapshot:
     """The engine now, with the compactions since the last one."""
     recorder = next(each for each in host.observers if isinstance(each, Recorder))
     return recorder.take(host.engine)
 
 
-def end(host: Host) -> None:
+def end(host: EngineCore) -> None:
     """Nobody watches any more."""
     host.observers = tuple(each for each in host.observers if not isinstance(each, Recorder))

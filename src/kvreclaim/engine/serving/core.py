@@ -32,7 +32,7 @@ class EngineObserver(Protocol):
     def ended(self, engine: Engine, request: Request) -> None: ...
 
 
-class Host:
+class EngineCore:
     """An engine and the requests that somebody else reads.
 
     death: why it cannot go on, None while it can

@@ -7,20 +7,20 @@ from collections.abc import Sequence as ListLike
 from itertools import islice
 from typing import Generic
 
-from kvreclaim.schedule.draft import Draft
+from kvreclaim.schedule.preemption_cost import PreemptionCostModel, VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import Status
 from kvreclaim.schedule.state import State
 from kvreclaim.schedule.step import Preempted, PreemptionReason
-from kvreclaim.schedule.victims import Preemption, VictimOrder, choose_victims
+from kvreclaim.schedule.step_builder import StepPlanBuilder
 
 logger = logging.getLogger(__name__)
 
 
-class GivingWay(Generic[Seq]):
+class Preemptor(Generic[Seq]):
     """order: who gives way first; preemption: how they are brought back."""
 
-    def __init__(self, state: State[Seq], order: VictimOrder, preemption: Preemption) -> None:
+    def __init__(self, state: State[Seq], order: VictimOrder, preemption: PreemptionCostModel) -> None:
         self.state = state
         self.order = order
         self.preemption = preemption
@@ -29,7 +29,9 @@ class GivingWay(Generic[Seq]):
         """Who gives way when one that runs needs blocks."""
         return choose_victims(self.order, self.state.running, needy)
 
-    def preempt(self, victims: ListLike[Seq], needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
+    def preempt(
+        self, victims: ListLike[Seq], needy: Seq, reason: PreemptionReason, step: StepPlanBuilder[Seq]
+    ) -> None:
         """Take the blocks and seats of sequences, given in the order of admission, for one that needs some,
         itself maybe. The last one goes first, so that the first one is in front of those that wait."""
         if victims[0].together:
@@ -40,7 +42,9 @@ class GivingWay(Generic[Seq]):
             self._preempt(victim, needy, reason, step, parked=self._park(victim, step, swaps=swaps))
             self.state.waiting.add_back(victim)
 
-    def _preempt_all(self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq]) -> None:
+    def _preempt_all(
+        self, victim: Seq, needy: Seq, reason: PreemptionReason, step: StepPlanBuilder[Seq]
+    ) -> None:
         """Sequences that run together: the first one waits for all of them. Either all of them keep what
         their blocks hold, and come back in one step, or it is computed again up to where they part, and there
         the others fork from it."""
@@ -58,7 +62,7 @@ class GivingWay(Generic[Seq]):
         self.state.waiting.add_back(first)
 
     def _preempt(
-        self, victim: Seq, needy: Seq, reason: PreemptionReason, step: Draft[Seq], parked: bool
+        self, victim: Seq, needy: Seq, reason: PreemptionReason, step: StepPlanBuilder[Seq], parked: bool
     ) -> None:
         state = self.state
         logger.info(
@@ -82,7 +86,7 @@ class GivingWay(Generic[Seq]):
         victim.status, victim.draft_ids = Status.WAITING, []
         step.preempt(Preempted(victim.seq_id, reason, parked))
 
-    def _park_all(self, group: ListLike[Seq], step: Draft[Seq]) -> bool:
+    def _park_all(self, group: ListLike[Seq], step: StepPlanBuilder[Seq]) -> bool:
         """Park all of them, what they share once, or none. Returns: which."""
         swaps, tiers = self.preemption.swaps(group, self.state.memory), self.state.tiers
         if tiers is None or not all(self._is_worth_slots(seq, step, swaps=swaps) for seq in group):
@@ -94,7 +98,7 @@ class GivingWay(Generic[Seq]):
             assert has_slots, f"sequence {seq.seq_id} finds no slots, though there were some for all"
         return True
 
-    def _park(self, victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
+    def _park(self, victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
         """Move what its blocks hold to slots, if that is wanted and there are some."""
         tiers = self.state.tiers
         return (
@@ -104,7 +108,7 @@ class GivingWay(Generic[Seq]):
         )
 
     @staticmethod
-    def _is_worth_slots(victim: Seq, step: Draft[Seq], *, swaps: bool) -> bool:
+    def _is_worth_slots(victim: Seq, step: StepPlanBuilder[Seq], *, swaps: bool) -> bool:
         """Of one that has begun in this very step nothing is there yet; one that has come back in it just
         goes back."""
         begun = next((one for one in step.admitted if one.seq_id == victim.seq_id), None)

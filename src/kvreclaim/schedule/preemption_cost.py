@@ -19,7 +19,7 @@ VICTIM_POLICIES = ("auto", "last", "priority", "lru", "cost")
 
 
 @dataclass(slots=True, eq=False)
-class Preemption:
+class PreemptionCostModel:
     """How sequences that give way together are brought back.
 
     mode:            auto: as is cheaper; swap: moved whenever there are slots; recompute: computed again
@@ -118,7 +118,7 @@ def least_recent(group: Group, place: int) -> tuple[float, ...]:
 class LeastCost:
     """Who are back soonest, all of them, and of these whose last one was admitted last."""
 
-    preemption: Preemption
+    preemption: PreemptionCostModel
     memory: MemoryManager
 
     def __call__(self, group: Group, place: int) -> tuple[float, ...]:
@@ -131,10 +131,10 @@ _SIMPLE: Mapping[str, VictimOrder] = MappingProxyType(
 
 
 def victim_order(
-    name: str, *, by_priority: bool, preemption: Preemption, memory: MemoryManager
+    name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: MemoryManager
 ) -> VictimOrder:
     """auto: last, or priority where sequences run by priority. Raises: InvalidArgumentError."""
-    check_choice("victim_policy", name, VICTIM_POLICIES)
+    check_choice("preemption_victim", name, VICTIM_POLICIES)
     if name == "cost":
         return LeastCost(preemption, memory)
     return _SIMPLE[("priority" if by_priority else "last") if name == "auto" else name]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvreclaim.engine.serving.host import Host, News
+from kvreclaim.engine.serving.core import EngineCore, News
 from kvreclaim.engine.serving.served import Served
 from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
 from kvreclaim.errors import EngineDeadError
@@ -16,7 +16,7 @@ from kvreclaim.model.loader import Tokenizer
 T = TypeVar("T")
 
 
-class Readers(ABC):
+class EngineClient(ABC):
     """Many callers of one event loop, and one engine that runs elsewhere.
 
     pid:       of the engine's process where that is another, else None
@@ -52,11 +52,11 @@ class Readers(ABC):
         """End every request and the engine; whoever calls later gets an EngineDeadError."""
 
     @abstractmethod
-    async def call(self, function: Callable[[Host], T], *, of_the_dead: bool = False) -> T:
+    async def call(self, function: Callable[[EngineCore], T], *, allow_dead: bool = False) -> T:
         """Run a function where the engine runs, between two steps. In another process it must be a module's
         own, and what it returns plain. Raises what it raises, EngineDeadError.
 
-        of_the_dead: also when the engine cannot go on, as long as there is somebody to ask
+        allow_dead: also when the engine cannot go on, as long as there is somebody to ask
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Readers(ABC):
     async def abort_all(self) -> None:
         """End every request; return once their readers have been told."""
         if self.death is None:
-            await self.call(Host.abort_all)
+            await self.call(EngineCore.abort_all)
 
     async def drained(self) -> None:
         """Return once no request is left."""

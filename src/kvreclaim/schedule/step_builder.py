@@ -8,15 +8,15 @@ from typing import Generic
 from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
+from kvreclaim.schedule.fair_share import FairShare, PromptTokens
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Status
-from kvreclaim.schedule.shares import PromptTokens, Shares
 from kvreclaim.schedule.snapshots import Snapshots
 from kvreclaim.schedule.step import Admitted, Preempted, Row, StepPlan
 
 
 @dataclass(slots=True, eq=False)
-class Draft(Generic[Seq]):
+class StepPlanBuilder(Generic[Seq]):
     """What has been decided so far.
 
     budget:  tokens that may still be added
@@ -28,7 +28,7 @@ class Draft(Generic[Seq]):
     """
 
     budget: int
-    shares: Shares[Seq] | None = None
+    shares: FairShare[Seq] | None = None
     tokens: PromptTokens | None = None
     rows: dict[int, tuple[Row, Growth]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)

@@ -19,7 +19,7 @@ class Asked:
     is_missed: bool = False
 
 
-class PrefixesBelow(Generic[Seq]):
+class DiskPrefixIndex(Generic[Seq]):
     """Decides what is read; the caller reads it (`take_wanted`) and says what came of it (`arrived`).
 
     Args:

@@ -9,15 +9,15 @@ from typing import Generic
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
+from kvreclaim.schedule.preemption_cost import VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.sequence import Sequence
-from kvreclaim.schedule.victims import VictimOrder, choose_victims
 
 FRACTION = 32
 """A tenant's prompts may have at least this part of a step, however short those of another one are."""
 
 
-class Shares(Generic[Seq]):
+class FairShare(Generic[Seq]):
     """Equal parts of the seats and of the blocks, while several tenants run or wait.
 
     A tenant may hold more than its part as long as nobody else wants it. When the sequence of another one
