@@ -28,6 +28,7 @@ from kvreclaim.eval.plan import TaskOptions
 from kvreclaim.eval.task import Answer, Item, Metric, Task
 from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.model_paths import real_model, statistics_beside
+from kvreclaim.outputs import write_json
 
 BLOCK_SIZE = 32
 INTERVAL, SINKS, RECENT = 128, 4, 64
@@ -212,7 +213,7 @@ def main() -> None:
     print(quality_table(rows))
     if json_file is not None:
         command = shlex.join(["python", *sys.argv])
-        common.write_json(common.report(rows, command, peer_versions=versions), json_file)
+        write_json(json_file, common.report(rows, command, peer_versions=versions))
 
 
 if __name__ == "__main__":

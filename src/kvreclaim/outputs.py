@@ -3,10 +3,12 @@ where that fails at the end."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
 
@@ -41,3 +43,16 @@ def write_text(path: Path, text: str) -> None:
     """Write it, and its folder. Raises: InvalidArgumentError."""
     with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object: a line for each of its fields, and for each entry of a field that is a list of objects
+    or lists. Raises: InvalidArgumentError."""
+    fields = (f" {json.dumps(name)}: {_in_lines(value)}" for name, value in content.items())
+    write_text(path, "{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def _in_lines(value: object) -> str:
+    if isinstance(value, list) and value and all(isinstance(entry, dict | list) for entry in value):
+        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
+    return json.dumps(value)

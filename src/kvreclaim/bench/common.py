@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -17,8 +16,6 @@ from typing import Any, TypeVar
 import psutil
 from rich.console import Console
 from rich.table import Table
-
-from kvreclaim.outputs import write_text
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -94,11 +91,6 @@ def report(rows: Sequence[Row], command: str, **extra: Any) -> Row:
         **extra,
         "rows": list(rows),
     }
-
-
-def write_json(content: Row, path: Path) -> None:
-    """Write the report."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def alternate(runs: Mapping[Name, Callable[[], Result]], rounds: int) -> dict[Name, list[Result]]:

@@ -29,6 +29,7 @@ from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.options import picture
 from kvreclaim.cli.takes import Takes, names_in, takes, usage_errors
 from kvreclaim.config import format_names
+from kvreclaim.outputs import write_json
 from kvreclaim.sim.groups import GroupsPlan
 from kvreclaim.sim.order import OrderPlan
 
@@ -54,7 +55,7 @@ def blocks(json_file: Json = None) -> None:
     rows = blocks.run()
     common.show(blocks.blocks_table(rows))
     if json_file is not None:
-        common.write_json({"runs": rows}, json_file)
+        write_json(json_file, {"runs": rows})
 
 
 @bench_app.command("decode")

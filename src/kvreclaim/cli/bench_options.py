@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreclaim.cli.options import Figures
 from kvreclaim.cli.takes import usage_errors
+from kvreclaim.outputs import write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ def publish(
     for made in tables:
         common.show(made)
     if json_file is not None:
-        common.write_json(common.report(rows, command_line(), **extra), json_file)
+        write_json(json_file, common.report(rows, command_line(), **extra))
 
 
 def command_line() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from kvreclaim.checks import require
 from kvreclaim.cli.options import DEMO, Figures, model_of
 from kvreclaim.cli.takes import Takes, takes
-from kvreclaim.outputs import write_text
+from kvreclaim.outputs import write_json
 from kvreclaim.plan.asked import Asked
 
 
@@ -36,5 +35,5 @@ def plan(
     require(file is None or model is None, "the model is named twice; leave out --model.", "model")
     answer = answer_of(model_of(model if file is None else file), asked)
     if json_file is not None:
-        write_text(json_file, json.dumps(answer.values, indent=1) + "\n")
+        write_json(json_file, answer.values)
     typer.echo("\n".join(lines(answer, explain=explain)))

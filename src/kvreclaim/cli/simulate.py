@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from kvreclaim.cli.options import Figures, picture
 from kvreclaim.cli.takes import Takes, takes
-from kvreclaim.outputs import write_text
+from kvreclaim.outputs import write_json
 from kvreclaim.sim.options import ENGINE, LOAD, MACHINE, Machine, Serving, Traffic, without_compression
 from kvreclaim.sim.routers import ROUTERS
 from kvreclaim.sim.targets import AXES, parse_targets
@@ -86,7 +85,7 @@ def simulate(
 
 def _write(found: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
 
 
 def _show(reports: dict[str, dict[str, Any]], console: Console) -> None:

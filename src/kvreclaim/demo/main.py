@@ -14,7 +14,7 @@ from kvreclaim.demo.runs import DemoPlan, run_load, run_policies
 from kvreclaim.demo.show import draw_real, draw_report, show_real, show_report
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.outputs import write_text
+from kvreclaim.outputs import write_json
 
 
 def run_demo(model: Path, plan: DemoPlan, console: Console, *, command: str) -> DemoReport:
@@ -82,6 +82,6 @@ def present(report: DemoReport, console: Console, out: Path, json_file: Path | N
         draw_real(report.real, pictures[1])
     console.print(f"\ncharts: {', '.join(map(str, pictures))}")
     if json_file is not None:
-        write_text(json_file, report.model_dump_json(indent=1) + "\n")
+        write_json(json_file, report.model_dump(mode="json"))
         console.print(f"figures: {json_file}")
     console.print(f"the demo took {report.elapsed_s:.0f} s")

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from kvreclaim.chunks import WHOLE
 from kvreclaim.config import AUTO, DENSE
 from kvreclaim.eval.task import Metric
-from kvreclaim.outputs import write_text, writing
+from kvreclaim.outputs import write_json, writing
 
 Bounds = tuple[float, float]
 
@@ -192,7 +192,7 @@ class EvalReport(BaseModel):
         raise KeyError(f"no row of {policy} on {task} at {fraction}")
 
     def write_json(self, path: Path) -> None:
-        write_text(path, self.model_dump_json(indent=1) + "\n")
+        write_json(path, self.model_dump(mode="json"))
 
     def write_csv(self, path: Path) -> None:
         """A line for each row; lists and maps as JSON-like text, ci95 as two columns."""

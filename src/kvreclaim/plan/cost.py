@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.outputs import write_text
+from kvreclaim.outputs import write_json
 
 VERSION = 1
 
@@ -93,7 +92,7 @@ class Linear:
     def save(self, path: Path) -> None:
         """As JSON. Raises: InvalidArgumentError."""
         whole = {"version": VERSION, "kind": type(self).__name__} | asdict(self)
-        write_text(path, json.dumps(whole, indent=1) + "\n")
+        write_json(path, whole)
 
     @staticmethod
     def load(path: Path) -> Linear:

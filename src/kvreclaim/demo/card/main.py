@@ -17,7 +17,7 @@ from rich.table import Table
 from kvreclaim.bench.common import machine
 from kvreclaim.demo.card.plan import MIB, REFUSED, CardPlan, CardReport, CardRun, Setup
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.outputs import write_text, writing
+from kvreclaim.outputs import write_json, writing
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 """For the child's malloc: large pieces are unmapped as soon as they are free, and no longer counted."""
@@ -71,7 +71,7 @@ def present(report: CardReport, console: Console, out: Path, json_file: Path | N
         draw(report, out)
     console.print(f"chart: {out}")
     if json_file is not None:
-        write_text(json_file, report.model_dump_json(indent=1) + "\n")
+        write_json(json_file, report.model_dump(mode="json"))
         console.print(f"figures: {json_file}")
 
 
