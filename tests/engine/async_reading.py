@@ -14,7 +14,8 @@ from typing import Any
 import tiny
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.engine.serving.thread import AsyncEngine
 
 LIMIT_S = 300.0
@@ -107,6 +108,6 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, LIMIT_S))
 
 
-def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> NewRequest:
+def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -> RequestSpec:
     prompt = tiny.prompts((length,), seed=length)[0]
-    return NewRequest(request_id=name, prompt_token_ids=prompt, params=params, **fields)
+    return RequestSpec(request_id=name, prompt_token_ids=prompt, params=params, **fields)

@@ -7,22 +7,20 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_text
-from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.chat import chat_text
-from kvreclaim.engine.api.exports import Retention, Tokenizer
+from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.api.plain import PlainText
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.compression import compression_of
 from kvreclaim.server.config import ServerConfig
@@ -37,27 +35,6 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKEN_CHARS = 32
 """Assumed of the longest token of a vocabulary at least: some tokenizers drop characters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt and what a request wants (NewRequest); tenant: the name of who asks."""
-
-    token_ids: list[int]
-    params: SamplingParams
-    compression: CompressionConfig | None = None
-    priority: int = 0
-    retention: tuple[Retention, ...] = ()
-    tenant: str | None = None
-    compress_at: int | None = None
-    beams: BeamSearchParams | None = None
-    chunks: Chunks | None = None
-    may_end_early: bool = False
-
-    @property
-    def num_sequences(self) -> int:
-        """That run for it at once."""
-        return self.params.n if self.beams is None else self.beams.beam_width
 
 
 class Service:
@@ -171,7 +148,7 @@ class Service:
         return compression_of(given, self.engine.served, self.config)
 
     @asynccontextmanager
-    async def submit(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:
+    async def submit(self, request_id: str, prompts: list[RequestSpec]) -> AsyncIterator[list[RequestStream]]:
         """Queue one request per prompt, all or none; what has not ended at the end of the block is aborted.
 
         Their ids are request_id, or request_id-0, request_id-1, ... of several.
@@ -183,21 +160,12 @@ class Service:
                 yield streams
 
     @asynccontextmanager
-    async def _queued(self, request_id: str, prompts: list[Prompt]) -> AsyncIterator[list[RequestStream]]:
+    async def _queued(
+        self, request_id: str, prompts: list[RequestSpec]
+    ) -> AsyncIterator[list[RequestStream]]:
+        one = len(prompts) == 1
         news = [
-            NewRequest(
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                params=prompt.params,
-                compression=prompt.compression,
-                priority=prompt.priority,
-                retention=prompt.retention,
-                tenant=prompt.tenant,
-                compress_at=prompt.compress_at,
-                beams=prompt.beams,
-                chunks=prompt.chunks,
-                may_end_early=prompt.may_end_early,
-            )
+            replace(prompt, request_id=request_id if one else f"{request_id}-{index}")
             for index, prompt in enumerate(prompts)
         ]
         streams = await self.engine.add_all(news)

@@ -29,6 +29,7 @@ from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.sizing import choose_limits
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.speculative.load import Draft, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -421,19 +422,19 @@ class LLM:
             tokens, chunks = laid_out(prompt, chunk_reuse, self._encode)  # type: ignore[arg-type]
         else:
             tokens = self._tokens(prompt)
-        request_id = f"request-{next(self._ids)}"
-        return self.engine.add_request(
-            request_id,
-            tokens,
-            params,
-            compressor,
+        spec = RequestSpec(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=tokens,
+            params=params,
             prompt=text,
+            compression=config,
             continuation=continuation,
             priority=priority,
             compress_at=compress_at,
             beams=beams,
             chunks=chunks,
         )
+        return self.engine.add(spec, compressor)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]

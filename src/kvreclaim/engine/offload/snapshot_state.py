@@ -13,6 +13,7 @@ from kvreclaim.engine.offload.moves import Moves
 from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.schedule import Admitted, Pass, Scheduler, StepPlan
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -122,7 +123,8 @@ class SnapshotStore(Extension):
     def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
         """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""
         tokens = key.token_ids
-        request = Request("", None, tokens, SamplingParams(), None, max_len=len(tokens), seed=0)
+        spec = RequestSpec(prompt_token_ids=tokens, params=SamplingParams())
+        request = Request(spec, None, max_len=len(tokens), seed=0)
         return Sequence(
             seq_id=self._new_id(),
             request_id=request.request_id,

@@ -24,11 +24,11 @@ from kvreclaim.engine.request.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
 from kvreclaim.engine.sampling.processors import SampleRow
-from kvreclaim.memory.pins import Retention
 from kvreclaim.schedule.budget.account import Account
 
 PROBABLE = (0.5, 0.9)
@@ -247,11 +247,9 @@ class Verify:
 class Request:
     """A prompt on its way through the engine.
 
+    spec:      what its caller asked for
     max_len:   tokens at which every output ends, prompt included
     seed:      of its outputs' generators, the caller's or the engine's
-    priority:  a lower number is more important
-    retention: how long which part of the prompt is worth keeping in the prefix index
-    tenant:    for whom: tenants get fair shares of the engine
     scores:    None for generation; else the given continuation is scored and nothing is drawn
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
@@ -262,16 +260,10 @@ class Request:
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     """
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    spec: RequestSpec
     compressor: Compressor | None
     max_len: int
     seed: int
-    priority: int = 0
-    retention: tuple[Retention, ...] = ()
-    tenant: str | None = None
     scores: Scores | None = None
     prompt_logprobs: PromptLogprobs | None = None
     sequences: list[Sequence] = field(default_factory=list)
@@ -285,6 +277,18 @@ class Request:
     verify: Verify | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.spec.prompt_token_ids
 
     @property
     def num_seats(self) -> int:
@@ -333,7 +337,7 @@ class Request:
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=self.spec.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[seq.output() for seq in sorted(self.shown, key=lambda s: s.index)],
             finished=self.finished,

@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.core import EngineCore, News
 from kvreclaim.engine.serving.served import Served
-from kvreclaim.engine.serving.stream import NewRequest, RequestStream, Update
+from kvreclaim.engine.serving.stream import RequestStream, Update
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer
 
@@ -69,7 +70,7 @@ class EngineClient(ABC):
         """Requests in the engine's queue."""
 
     @abstractmethod
-    async def _add(self, news: Sequence[NewRequest]) -> None:
+    async def _add(self, news: Sequence[RequestSpec]) -> None:
         """Have the engine take them all, or none."""
 
     @property
@@ -82,11 +83,11 @@ class EngineClient(ABC):
         """Requests that hold no blocks yet."""
         return self._num_adding + self._num_waiting
 
-    async def add(self, new: NewRequest) -> RequestStream:
-        """Queue a request. Raises what Engine.add_request raises, and EngineDeadError."""
+    async def add(self, new: RequestSpec) -> RequestStream:
+        """Queue a request. Raises what Engine.add raises, and EngineDeadError."""
         return (await self.add_all([new]))[0]
 
-    async def add_all(self, news: Sequence[NewRequest]) -> list[RequestStream]:
+    async def add_all(self, news: Sequence[RequestSpec]) -> list[RequestStream]:
         """Queue requests, all or none. Cancelled meanwhile, it leaves none in the engine."""
         self._check_alive()
         streams = [RequestStream(new) for new in news]

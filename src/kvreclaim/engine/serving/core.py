@@ -12,8 +12,9 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Output
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.reports import Reports
-from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
+from kvreclaim.engine.serving.stream import OutputDelta, Update
 from kvreclaim.engine.step.engine import Engine, StepResult
 
 logger = logging.getLogger(__name__)
@@ -55,24 +56,12 @@ class EngineCore:
         """Requests that hold no blocks yet."""
         return len(self.engine.scheduler.waiting)
 
-    def add_all(self, news: Sequence[NewRequest], compressors: Sequence[Compressor | None]) -> None:
-        """Queue requests, all or none. Raises what Engine.add_request raises."""
+    def add_all(self, news: Sequence[RequestSpec], compressors: Sequence[Compressor | None]) -> None:
+        """Queue requests, all or none. Raises what Engine.add raises."""
         requests: list[Request] = []
         try:
             for new, compressor in zip(news, compressors, strict=True):
-                request = self.engine.add_request(
-                    new.request_id,
-                    new.prompt_token_ids,
-                    new.params,
-                    compressor,
-                    priority=new.priority,
-                    retention=new.retention,
-                    tenant=new.tenant,
-                    compress_at=new.compress_at,
-                    beams=new.beams,
-                    chunks=new.chunks,
-                    may_end_early=new.may_end_early,
-                )
+                request = self.engine.add(new, compressor)
                 requests.append(request)
         except BaseException:
             for request in requests:

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.core import EngineCore, News
 from kvreclaim.engine.serving.served import Served
-from kvreclaim.engine.serving.stream import NewRequest, OutputDelta, Update
+from kvreclaim.engine.serving.stream import OutputDelta, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Add:
     """Queue requests, all or none; an Answer follows."""
 
     ticket: int
-    news: Sequence[NewRequest]
+    news: Sequence[RequestSpec]
 
 
 @dataclass(frozen=True, slots=True)

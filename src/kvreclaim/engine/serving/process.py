@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.channel import Channel, ChannelClosedError, new_bell, ring
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.messages import Abort, Add, Answer, Call, EngineSpec, Ready, Stop, Told
 from kvreclaim.engine.serving.served import Served
-from kvreclaim.engine.serving.stream import NewRequest
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer, load_tokenizer
 
@@ -147,7 +147,7 @@ class ProcessEngine(EngineClient):
     def _num_waiting(self) -> int:
         return self._queued
 
-    async def _add(self, news: Sequence[NewRequest]) -> None:
+    async def _add(self, news: Sequence[RequestSpec]) -> None:
         await self._ask(lambda ticket: Add(ticket, news))
 
     async def _ask(self, message: Callable[[int], Add | Call]) -> Any:

@@ -6,44 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
-from kvreclaim.beams import BeamSearchParams
-from kvreclaim.chunks import Chunks
-from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.config import SamplingParams
 from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.serving.reports import Reports
-from kvreclaim.memory.pins import Retention
 
 PromptReports = Reports[dict[int, Logprob] | None]
 """One per prompt token; the first, which nothing predicts, is None."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequest:
-    """A request before the engine has it.
-
-    compression: None takes the LLM's own
-    priority:    under the policy "priority" a lower number runs first
-    retention:   how long the prompt's blocks are worth keeping
-    tenant:      for whom: tenants get fair shares of the engine
-    compress_at: tokens of the prompt behind which it is compressed at once; what is left is kept for others
-    beams:       search instead of drawing; params are then its `sampling`
-    chunks:      of the prompt, which are reused
-    may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    compression: CompressionConfig | None = None
-    priority: int = 0
-    retention: tuple[Retention, ...] = ()
-    tenant: str | None = None
-    compress_at: int | None = None
-    beams: BeamSearchParams | None = None
-    chunks: Chunks | None = None
-    may_end_early: bool = False
 
 
 @dataclass(slots=True)
@@ -114,7 +83,7 @@ class RequestStream:
     finish_reasons:  of the outputs that have ended, by index
     """
 
-    def __init__(self, new: NewRequest) -> None:
+    def __init__(self, new: RequestSpec) -> None:
         self.new = new
         self.ended = False
         self.prompt_logprobs: PromptReports | None = None

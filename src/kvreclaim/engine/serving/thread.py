@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.core import EngineCore, EngineObserver, News
 from kvreclaim.engine.serving.served import Served
-from kvreclaim.engine.serving.stream import NewRequest
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class AsyncEngine(EngineClient):
     def _num_waiting(self) -> int:
         return self.host.num_waiting
 
-    async def _add(self, news: Sequence[NewRequest]) -> None:
+    async def _add(self, news: Sequence[RequestSpec]) -> None:
         compressors = [await self._compressor(new.compression) for new in news]
         await self.call(lambda host: host.add_all(news, compressors))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.runner import ModelRunner
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.load import Draft
 from kvreclaim.memory.manager import MemoryManager
@@ -141,7 +142,8 @@ class DraftCache:
     def _begin(self, seq: Sequence) -> Mirror:
         params = replace(seq.request.params, logprobs=None, prompt_logprobs=None)
         prompt = seq.request.prompt_token_ids
-        request = Request(seq.request_id, None, prompt, params, None, seq.max_len, seq.request.seed)
+        spec = RequestSpec(request_id=seq.request_id, prompt_token_ids=prompt, params=params)
+        request = Request(spec, None, seq.max_len, seq.request.seed)
         own = Sequence(
             seq_id=seq.seq_id,
             request_id=seq.request_id,

@@ -212,7 +212,7 @@ def shadow_of(request: Request, verify: Verify) -> Request:
     """A request as a companion's: it is compressed, and reports nothing."""
     return replace(
         request,
-        params=replace(request.params, logprobs=None, prompt_logprobs=None),
+        spec=replace(request.spec, params=replace(request.params, logprobs=None, prompt_logprobs=None)),
         compressor=verify.compressor,
         verify=None,
         sequences=[],

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.chunks import Chunks
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.prefill.registry import make_method
@@ -33,9 +32,10 @@ from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
-from kvreclaim.engine.request.request import Beams, Request, Scheduled, Scores
+from kvreclaim.engine.request.request import Beams, Request, Scheduled, Scores, Verify
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import max_open_snapshots
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.feeding import Feeding, Store
@@ -71,12 +71,11 @@ from kvreclaim.engine.step.validation import (
 )
 from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory.pins import Retention
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import kv_format, plain_format
 from kvreclaim.ops.groups import layer_groups
 from kvreclaim.ops.native import torch_alone
-from kvreclaim.schedule import Pass, StepDone, StepPlan
+from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 
@@ -259,113 +258,143 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         compressor: Compressor | None = None,
+        **options: Any,
+    ) -> Request:
+        """`add` of a RequestSpec with these options."""
+        spec = RequestSpec(
+            request_id=request_id, prompt_token_ids=list(prompt_token_ids), params=params, **options
+        )
+        return self.add(spec, compressor)
+
+    def add(
+        self,
+        spec: RequestSpec,
+        compressor: Compressor | None = None,
         *,
-        prompt: str | None = None,
-        continuation: list[int] | None = None,
-        priority: int = 0,
-        retention: Sequence[Retention] = (),
-        tenant: str | None = None,
-        compress_at: int | None = None,
-        beams: BeamSearchParams | None = None,
-        sparse_prefill: SparsePrefill | None = None,
-        chunks: Chunks | None = None,
         parent: Request | None = None,
         trial: Reuse | None = None,
-        may_end_early: bool = False,
     ) -> Request:
-        """Queue a request; with `continuation` its tokens are scored instead of drawing any.
+        """Queue a request.
 
-        priority:  under scheduling_policy "priority" a lower number runs first; else 0
-        retention: how long the blocks of which leading prompt tokens are worth keeping
-        tenant:    for whom: tenants get fair shares of the engine
-        compress_at: tokens of the prompt behind which it is compressed, whatever is due; what that leaves is
-                   kept for requests that begin with the same tokens and say the same
-        beams:     search instead of drawing; params are then its `sampling`
-        sparse_prefill: a method, whatever params say
-        chunks:    parts of the prompt that are computed alone first, unless they have been, and reused
-        parent:    on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
-        may_end_early: where the pool cannot hold max_tokens, outputs end where it ends; else that is refused
+        compressor: what spec.compression stands for
+        parent:     on whose behalf a chunk is computed, or a prompt whose reuse is only tried: `trial`
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """
+        config, params, prompt, chunks = self.config, spec.params, spec.prompt_token_ids, spec.chunks
+        scored = spec.continuation is not None
         verified, compressor = divided(compressor)
-        tokens = prompt_token_ids + (continuation or []) if prompt_token_ids else []
-        lengths = len(prompt_token_ids), len(tokens) - (continuation is not None)  # last: uncomputed
-        if request_id in self.requests:
-            raise InvalidArgumentError(f"request id {request_id!r} is in use; pass another one.")
-        check_prompt(tokens, params, self.config, self.loaded, scored=continuation is not None)
-        check_priority(priority, self.config)
-        said = params.sparse_prefill
-        method = sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
-        check_kept(compressor, method, chunks, self.config)
+        tokens = prompt + (spec.continuation or []) if prompt else []
+        lengths = len(prompt), len(tokens) - scored  # last: uncomputed
+        if spec.request_id in self.requests:
+            raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
+        check_prompt(tokens, params, config, self.loaded, scored=scored)
+        check_priority(spec.priority, config)
+        method = self._prefill_method(spec)
+        check_kept(compressor, method, chunks, config)
         sparse = None
         if method is not None:
-            sparse = check_sparse_prefill(method, compressor, params, self.config, self.groups.facts)
+            sparse = check_sparse_prefill(method, compressor, params, config, self.groups.facts)
             method = None if sparse is None else method
-        verify = None
-        if verified is not None:
-            others = {
-                "a continuation to be scored": continuation is not None,
-                "a beam search": beams is not None,
-                "compress_at": compress_at is not None,
-                "sparse_prefill": method is not None,
-                "a chunk": chunks is not None,
-            }
-            most = len(tokens) + (params.max_tokens or 0)
-            verify = verify_of(verified, self.groups, self.config, prompt_token_ids, most, others=others)
-            self.signals.check(verified, scored=False)
-        footprint = footprint_of(compressor, self.config, prompt_token_ids, compress_at, self.groups, sparse)
-        reuse = trial
-        if chunks is not None:
-            check_reuse(compressor, params, method, self.groups, self.kv_format, self.config, compress_at)
-            reuse = self.chunked.reuse_of(list(prompt_token_ids), chunks, params.cache_salt)
-            if reuse is not None and chunks.reuse.tries:
-                whole = footprint_of(None, self.config, prompt_token_ids, None, self.groups)
-                check_length(lengths[0], lengths[0], whole, self._admitting, policy="full")
+        verify = None if verified is None else self._verify(spec, verified, method, len(tokens))
+        footprint = footprint_of(compressor, config, prompt, spec.compress_at, self.groups, sparse)
+        reuse = trial if chunks is None else self._reuse(spec, compressor, method)
         if reuse is not None:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
-        self.signals.check(compressor, scored=continuation is not None)
-        check_recall(compressor, params, self.config, self.recalls, compress_at, beams is not None)
+        self.signals.check(compressor, scored=scored)
+        check_recall(compressor, params, config, self.recalls, spec.compress_at, spec.beams is not None)
         max_len = output_limit(
-            *lengths, params.max_tokens, footprint, self._admitting, may_end_early=may_end_early
+            *lengths, params.max_tokens, footprint, self._admitting, may_end_early=spec.may_end_early
         )
-        search = None
-        if beams is not None:
-            eos = frozenset() if beams.ignore_eos else self.loaded.eos_token_ids
-            search = BeamSearch(beams, max_len - len(prompt_token_ids), eos)
-            check_beams(search, len(prompt_token_ids), footprint, self._admitting, self.loaded.vocab_size)
+        beams = None if spec.beams is None else self._beams(spec.beams, prompt, max_len, footprint)
         if footprint.compress_at:
             _ = self.snapshots  # from now on
-        unseeded = UNSEEDED + self.config.seed * 1_000_003 + self._num_added
-        seed = unseeded if params.seed is None else params.seed
-        request = Request(request_id, prompt, list(prompt_token_ids), params, compressor, max_len, seed)
-        request.priority, request.retention, request.tenant = priority, tuple(retention), tenant
-        request.sparse_prefill, request.reuse, request.parent = method, reuse, parent
-        request.verify = verify
-        request.beams = None if search is None else Beams(search)
-        if continuation is not None:
-            request.scores = Scores([-1] * len(continuation), [float("nan")] * len(continuation))
+        unseeded = UNSEEDED + config.seed * 1_000_003 + self._num_added
+        request = Request(
+            spec,
+            compressor,
+            max_len,
+            unseeded if params.seed is None else params.seed,
+            beams=beams,
+            sparse_prefill=method,
+            reuse=reuse,
+            verify=verify,
+            parent=parent,
+        )
+        if spec.continuation is not None:
+            count = len(spec.continuation)
+            request.scores = Scores([-1] * count, [float("nan")] * count)
         elif params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        prepared = chunks is None or reuse is None
+        is_chunked = chunks is not None and reuse is not None
         most_hit = None if verify is None else self.verifier.most_hit(verify)
-        self.lifecycle.begin(request, list(tokens), footprint, queued=prepared, most_hit=most_hit)
-        if chunks is not None and reuse is not None:
+        self.lifecycle.begin(request, list(tokens), footprint, queued=not is_chunked, most_hit=most_hit)
+        if chunks is not None and is_chunked:
             self.chunked.begin(request, chunks.reuse)
         for extension in self.extensions:
             extension.added()
         self._num_added += 1
         return request
 
+    def _prefill_method(self, spec: RequestSpec) -> SparsePrefill | None:
+        """How the prompt is computed: as the request says, or the engine."""
+        said = spec.params.sparse_prefill
+        return spec.sparse_prefill or (self._sparse_prefill if said is None else make_method(said))
+
+    def _verify(
+        self, spec: RequestSpec, verified: Compressor, method: SparsePrefill | None, num_tokens: int
+    ) -> Verify:
+        """How a compressed cache drafts for the request. Raises: InvalidArgumentError."""
+        others = {
+            "a continuation to be scored": spec.continuation is not None,
+            "a beam search": spec.beams is not None,
+            "compress_at": spec.compress_at is not None,
+            "sparse_prefill": method is not None,
+            "a chunk": spec.chunks is not None,
+        }
+        most = num_tokens + (spec.params.max_tokens or 0)
+        prompt = spec.prompt_token_ids
+        verify = verify_of(verified, self.groups, self.config, prompt, most, others=others)
+        self.signals.check(verified, scored=False)
+        return verify
+
+    def _reuse(
+        self, spec: RequestSpec, compressor: Compressor | None, method: SparsePrefill | None
+    ) -> Reuse | None:
+        """What of the prompt's chunks is reused; None: nothing. Raises: InvalidArgumentError,
+        RequestTooLongError."""
+        chunks, prompt = spec.chunks, spec.prompt_token_ids
+        assert chunks is not None, f"request {spec.request_id} has no chunks"
+        check_reuse(
+            compressor, spec.params, method, self.groups, self.kv_format, self.config, spec.compress_at
+        )
+        reuse = self.chunked.reuse_of(list(prompt), chunks, spec.params.cache_salt)
+        if reuse is not None and chunks.reuse.tries:
+            whole = footprint_of(None, self.config, prompt, None, self.groups)
+            check_length(len(prompt), len(prompt), whole, self._admitting, policy="full")
+        return reuse
+
+    def _beams(
+        self, params: BeamSearchParams, prompt: list[int], max_len: int, footprint: Footprint
+    ) -> Beams:
+        """The request's beam search. Raises: InvalidArgumentError, RequestTooLongError."""
+        eos = frozenset() if params.ignore_eos else self.loaded.eos_token_ids
+        search = BeamSearch(params, max_len - len(prompt), eos)
+        check_beams(search, len(prompt), footprint, self._admitting, self.loaded.vocab_size)
+        return Beams(search)
+
     def _add_child(
         self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
     ) -> Request:
         """Queue what a request waits for, as urgently as that, for the same tenant."""
-        child = self.add_request(
-            name, tokens, params, priority=parent.priority, tenant=parent.tenant, parent=parent, trial=trial
+        spec = replace(
+            RequestSpec(request_id=name, prompt_token_ids=tokens, params=params),
+            priority=parent.spec.priority,
+            tenant=parent.spec.tenant,
         )
+        child = self.add(spec, parent=parent, trial=trial)
         parent.children.append(child)
         return child
 
@@ -508,8 +537,8 @@ class Engine:
             self.totals.prompts_done += 1
             request.metrics.num_indexed_tokens = min(self.memory.indexed_len(seq.seq_id), seq.num_prompt)
             request.metrics.num_repeated_tokens = table.repeated_len
-        if request.retention and (has_begun or item.row.first < seq.num_prompt):
-            self.memory.pin(seq.seq_id, request.retention, request.tenant)
+        if request.spec.retention and (has_begun or item.row.first < seq.num_prompt):
+            self.memory.pin(seq.seq_id, request.spec.retention, request.spec.tenant)
 
 
 def _is_decode(item: Scheduled) -> bool:

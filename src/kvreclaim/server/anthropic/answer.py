@@ -8,13 +8,14 @@ from contextlib import aclosing
 from typing import Any
 
 from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.usage import input_usage, whole_usage
 from kvreclaim.server.events import event
 from kvreclaim.server.ids import answer_id
-from kvreclaim.server.service import Prompt, Service, check_update
+from kvreclaim.server.service import Service, check_update
 from kvreclaim.server.tool_calls import Piece, Splitter
 from kvreclaim.server.vocabulary import Continuation
 
@@ -27,7 +28,7 @@ PING = event({"type": "ping"}, "ping")
 class Answer:
     """One request to /v1/messages that has been checked."""
 
-    def __init__(self, body: MessageRequest, service: Service, request_id: str, prompt: Prompt) -> None:
+    def __init__(self, body: MessageRequest, service: Service, request_id: str, prompt: RequestSpec) -> None:
         self.body = body
         self.service = service
         self.request_id = request_id
@@ -36,7 +37,7 @@ class Answer:
         offered = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
         self.splitter = Splitter(service.config.tool_call_parser if offered else None)
         is_prefilled = body.messages[-1].role == "assistant"
-        self._prefill = Continuation(service.vocabulary, prompt.token_ids) if is_prefilled else None
+        self._prefill = Continuation(service.vocabulary, prompt.prompt_token_ids) if is_prefilled else None
 
     async def message(self) -> dict[str, Any]:
         """The whole answer. Raises: ApiError 500 if the request failed."""

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.server.anthropic.answer import Answer
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
@@ -16,7 +17,7 @@ from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.events import answer_json, stream_events
 from kvreclaim.server.ids import request_id_of
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
-from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
@@ -37,8 +38,8 @@ async def create_message(
     check_priority(body.priority, tenant, service.config)
     service.check_room(tenant.name)
     rendered = await _render(body, service, tenant)
-    prompt = Prompt(
-        token_ids=rendered.token_ids,
+    prompt = RequestSpec(
+        prompt_token_ids=rendered.token_ids,
         params=params,
         compression=compression,
         priority=body.priority,

@@ -16,12 +16,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
 from kvreclaim.server.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.ids import answer_id
 from kvreclaim.server.openai.fields import GenerationFields, StreamOptions
 from kvreclaim.server.openai.logprobs import prompt_logprobs
-from kvreclaim.server.service import Prompt, Service, check_update
+from kvreclaim.server.service import Service, check_update
 from kvreclaim.server.usage import token_usage, usage_of
 from kvreclaim.server.vocabulary import TokenPlaces
 
@@ -43,7 +44,7 @@ class Answer(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self, fields: GenerationFields, service: Service, request_id: str, prompts: list[Prompt]
+        self, fields: GenerationFields, service: Service, request_id: str, prompts: list[RequestSpec]
     ) -> None:
         self.fields = fields
         self.service = service
@@ -126,7 +127,7 @@ class Answer(ABC):
         size = tokens * (1 + (self.prompts[0].params.logprobs or 0))
         asked = self.prompts[0].params.prompt_logprobs
         if first and asked is not None:
-            size += max(len(prompt.token_ids) for prompt in self.prompts) * (1 + asked)
+            size += max(len(prompt.prompt_token_ids) for prompt in self.prompts) * (1 + asked)
         return await self.service.workers.run(self.prompts[0].tenant, work, size=size * REPORT_SIZE)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:

@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
@@ -25,7 +26,7 @@ from kvreclaim.server.openai.logprobs import chat_logprobs
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, rendered
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, ChatCompletion, streamed
-from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.tool_calls import Splitter, ToolCall
 
@@ -77,7 +78,7 @@ def _check(body: ChatRequest) -> None:
         raise ApiError(400, "tool_choice is set, but there are no tools; remove it.", "tool_choice")
 
 
-async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> Prompt:
+async def _prompt(body: ChatRequest, service: Service, tenant: Tenant) -> RequestSpec:
     limit = body.max_completion_tokens or body.max_tokens
     beams = beams_of(body, limit or service.longest, tenant)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -110,7 +111,9 @@ class ChatAnswer(Answer):
     chunk_kind = "chat.completion.chunk"
     fields: ChatRequest
 
-    def __init__(self, fields: ChatRequest, service: Service, request_id: str, prompts: list[Prompt]) -> None:
+    def __init__(
+        self, fields: ChatRequest, service: Service, request_id: str, prompts: list[RequestSpec]
+    ) -> None:
         super().__init__(fields, service, request_id, prompts)
         parser = service.config.tool_call_parser if fields.tools and fields.tool_choice != "none" else None
         self._splitters: defaultdict[int, Splitter] = defaultdict(lambda: Splitter(parser))

@@ -11,6 +11,7 @@ from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
 from kvreclaim.server.bodies import BodyRoute
 from kvreclaim.server.errors import ApiError
@@ -23,7 +24,7 @@ from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, completion_logprobs
 from kvreclaim.server.openai.prompts import bounded, check_options, engine_prompt, sampling_params
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
-from kvreclaim.server.service import Prompt, Service, ServiceDep, TenantDep
+from kvreclaim.server.service import Service, ServiceDep, TenantDep
 from kvreclaim.server.tenants import Tenant
 from kvreclaim.server.vocabulary import Continuation
 
@@ -72,7 +73,7 @@ async def completions(
     return await answer.respond(request)
 
 
-async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) -> list[Prompt]:
+async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) -> list[RequestSpec]:
     limit = service.config.default_max_tokens if body.max_tokens is None else body.max_tokens
     if body.echo and body.documents is not None:
         raise ApiError(400, "echo repeats a prompt, and documents are more than that; leave one out.", "echo")
@@ -117,7 +118,7 @@ class CompletionAnswer(Answer):
     fields: CompletionRequest
 
     def __init__(
-        self, fields: CompletionRequest, service: Service, request_id: str, prompts: list[Prompt]
+        self, fields: CompletionRequest, service: Service, request_id: str, prompts: list[RequestSpec]
     ) -> None:
         super().__init__(fields, service, request_id, prompts)
         self._continuations: dict[int, Continuation] = {}

@@ -11,10 +11,11 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.api.exports import Retention
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.server.errors import ApiError
 from kvreclaim.server.openai.fields import RETENTION_S, GenerationFields
 from kvreclaim.server.sampling import SHARED, check_priority, sampling_of
-from kvreclaim.server.service import Prompt, Service
+from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -57,12 +58,12 @@ def engine_prompt(
     tenant: Tenant,
     beams: BeamSearchParams | None = None,
     chunks: Chunks | None = None,
-) -> Prompt:
+) -> RequestSpec:
     """One prompt with everything that its request says about it. Raises: ApiError."""
     check_priority(fields.priority, tenant, service.config)
     limits = [getattr(fields, name, None) for name in LIMITS]
-    return Prompt(
-        token_ids=token_ids,
+    return RequestSpec(
+        prompt_token_ids=token_ids,
         params=params,
         compression=service.compression(fields.kv_compression),
         priority=fields.priority,
@@ -75,19 +76,19 @@ def engine_prompt(
     )
 
 
-def bounded(prompts: list[Prompt], service: Service) -> list[Prompt]:
+def bounded(prompts: list[RequestSpec], service: Service) -> list[RequestSpec]:
     """The same prompts, if their log-probabilities are no more than one answer may have; outputs without a
     limit of their own get the one that follows. Raises: ApiError 400."""
     params, limit = prompts[0].params, service.config.max_logprobs_per_request
     kept = [0 if number is None else number + 1 for number in (params.prompt_logprobs, params.logprobs)]
-    of_prompts = kept[0] * sum(len(prompt.token_ids) for prompt in prompts)
+    of_prompts = kept[0] * sum(len(prompt.prompt_token_ids) for prompt in prompts)
     for_one = kept[1] * params.n
     left = limit - of_prompts
     if for_one and params.max_tokens is None and left >= for_one * len(prompts):
         fitting = replace(params, max_tokens=left // (for_one * len(prompts)))
         return [replace(prompt, params=fitting) for prompt in prompts]
     most = service.longest if params.max_tokens is None else params.max_tokens
-    lengths = (min(most, service.longest - len(prompt.token_ids)) for prompt in prompts)
+    lengths = (min(most, service.longest - len(prompt.prompt_token_ids)) for prompt in prompts)
     wanted = of_prompts + for_one * sum(max(0, length) for length in lengths)
     if wanted > limit:
         raise ApiError(
