@@ -236,7 +236,7 @@ def test_priority(own: Running):
         added = stepped = staticmethod(lambda *_: None)
 
         def ended(self, _: object, request: Any) -> None:
-            ended.append(request.priority)
+            ended.append(request.spec.priority)
 
     engine = own.service.engine
     before = engine.host.observers

@@ -211,7 +211,7 @@ class Order:
     def stepped(self, *_: object) -> None: ...
 
     def ended(self, _: object, request: Any) -> None:
-        self.priorities.append(request.priority)
+        self.priorities.append(request.spec.priority)
 
 
 def check_priority(server: Talker) -> None:
