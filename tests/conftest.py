@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped: set[pytest.Item] = set()
     for name, found in cases.items():
-        dropped.update(sorted(found, key=lambda item: crc32(item.nodeid.encode()))[limits.get(name) :])
+        dropped.update(
+            sorted(found, key=lambda item: crc32(item.nodeid.encode()))[limits.get(name, len(found)) :]
+        )
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
