@@ -16,12 +16,22 @@ from kvreclaim.engine.extension import Extension, Extensions
 PACKAGE = Path(kvreclaim.__file__).parent
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 OFF = (
-    "engine/offload",
-    "engine/speculative",
+    "chunks.py",
+    "compression",
+    "engine/api/pieces.py",
+    "engine/attend/cell_tables.py",
+    "engine/attend/prefill.py",
+    "engine/attend/reads.py",
+    "engine/attend/split.py",
+    "engine/attend/windows.py",
     "engine/compact",
+    "engine/offload",
+    "engine/signals",
+    "engine/speculative",
+    "engine/step/full_cache.py",
+    "engine/step/verified.py",
     "memory/tiers",
     "tiers",
-    "compression/policies",
 )
 """Rooms that a plain request does not enter."""
 PLAIN = {"_state", "rates", "metrics", "state", "counts"}

@@ -17,13 +17,13 @@ from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import require
-from kvreclaim.chunks import ChunkReuse
+from kvreclaim.chunks import Chunk, ChunkReuse
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.api.chat import Message, render_chat
 from kvreclaim.engine.api.compressors import Compressors
-from kvreclaim.engine.api.pieces import Piece, has_chunks, laid_out
+from kvreclaim.engine.api.pieces import Piece, laid_out
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, RequestOutput, ScoreOutput, StepStats
@@ -411,15 +411,15 @@ class LLM:
         chunk_reuse: ChunkReuse | None = None,
     ) -> Request:
         _check_type(params, SamplingParams, "sampling_params")
-        chunk_reuse = ChunkReuse() if chunk_reuse is None else chunk_reuse
-        _check_type(chunk_reuse, ChunkReuse, "chunk_reuse")
+        if chunk_reuse is not None:
+            _check_type(chunk_reuse, ChunkReuse, "chunk_reuse")
         config = config if config is not None else self.compression
         compressor = self.compressor(config) if config is not None else None
         prompt = _unwrapped(prompt)
         text = prompt if isinstance(prompt, str) else None
         chunks = None
-        if has_chunks(prompt):
-            tokens, chunks = laid_out(prompt, chunk_reuse, self._encode)  # type: ignore[arg-type]
+        if _has_chunks(prompt):
+            tokens, chunks = laid_out(prompt, chunk_reuse or ChunkReuse(), self._encode)  # type: ignore[arg-type]
         else:
             tokens = self._tokens(prompt)
         spec = RequestSpec(
@@ -467,6 +467,11 @@ class LLM:
                     self.engine.abort(request.request_id)
 
 
+def _has_chunks(prompt: object) -> bool:
+    """Whether it is a list of pieces some of which are chunks."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(piece, Chunk) for piece in prompt)
+
+
 def _unwrapped(prompt: Prompt) -> str | list[int] | Sequence[Piece]:
     """What a mapping holds as prompt. Raises: InvalidArgumentError."""
     if not isinstance(prompt, Mapping):
@@ -490,7 +495,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (list, tuple)):
-        if has_chunks(prompts):
+        if _has_chunks(prompts):
             return [prompts]
         if prompts and not any(isinstance(p, (str, list, tuple, Mapping)) for p in prompts):
             return [list(prompts)]

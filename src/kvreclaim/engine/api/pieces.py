@@ -9,11 +9,6 @@ from kvreclaim.chunks import Chunk, ChunkReuse, Chunks
 Piece = Chunk | str | list[int]
 
 
-def has_chunks(prompt: object) -> bool:
-    """Whether it is a list of pieces some of which are chunks."""
-    return isinstance(prompt, (list, tuple)) and any(isinstance(piece, Chunk) for piece in prompt)
-
-
 def laid_out(
     pieces: Sequence[Piece], how: ChunkReuse, encode: Callable[[str, bool], list[int]]
 ) -> tuple[list[int], Chunks]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvreclaim.engine.attend.block_rows import block_row, slots_are_positions
 from kvreclaim.engine.attend.paged import PagedKVBatch
+from kvreclaim.engine.attend.parts import Part
 from kvreclaim.engine.attend.split import has_head_tables, split
 from kvreclaim.engine.attend.streamed import StreamedBatches
 from kvreclaim.engine.attend.windows import window_batches
@@ -146,15 +147,17 @@ class ModelRunner:
         for extension in extensions:
             runs = extension.expand(runs)
         inputs = self._inputs(step, runs)
-        watched = observed and any(is_watched(item.seq) for item in step)
-        logits = self._replay(step, inputs, watched)
+        special = [item for item in step if not item.seq.request.is_plain]
+        watched = observed and any(is_watched(item.seq) for item in special)
+        logits = self._replay(step, special, inputs, watched)
         if logits is None and self.streamed is not None:
             logits = self._stream(self.streamed, inputs, extensions.hooks(runs, None))
         try:
             if logits is None:
                 batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
                 observer = self.signals.observe(runs, batch) if watched else None
-                logits = self._paged(step, runs, inputs, batch, observer, extensions.hooks(runs, batch))
+                parts = self._parts(runs, batch) if special else ()
+                logits = self._paged(step, inputs, batch, observer, extensions.hooks(runs, batch), parts)
             for extension in extensions:
                 extension.attended(step)
         except Exception:
@@ -165,18 +168,23 @@ class ModelRunner:
     def _paged(
         self,
         step: list[Scheduled],
-        runs: list[Scheduled],
         inputs: _Inputs,
         batch: AttentionBatch,
         observer: Observer | None,
         hooks: tuple[AttentionHook, ...],
+        parts: tuple[Part, ...],
     ) -> Tensor:
-        """The logits over the pool's blocks. hooks: see each call before the observer does"""
+        """The logits over the pool's blocks.
+
+        hooks: see each call before the observer does
+        parts: of a step whose sequences are not all attended alike
+        """
         if hooks:
             seen = observer or Observer(())
             observer = replace(seen, writes=(*hooks, *seen.writes))
-        others = window_batches(step, self.groups, self.memory, self.device)
-        parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
+        others: tuple[AttentionBatch, ...] = ()
+        if self.groups.windows:
+            others = window_batches(step, self.groups, self.memory, self.device)
         places = self.groups.places
         kv_batch = PagedKVBatch(self.ops, self.cache, self.layers, places, (batch, *others), observer, parts)
         logits = self._logits(inputs, kv_batch)
@@ -185,6 +193,9 @@ class ModelRunner:
             if observer.late is not None:
                 self._late.append(observer.late)
         return logits
+
+    def _parts(self, runs: list[Scheduled], batch: AttentionBatch) -> tuple[Part, ...]:
+        return split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
 
     def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: tuple[AttentionHook, ...]) -> Tensor:
         """The logits over a cache in host memory, which is written when all went well."""
@@ -239,7 +250,9 @@ class ModelRunner:
         inputs.num_exact = _num_exact(step, self._most_plain)
         return inputs
 
-    def _replay(self, step: list[Scheduled], inputs: _Inputs, watched: bool) -> Tensor | None:
+    def _replay(
+        self, step: list[Scheduled], special: list[Scheduled], inputs: _Inputs, watched: bool
+    ) -> Tensor | None:
         """The logits of a decode step from a CUDA graph; None if there is none for it."""
         if self.graphs is None or not all(
             len(want) == item.num_tokens == 1 for want, item in zip(inputs.wanted, step, strict=True)
@@ -249,7 +262,7 @@ class ModelRunner:
             self.graphs.refuse("layers with sliding windows have block tables of their own")
         elif watched:
             self.graphs.refuse("a policy keeps queries, attention or scores of tokens")
-        elif any(has_head_tables(item) for item in step):
+        elif any(has_head_tables(item) for item in special):
             self.graphs.refuse("heads have block tables of their own")
         else:
             return self.graphs.forward(inputs.tokens, np.concatenate(inputs.positions), tuple(inputs.slots))

@@ -150,7 +150,8 @@ class Lifecycle:
     def _copy(self, parent: Sequence, child: Sequence) -> None:
         """It holds its parent's blocks: it begins with all that goes with them."""
         child.state = parent.state.fork()
-        self.signals.fork(parent.seq_id, child.seq_id)
+        if not child.request.is_plain:
+            self.signals.fork(parent.seq_id, child.seq_id)
         for extension in self.extensions:
             extension.forked(parent, child)
 
@@ -182,7 +183,7 @@ class Lifecycle:
             if lost.parked:
                 self.totals.swaps += 1
             else:
-                self.signals.drop(lost.seq_id)
+                self._drop_signals(seq)
                 self._compute_anew(seq)
             seq.request.metrics.preemptions += 1
             self.totals.preemptions[lost.reason] += 1
@@ -205,6 +206,10 @@ class Lifecycle:
                 self.fail(self.sequences[seq_id].request, error, "scheduling")
         rows = (row for row in plan.rows if row.seq_id in self.sequences)
         return [Scheduled(self.sequences[row.seq_id], row) for row in rows]
+
+    def _drop_signals(self, seq: Sequence) -> None:
+        if not seq.request.is_plain:
+            self.signals.drop(seq.seq_id)
 
     def _compute_anew(self, seq: Sequence) -> None:
         """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
@@ -284,7 +289,7 @@ class Lifecycle:
             for extension in self.extensions:
                 extension.released(seq.seq_id)
             self.scheduler.remove(seq)
-            self.signals.drop(seq.seq_id)
+            self._drop_signals(seq)
         except Exception:
             logger.exception("returning the blocks of request %s failed", seq.request_id)
 
@@ -299,7 +304,7 @@ class Lifecycle:
         detokenizer = None
         if tokenizer is not None and request.beams is None:
             detokenizer = Detokenizer(tokenizer, params.stop_strings)
-        seq_id = next(self._seq_ids)
+        seq_id, is_plain = next(self._seq_ids), request.is_plain and request.parent is None
         seq = Sequence(
             seq_id=seq_id,
             request_id=request.request_id,
@@ -311,8 +316,8 @@ class Lifecycle:
             footprint=footprint,
             priority=request.spec.priority,
             tenant=request.spec.tenant,
-            cache_salt=salt_of(request),
-            lasting=Signal.TOKEN_SCORES not in needs_of(compressor_of(request)),
+            cache_salt=params.cache_salt if is_plain else salt_of(request),
+            lasting=is_plain or Signal.TOKEN_SCORES not in needs_of(compressor_of(request)),
             request=request,
             generator=generator,
             detokenizer=detokenizer,

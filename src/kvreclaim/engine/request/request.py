@@ -258,6 +258,7 @@ class Request:
     reuse:     of its prompt's chunks; None: it has none
     verify:    None unless a compressed cache drafts for it; compressor is None then
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
+    is_plain:  full attention over all its tokens, and nothing is kept beside them
     """
 
     spec: RequestSpec
@@ -277,6 +278,11 @@ class Request:
     verify: Verify | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
+        self.is_plain = all(each is None for each in special)
 
     @property
     def request_id(self) -> str:

@@ -283,7 +283,7 @@ class Engine:
         """
         config, params, prompt, chunks = self.config, spec.params, spec.prompt_token_ids, spec.chunks
         scored = spec.continuation is not None
-        verified, compressor = divided(compressor)
+        verified, compressor = (None, None) if compressor is None else divided(compressor)
         tokens = prompt + (spec.continuation or []) if prompt else []
         lengths = len(prompt), len(tokens) - scored  # last: uncomputed
         if spec.request_id in self.requests:
@@ -291,7 +291,8 @@ class Engine:
         check_prompt(tokens, params, config, self.loaded, scored=scored)
         check_priority(spec.priority, config)
         method = self._prefill_method(spec)
-        check_kept(compressor, method, chunks, config)
+        if config.full_cache_host_size:
+            check_kept(compressor, method, chunks, config)
         sparse = None
         if method is not None:
             sparse = check_sparse_prefill(method, compressor, params, config, self.groups.facts)
@@ -303,8 +304,9 @@ class Engine:
             footprint = replace(footprint, lossy_from=reuse.sources[0].start)
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, self._admitting, policy=policy)
-        self.signals.check(compressor, scored=scored)
-        check_recall(compressor, params, config, self.recalls, spec.compress_at, spec.beams is not None)
+        if compressor is not None:
+            self.signals.check(compressor, scored=scored)
+            check_recall(compressor, params, config, self.recalls, spec.compress_at, spec.beams is not None)
         max_len = output_limit(
             *lengths, params.max_tokens, footprint, self._admitting, may_end_early=spec.may_end_early
         )

@@ -53,8 +53,6 @@ def check_kept(
 ) -> None:
     """Raise InvalidArgumentError for a request that does not keep its full cache, where that lies in host
     memory."""
-    if not config.full_cache_host_size:
-        return
     if compressor is not None and compressor.way is not Way.KEEP:
         raise InvalidArgumentError(
             f"policy {compressor.policy.name} keeps its survivors on the device, and {FIELD} is "
