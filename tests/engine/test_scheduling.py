@@ -54,7 +54,7 @@ def test_order_by_priority_and_arrival_whatever_comes(make_llm):
         engine.step()
         begun = [r for r in waiting if r.metrics.queue_s is not None]
         if not running:
-            first = min(waiting, key=lambda r: (r.priority, requests.index(r)))
+            first = min(waiting, key=lambda r: (r.spec.priority, requests.index(r)))
             assert begun == [first]
             expected.append(first)
         ended += [r for r in requests if r.finished and r not in ended]
