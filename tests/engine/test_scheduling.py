@@ -172,9 +172,9 @@ def test_engine_options_are_checked_by_name_and_value(options, message, make_llm
 
 def test_priorities_of_a_batch(make_llm, monkeypatch):
     llm, requests = make_llm(scheduling_policy="priority", max_num_seqs=1), []
-    add = llm.engine.add_request
+    add = llm.engine.add
     monkeypatch.setattr(
-        llm.engine, "add_request", lambda *args, **more: requests.append(add(*args, **more)) or requests[-1]
+        llm.engine, "add", lambda *args, **more: requests.append(add(*args, **more)) or requests[-1]
     )
     llm.generate(tiny.prompts((9, 10, 11)), greedy(), priority=[2, 0, 1])
     began = [request.arrival_s + request.metrics.queue_s for request in requests]

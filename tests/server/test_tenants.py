@@ -142,10 +142,8 @@ def test_the_work_for_a_tenant_is_the_same_whatever_another_has_cached(tiny_dir:
 
 def test_the_engine_is_told_for_whom_it_works(server: Running, monkeypatch: pytest.MonkeyPatch):
     engine, told = server.llm.engine, []
-    add = engine.add_request
-    monkeypatch.setattr(
-        engine, "add_request", lambda *given, **more: told.append(more["tenant"]) or add(*given, **more)
-    )
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda spec, *more: told.append(spec.tenant) or add(spec, *more))
     ask(server, "alice")
     complete(server, "bob")
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="alice", max_retries=0) as client:
