@@ -116,15 +116,14 @@ class Extensions:
     """The extensions of one engine, shared by all who call them."""
 
     def __init__(self) -> None:
-        self._ordered: list[Extension] = []
+        self._ordered: tuple[Extension, ...] = ()
 
     def __iter__(self) -> Iterator[Extension]:
         return iter(self._ordered)
 
     def add(self, extension: E) -> E:
         """Take one in, at its place."""
-        self._ordered.append(extension)
-        self._ordered.sort(key=lambda each: each.rank)
+        self._ordered = tuple(sorted((*self._ordered, extension), key=lambda each: each.rank))
         return extension
 
     def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
