@@ -1,4 +1,4 @@
-"""LLM as vLLM's users know it: prompts as mappings, several conversations, a context manager, figures."""
+"""LLM as vLLM's users know it: prompts as mappings, a context manager, figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 import kvreclaim
-from kvreclaim import LLM, InvalidArgumentError, SamplingParams
+from kvreclaim import InvalidArgumentError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -35,14 +35,6 @@ def test_what_a_mapping_must_hold_is_said(make_llm, prompt, message) -> None:
     with pytest.raises(InvalidArgumentError, match=message) as said:
         make_llm("llama").generate([prompt], GREEDY)
     assert said.value.field == "prompt"
-
-
-def test_several_conversations_at_once(real_dir) -> None:
-    talks = [[{"role": "user", "content": text}] for text in ("Name a colour.", "Name a planet.")]
-    with LLM(real_dir, num_blocks=64) as llm:
-        both = llm.chat(talks, GREEDY)
-        alone = [llm.chat(talk, GREEDY) for talk in talks]
-    assert [out.outputs[0].text for out in both] == [out.outputs[0].text for (out,) in alone]
 
 
 def test_it_closes_at_the_end_of_a_with(make_llm, monkeypatch) -> None:

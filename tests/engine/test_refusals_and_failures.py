@@ -266,9 +266,7 @@ def test_any_mix_of_requests_loses_no_block(make_llm):
     assert set(engine.totals.finished) == {"length", "abort"}
 
 
-@pytest.mark.parametrize(
-    "prompts", [5, None, [None], [1, "a"], b"abc", {"text": "x"}, torch.tensor([1, 2])]
-)
+@pytest.mark.parametrize("prompts", [5, None, [None], [1, "a"], b"abc", {"text": "x"}, torch.tensor([1, 2])])
 def test_prompts_of_a_wrong_type_are_refused(prompts, make_llm):
     with pytest.raises(InvalidArgumentError, match=r"pass (text|one of)|ids are integers"):
         make_llm().generate(prompts, GREEDY)

@@ -187,7 +187,7 @@ def test_a_stream_copies_nothing_that_it_has_said(make_llm):
 
 def test_chat_uses_the_template(make_llm):
     llm = make_llm()
-    (out,) = llm.chat([{"role": "user", "content": "end"}], GREEDY)
+    out = llm.chat([{"role": "user", "content": "end"}], GREEDY)
     assert llm.tokenizer.decode(out.prompt_token_ids) == "user: end\nassistant: "
 
 

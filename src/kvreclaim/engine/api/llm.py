@@ -246,20 +246,16 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        compression: CompressionConfig | Sequence[CompressionConfig | None] | None = None,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        compression: CompressionConfig | None = None,
         **how: Any,
-    ) -> list[RequestOutput]:
-        """Generate the assistant's turn of one conversation or of several, through the tokenizer's chat
-        template; outputs come in the order of the conversations.
+    ) -> RequestOutput:
+        """Generate the assistant's turn of one conversation, through the tokenizer's chat template.
 
         how: keyword arguments of render_chat (tools, chat_template, ...)
         """
-        many = bool(messages) and all(isinstance(each, (list, tuple)) for each in messages)
-        conversations: Any = messages if many else [messages]
-        prompts = [render_chat(self.loaded, each, **how) for each in conversations]
-        return self.generate(prompts, sampling_params, compression)
+        return self.generate(render_chat(self.loaded, messages, **how), sampling_params, compression)[0]
 
     def stream(
         self,
