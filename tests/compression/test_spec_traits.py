@@ -11,6 +11,7 @@ import pytest
 
 from kvreclaim.compression import spec_table
 from kvreclaim.compression.registry import make_policy, policy_names
+from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.compression.spec.traits import footprint, traits
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.way import Way
@@ -33,7 +34,7 @@ SPECS = (
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_table_says_what_the_classes_say(spec):
     policy, found = make_policy(spec), traits(spec)
-    window = spec_table.window_of(policy)
+    window = window_of(policy)
     assert (found.way, found.prompt_only, found.window) == (policy.way, policy.prompt_only, window)
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.policy import Signal
+from kvreclaim.compression.policy import CompressionPolicy, Signal
 
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     """What a policy that ever evicts asks for."""
     return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
+
+
+def window_of(policy: CompressionPolicy) -> int | None:
+    """Queries before the first pass that must be computed, not found in the prefix index; None: all."""
+    if Signal.ATTENTION_MASS in policy.needs:
+        return None
+    return max(1, policy.query_window) if Signal.RECENT_QUERIES in policy.needs else 1

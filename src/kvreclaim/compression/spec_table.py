@@ -10,25 +10,19 @@ from inspect import getattr_static
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from kvreclaim.compression.policy import CompressionPolicy, Signal, Wrapper
+from kvreclaim.compression.policy import CompressionPolicy, Wrapper
 from kvreclaim.compression.registry import built_in, make_policy
+from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.errors import InvalidArgumentError
 
 FILE = Path(__file__).parent / "spec" / "policies.json"
 
 
-def window_of(policy: CompressionPolicy) -> int | None:
-    """Queries before the first pass that must be computed, not found in the prefix index; None: all."""
-    if Signal.ATTENTION_MASS in policy.needs:
-        return None
-    return max(1, policy.query_window) if Signal.RECENT_QUERIES in policy.needs else 1
-
-
 def rows() -> dict[str, dict[str, Any]]:
     """By name, what spec/traits.py reads: options in their order, and
 
-    of a policy that ranks:  way, window, prompt_only where they are not at their defaults; the option that
-                             sets the window; the option and value that make it prompt_only
+    of a policy that ranks:  way, window, prompt_only by default; the option that sets the window; the option
+                             and value that make it prompt_only
     of a wrapper:            the policy that it wraps by default, its way if it has one of its own, and the
                              traits that its inner policy must not have
     """
@@ -43,9 +37,9 @@ def _row(cls: type[CompressionPolicy]) -> dict[str, Any]:
         row |= {"wraps": policy.default_inner, "refuses": sorted(trait.name for trait in policy.unfit)}
         return row if isinstance(getattr_static(cls, "way"), property) else row | {"way": policy.way.value}
     found = _facts(policy)
-    row |= {"way": policy.way.value, "window": found["window"], "prompt_only": found["prompt_only"]}
+    row |= found
     for field, value, changed in _variants(cls, options):
-        if {"way": policy.way.value} != {"way": changed["way"]}:
+        if changed["way"] != found["way"]:
             raise TypeError(f"policy {cls.name}: {field} changes its way, which the table cannot say")
         if changed["window"] != found["window"]:
             assert changed["window"] == value, f"policy {cls.name}: window is not {field} itself"
@@ -72,7 +66,7 @@ def _variants(
         for value in values:
             try:
                 yield field.name, value, _facts(cls(**{field.name: value}))
-            except (InvalidArgumentError, TypeError):
+            except InvalidArgumentError:
                 continue
 
 

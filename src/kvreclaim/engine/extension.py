@@ -24,9 +24,9 @@ E = TypeVar("E", bound="Extension")
 class Extension:
     """A feature that overrides the methods it needs; these do nothing.
 
-    What a method raises ends the request that it concerns with reason "error", and the others go on; where it
-    concerns a whole step, it ends all requests of that step. begin_step, computed, propose and end_step
-    concern nobody: an extension contains its own failures there.
+    What admitted, forked, compressed or processed raises ends the request with reason "error". expand, attend
+    and attended are tried again for each sequence of the step alone, and end the request for which they fail.
+    prepare ends all requests of the step. A failure of released is logged. The other methods must not raise.
 
     rank: extensions are called from the lowest to the highest
     """
@@ -122,10 +122,10 @@ class Extensions:
         return iter(self._ordered)
 
     def add(self, extension: E) -> E:
-        """Take one in, at its place."""
+        """Take an extension in, at the place of its rank."""
         self._ordered = tuple(sorted((*self._ordered, extension), key=lambda each: each.rank))
         return extension
 
     def hooks(self, runs: list[Scheduled], batch: AttentionBatch | None) -> tuple[AttentionHook, ...]:
-        """What all of them let see a forward pass."""
+        """The hooks of all extensions for one forward pass."""
         return tuple(hook for each in self._ordered for hook in each.attend(runs, batch))

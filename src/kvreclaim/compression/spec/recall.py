@@ -8,6 +8,7 @@ query(blocks=8)    options of each, in parentheses: tokens(every=16, blocks=8)
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from kvreclaim.checks import require
@@ -15,7 +16,7 @@ from kvreclaim.compression.spec.grammar import parse_spec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.recall import MODES, Recall
 
-OPTIONS = ("every", "blocks", "packing", "digest", "source")
+OPTIONS = tuple(field.name for field in fields(Recall) if field.name != "mode")
 
 
 def parse_recall(text: object) -> Recall:

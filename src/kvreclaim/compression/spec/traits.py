@@ -2,7 +2,7 @@
 
     query_mixture                          the defaults
     triattention:budget=512,interval=128   a policy, then settings of the budget
-    ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (spec.py)
+    ada_kv(snapkv, alpha=0.1):budget=1024  policies as they are written everywhere (grammar.py)
 
 What the built-in policies do to memory stands in policies.json, generated from their classes.
 """

@@ -156,7 +156,9 @@ class ModelRunner:
             if logits is None:
                 batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
                 observer = self.signals.observe(runs, batch) if watched else None
-                parts = self._parts(runs, batch) if special else ()
+                parts: tuple[Part, ...] = ()
+                if special:
+                    parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
                 logits = self._paged(step, inputs, batch, observer, extensions.hooks(runs, batch), parts)
             for extension in extensions:
                 extension.attended(step)
@@ -193,9 +195,6 @@ class ModelRunner:
             if observer.late is not None:
                 self._late.append(observer.late)
         return logits
-
-    def _parts(self, runs: list[Scheduled], batch: AttentionBatch) -> tuple[Part, ...]:
-        return split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
 
     def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: tuple[AttentionHook, ...]) -> Tensor:
         """The logits over a cache in host memory, which is written when all went well."""

@@ -285,9 +285,12 @@ class Lifecycle:
 
     def _release(self, seq: Sequence) -> None:
         self.sequences.pop(seq.seq_id, None)
-        try:
-            for extension in self.extensions:
+        for extension in self.extensions:
+            try:
                 extension.released(seq.seq_id)
+            except Exception:
+                logger.exception("releasing what is kept for request %s failed", seq.request_id)
+        try:
             self.scheduler.remove(seq)
             self._drop_signals(seq)
         except Exception:

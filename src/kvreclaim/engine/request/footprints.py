@@ -8,8 +8,7 @@ from zlib import crc32
 
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
-from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.signal_needs import needs_of
+from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -35,16 +34,16 @@ def footprint_of(
     _check_compress_at(compress_at, compressor, len(prompt))
     if compressor is None:
         return plain
-    settings, needs = compressor.config, needs_of(compressor)
-    recall, least = compressor.recall, config.block_size
-    window = compressor.policy.query_window if Signal.RECENT_QUERIES in needs else 1
+    settings, recall, least = compressor.config, compressor.recall, config.block_size
+    window = window_of(compressor.policy) if compressor.way.evicts else 1
     if recall is not None:  # the recent tokens must not reach the recalled ones, nor a window's queries
         least = max(least, settings.recent, compressor.policy.query_window)
-        window = max(window, recall.every if recall.needs_queries else 1)
+        if window is not None and recall.needs_queries:
+            window = max(window, recall.every)
     choices = max(1, settings.interval - least + 1) if config.spread_compression else 1
     return replace(
         settings.footprint(plain),
-        window=None if Signal.ATTENTION_MASS in needs else window,
+        window=window,
         offset=crc32(array("q", prompt).tobytes()) % choices,
         compress_at=compress_at or 0,
     )
