@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model query-mixtures dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve vllm-quality soak soak-tiers attack vllm-env test-vllm vllm-env-33 test-vllm-33 demo-model dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -191,12 +191,6 @@ test-vllm test-vllm-33:
 demo-model: setup
 	$(BIN)/python scripts/train_demo_model.py
 	$(BIN)/python scripts/calibrate_demo_model.py
-
-# The tables of docs/query-mixtures.md for one checkpoint: the shipped one, or MIXTURE_ARGS="--model DIR --name NAME ...".
-query-mixtures: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/query_mixtures.py --groups main --sequences 100 $(MIXTURE_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/query_mixtures.py --sequences 24 --fractions 0.1 $(MIXTURE_ARGS) \
-		--groups temperature centres offsets shared merged form text heads
 
 # An sdist, wheels and their bill of materials in dist/, each installed without a compiler and tried: docs/releasing.md.
 DIST_BIN := .dist-env/bin
