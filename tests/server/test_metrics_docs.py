@@ -106,8 +106,8 @@ def test_the_example_fits_together() -> None:
 
 
 def row(metric: Metric) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels if label not in ("model_name", "engine"))
-    return f"| `{exported_name(metric)}` | {metric.kind.value} | {labels} | {metric.meaning} |"
+    labels = ",".join(label for label in metric.labels if label not in ("model_name", "engine"))
+    return f"| `{exported_name(metric)}{f'{{{labels}}}' if labels else ''}` | {metric.meaning} |"
 
 
 def test_the_table_in_the_docs_is_the_catalogue() -> None:

@@ -77,154 +77,155 @@ GAUGES = (
     _gauge("vllm:num_requests_waiting", "Outputs that wait for their turn or for blocks."),
     _gauge(
         "vllm:num_requests_waiting_by_reason",
-        "The same by reason: `deferred` while blocks are read from disk for them, else `capacity`.",
+        "The same by reason: `deferred` while their blocks are read from disk, else `capacity`.",
         "reason",
     ),
-    _gauge("vllm:kv_cache_usage_perc", "Blocks in use over blocks in the pool; 1 is a full pool."),
+    _gauge("vllm:kv_cache_usage_perc", "Share of the pool's blocks in use; 1 is a full pool."),
     _gauge("kvreclaim:blocks", "Blocks by state: in_use, cached (unused, can be hit), free.", "state"),
     _gauge("kvreclaim:blocks_peak", "Most blocks in use at once since the start."),
     _gauge("kvreclaim:pinned_blocks", "Blocks kept longer by a cache_control or a prompt_cache_key."),
     _gauge(
         "kvreclaim:reclaim_efficiency",
-        "Blocks that compression freed over those that perfect packing would have; NaN before the first.",
+        "Blocks freed by compression over blocks that perfect packing would free; NaN before the first pass.",
     ),
-    _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Host slots that hold something over all; 0 without."),
+    _gauge(
+        "vllm:kv_offload_cpu_cache_usage_perc", "Share of host slots in use or cached; 0 without offload."
+    ),
     _gauge(
         "kvreclaim:tier_slots",
         "Slots of host and disk by state: in_use (by sequences or transfers), cached (can be hit), free.",
         "tier",
         "state",
     ),
-    _gauge(
-        "kvreclaim:parked_sequences", "Outputs that gave way and wait with all they held kept on the host."
-    ),
-    _gauge("kvreclaim:parked_slots", "Host slots that these have for themselves."),
-    _gauge("kvreclaim:cold_bytes", "Host memory that holds evicted tokens which may be recalled."),
-    _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk that may be read."),
-    _gauge("kvreclaim:compressed_prefix_file_bytes", "Of these, in whole pages."),
+    _gauge("kvreclaim:parked_sequences", "Preempted outputs whose KV is kept on the host."),
+    _gauge("kvreclaim:parked_slots", "Host slots that only these outputs use."),
+    _gauge("kvreclaim:cold_bytes", "Host memory for evicted tokens that may be recalled."),
+    _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk."),
+    _gauge("kvreclaim:compressed_prefix_file_bytes", "Size of their files, in whole pages."),
     _gauge(
         "kvreclaim:stream_buffer_bytes",
-        "On the device, of the buffers that layers of a full cache in host memory come through; 0 without.",
+        "Device buffers for streaming a full cache from host memory; 0 without.",
     ),
 )
 
 COUNTERS = (
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache, at each admission."),
-    _counter("vllm:prefix_cache_hits", "Those that were found, in the pool or below."),
+    _counter("vllm:prefix_cache_hits", "Of these, tokens found in the pool, on the host or on disk."),
     _counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token, cached ones included."),
     _counter(
-        "vllm:prompt_tokens_cached", "Those of them that came from the prefix cache, host and disk included."
+        "vllm:prompt_tokens_cached", "Of these, tokens served from the prefix cache, host and disk included."
     ),
     _counter(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens: local_compute, local_cache_hit (the pool) or external_kv_transfer (host or disk).",
         "source",
     ),
-    _counter("vllm:generation_tokens", "Tokens drawn."),
-    _counter("vllm:num_preemptions", "Times that a running output lost its blocks to another."),
+    _counter("vllm:generation_tokens", "Generated tokens."),
+    _counter("vllm:num_preemptions", "Times a running output lost its blocks."),
     _counter(
         "vllm:request_success",
-        "Outputs that ended: stop, length, abort (the client left, or shutdown), error.",
+        "Finished outputs: stop, length, abort (the client left, or shutdown), error.",
         "finished_reason",
     ),
-    _counter("kvreclaim:prefix_misses", "Looked-up tokens not found; hits + misses = queries.", "reason"),
-    _counter("kvreclaim:prefix_evictions", "Cached blocks reused for something else."),
+    _counter("kvreclaim:prefix_misses", "Tokens looked up but not found; hits + misses = queries.", "reason"),
+    _counter("kvreclaim:prefix_evictions", "Cached blocks reused for new content."),
     _counter("kvreclaim:preemptions", "Preemptions by reason.", "reason"),
     _counter(
-        "kvreclaim:pins_refused", "Blocks not pinned, or no longer, since --max-pinned-fraction was reached."
+        "kvreclaim:pins_refused", "Blocks not pinned, or unpinned, because --max-pinned-fraction was reached."
     ),
-    _counter("kvreclaim:tokens_evicted", "Tokens that left the attention of every head."),
-    _counter("kvreclaim:blocks_freed", "Blocks that compression gave back, net, in steps where it gave."),
+    _counter("kvreclaim:tokens_evicted", "Tokens evicted per layer and KV head."),
+    _counter("kvreclaim:blocks_freed", "Blocks freed by compression, net, over the steps that freed some."),
     _counter(
         "kvreclaim:blocks_taken",
-        "Blocks that compression took, net, in steps where it took: private copies of a shared prefix.",
+        "Blocks taken by compression, net, over the steps that took some: private copies of a shared prefix.",
     ),
     _counter("kvreclaim:blocks_perfect", "Blocks that perfect packing would free for the same evictions."),
-    _counter("kvreclaim:compactions", "Compression passes over an output."),
-    _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and giving blocks back."),
-    _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens that stay."),
-    _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head that came back into the cache."),
-    _counter("kvreclaim:recall_bytes", "Their bytes, from the host to the pool."),
-    _counter("kvreclaim:recall_hits", "Of pages that were back at a pass, those of which a token stayed."),
-    _counter("kvreclaim:cold_dropped", "Pages that went for good, since --kv-recall-size was reached."),
-    _counter("vllm:spec_decode_num_drafts", "Sequences in steps that computed drafts of theirs."),
-    _counter("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and computed."),
-    _counter("vllm:spec_decode_num_accepted_tokens", "Of these, the ones that the model has drawn, too."),
-    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by place in their draft.", "position"),
-    _counter("kvreclaim:drafts_failed", "Times that drafting failed, and sequences went on without."),
+    _counter("kvreclaim:compactions", "Compression passes."),
+    _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and freeing blocks."),
+    _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens to keep."),
+    _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head brought back into the cache."),
+    _counter("kvreclaim:recall_bytes", "Bytes of these pages."),
+    _counter("kvreclaim:recall_hits", "Recalled pages of which the next pass kept a token."),
+    _counter("kvreclaim:cold_dropped", "Pages dropped because --kv-recall-size was reached."),
+    _counter("vllm:spec_decode_num_drafts", "Drafts: one per sequence and step that computed draft tokens."),
+    _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens computed."),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    _counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position in the draft.",
+        "position",
+    ),
+    _counter("kvreclaim:drafts_failed", "Times drafting failed; the sequences went on without."),
     _counter("kvreclaim:engine_steps", "Engine steps."),
     _counter("kvreclaim:engine_step_seconds", "Time spent in engine steps; its rate is the engine's load."),
     _counter(
         "vllm:external_prefix_cache_queries",
-        "Tokens in full blocks that the pool did not have and that were looked up on host and disk.",
+        "Tokens in full blocks that the pool did not have, looked up on host and disk.",
     ),
-    _counter("vllm:external_prefix_cache_hits", "Those that were found there."),
+    _counter("vllm:external_prefix_cache_hits", "Of these, tokens found."),
     _counter(
         "kvreclaim:tier_hit_tokens",
-        "Found prompt tokens by where they lay: device (the pool), host, or disk (read while it waited).",
+        "Prompt tokens found: device (the pool), host, or disk (read while the request waited).",
         "tier",
     ),
-    _counter("kvreclaim:tier_misses", "Looked-up tokens that the tier did not have.", "tier"),
-    _counter("vllm:kv_offload_store_bytes", "From the pool to the host: prefixes, and parked outputs."),
-    _counter("vllm:kv_offload_store_time", "Seconds that this took."),
-    _counter("vllm:kv_offload_load_bytes", "From the host to the pool: hits, and outputs that came back."),
-    _counter("vllm:kv_offload_load_time", "Seconds that this took."),
-    _counter("vllm:kv_offload_tiering_write_bytes", "From the host to disk."),
-    _counter("vllm:kv_offload_tiering_read_bytes", "From disk to the host."),
+    _counter("kvreclaim:tier_misses", "Tokens looked up that the tier did not have.", "tier"),
+    _counter("vllm:kv_offload_store_bytes", "Bytes from pool to host: prefixes and parked outputs."),
+    _counter("vllm:kv_offload_store_time", "Seconds of these stores."),
+    _counter("vllm:kv_offload_load_bytes", "Bytes from host to pool: hits and resumed outputs."),
+    _counter("vllm:kv_offload_load_time", "Seconds of these loads."),
+    _counter("vllm:kv_offload_tiering_write_bytes", "Bytes from host to disk."),
+    _counter("vllm:kv_offload_tiering_read_bytes", "Bytes from disk to host."),
     _counter(
-        "kvreclaim:preemption_swaps", "Preemptions that kept all on the host: nothing is computed again."
+        "kvreclaim:preemption_swaps",
+        "Preemptions that kept all KV on the host, so that nothing is computed again.",
     ),
-    _counter("kvreclaim:swap_out_bytes", "Of the stored bytes, those of outputs that were parked."),
-    _counter("kvreclaim:swap_in_bytes", "Of the loaded bytes, those of outputs that came back."),
-    _counter("kvreclaim:tier_evictions", "Cached slots used for something else.", "tier"),
-    _counter("kvreclaim:tier_corrupt", "Records that were not what their slot was to hold.", "tier"),
-    _counter(
-        "kvreclaim:tier_failed", "Transfers that failed: the disk's errors, a full one included.", "tier"
-    ),
+    _counter("kvreclaim:swap_out_bytes", "Stored bytes that belong to parked outputs."),
+    _counter("kvreclaim:swap_in_bytes", "Loaded bytes that belong to resumed outputs."),
+    _counter("kvreclaim:tier_evictions", "Cached slots reused for new content.", "tier"),
+    _counter("kvreclaim:tier_corrupt", "Damaged or unexpected records.", "tier"),
+    _counter("kvreclaim:tier_failed", "Failed transfers, a full disk included.", "tier"),
     _counter(
         "kvreclaim:tier_dropped",
         "Blocks not written: too many waited, or the disk had failed too often.",
         "tier",
     ),
-    _counter("kvreclaim:tier_refused", "Times that a block found no slot: all were in use.", "tier"),
-    _counter("kvreclaim:compressed_prefix_stores", "Compressed prefixes that were written to disk."),
-    _counter("kvreclaim:compressed_prefix_write_bytes", "Of their files."),
-    _counter("kvreclaim:compressed_prefix_loads", "Compressed prefixes that were read from disk."),
-    _counter("kvreclaim:compressed_prefix_read_bytes", "Of what they hold."),
+    _counter("kvreclaim:tier_refused", "Times a block found no slot because all were in use.", "tier"),
+    _counter("kvreclaim:compressed_prefix_stores", "Compressed prefixes written to disk."),
+    _counter("kvreclaim:compressed_prefix_write_bytes", "Bytes of their files."),
+    _counter("kvreclaim:compressed_prefix_loads", "Compressed prefixes read from disk."),
+    _counter("kvreclaim:compressed_prefix_read_bytes", "Bytes of their content."),
     _counter(
         "kvreclaim:compressed_prefix_hits",
-        "Requests that began with a compressed prefix that had been read from disk.",
+        "Requests that began with a compressed prefix read from disk.",
     ),
     _counter(
         "kvreclaim:compressed_prefix_corrupt",
-        "Files of compressed prefixes that were damaged, or of something else.",
+        "Files of compressed prefixes that were damaged or foreign.",
     ),
     _counter(
         "kvreclaim:compressed_prefix_failed",
-        "Reads and writes of compressed prefixes that the disk did not make.",
+        "Failed reads and writes of compressed prefixes.",
     ),
     _counter(
         "kvreclaim:compressed_prefix_dropped",
         "Compressed prefixes not written: no room, too many waited, or the disk had failed too often.",
     ),
-    _counter(
-        "kvreclaim:compressed_prefix_evictions", "Files of compressed prefixes that made room for others."
-    ),
-    _counter("kvreclaim:streamed_bytes", "Of a full cache in host memory, brought to the device."),
-    _counter("kvreclaim:written_bytes", "Of its blocks that got tokens, back to host memory."),
+    _counter("kvreclaim:compressed_prefix_evictions", "Files of compressed prefixes evicted to make room."),
+    _counter("kvreclaim:streamed_bytes", "Bytes of a full cache in host memory brought to the device."),
+    _counter("kvreclaim:written_bytes", "Bytes of its updated blocks written back to host memory."),
 )
 
 HTTP_COUNTERS = (
     Metric(
         "http_requests",
         Kind.COUNTER,
-        "Answers by route, method and class of status, 2xx to 5xx, as vLLM counts them.",
+        "Responses by route, method and status class (2xx to 5xx), as in vLLM.",
         HTTP_LABELS,
     ),
     Metric(
         "kvreclaim:http_responses",
         Kind.COUNTER,
-        "Answers by route, method and status; 499: the client left before the end.",
+        "Responses by route, method and status; 499: the client left early.",
         HTTP_LABELS,
     ),
 )
@@ -243,23 +244,29 @@ HISTOGRAMS = (
     _histogram("vllm:request_decode_time_seconds", "First to last token.", REQUEST_SECONDS),
     _histogram("vllm:request_inference_time_seconds", "First step to last token.", REQUEST_SECONDS),
     _histogram("vllm:request_prompt_tokens", "Prompt tokens.", None),
-    _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", None),
-    _histogram("vllm:request_generation_tokens", "Tokens drawn for an output.", None),
+    _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed, not cached.", None),
+    _histogram("vllm:request_generation_tokens", "Generated tokens of an output.", None),
     _histogram("vllm:request_max_num_generation_tokens", "Tokens of a request's longest output.", None),
-    _histogram("vllm:request_params_n", "The n of a request.", OUTPUTS),
+    _histogram("vllm:request_params_n", "n of a request.", OUTPUTS),
     _histogram(
         "vllm:request_params_max_tokens",
-        "The max_tokens of a request that has one, no more than the context.",
+        "max_tokens of a request, where given, capped by the context.",
         None,
     ),
     _histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
     _histogram("vllm:iteration_tokens_total", "Tokens computed in an engine step.", STEP_TOKENS),
     _histogram(
-        "vllm:kv_block_lifetime_seconds", "Cached blocks: first use to reuse (sampled).", RESIDENCY_SECONDS
+        "vllm:kv_block_lifetime_seconds", "A block's first use to its eviction (sampled).", RESIDENCY_SECONDS
     ),
-    _histogram("vllm:kv_block_idle_before_evict_seconds", "Last use to reuse (sampled).", RESIDENCY_SECONDS),
-    _histogram("vllm:kv_block_reuse_gap_seconds", "Between two uses (sampled).", RESIDENCY_SECONDS),
-    _histogram("kvreclaim:request_blocks_peak", "Most blocks that an output of a request held.", None),
+    _histogram(
+        "vllm:kv_block_idle_before_evict_seconds",
+        "A block's last use to its eviction (sampled).",
+        RESIDENCY_SECONDS,
+    ),
+    _histogram(
+        "vllm:kv_block_reuse_gap_seconds", "Between two uses of a block (sampled).", RESIDENCY_SECONDS
+    ),
+    _histogram("kvreclaim:request_blocks_peak", "Peak blocks of an output.", None),
 )
 
 CATALOGUE = (*GAUGES, *COUNTERS, *HTTP_COUNTERS, *HISTOGRAMS)
