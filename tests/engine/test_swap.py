@@ -114,7 +114,7 @@ def test_outputs_of_a_request_give_way_together(mode, policy, num_blocks, make_l
     assert any(len(gone) == 4 for _, gone in lost), "outputs that need blocks themselves go one by one"
     for plan, gone in lost:
         assert all(each.parked == (mode == "swap") for each in gone)
-        assert len({block for block, _ in plan.outs}) == len(plan.outs)
+        assert len({block for block, _ in plan.swap_out}) == len(plan.swap_out)
 
 
 @pytest.mark.parametrize(("policy", "num_blocks"), [(None, 15), ("query_mixture", 16), ("h2o", 16)])

@@ -95,7 +95,7 @@ class Shadow:
             if path is not None:
                 self.evicted = [*(old for old in self.evicted if old != path), path]
                 self.queue.reused(block)
-                self.unindex(block)
+                self._remove(block)
                 self.evictions += 1
             self.refs[block] = 1
             self.contents[block] = [None] * self.block_size
@@ -130,19 +130,19 @@ class Shadow:
         block = sequence.blocks[slot // self.block_size]
         return None if block is None else self.contents[block][slot % self.block_size]
 
-    def strip(self, block: int) -> None:
+    def unindex(self, block: int) -> None:
         """Take the block out of the index, if it is there."""
         if block in self.path_of_block:
-            self.unindex(block)
+            self._remove(block)
             self.queue.forgot(block)
 
-    def unindex(self, block: int) -> None:
+    def _remove(self, block: int) -> None:
         self.nodes.pop(self.path_of_block.pop(block), None)
         self.pins.ends.pop(block, None)
 
     def reset_index(self) -> None:
         for block in [node.block for node in self.nodes.values()]:
-            self.strip(block)
+            self.unindex(block)
         self.evicted.clear()
         self.root = next(self.numbers)
 
@@ -171,7 +171,7 @@ class Shadow:
         node = self.nodes.get(path)
         if node is None or node.parent != parent:
             if node is not None:
-                self.strip(node.block)
+                self.unindex(node.block)
             before = [node.block for node in self.nodes.values() if node.number == parent]
             node = self.nodes[path] = Node(block, next(self.numbers), parent)
             self.path_of_block[block] = path

@@ -25,14 +25,14 @@ def test_it_names_the_first_pass_that_would_lack_blocks(data):
         most = data.draw(st.integers(0, 12), label="hit")
         memory.admit(number, memory.match_prefix(keys, max_tokens=most))
         _grow(memory, number, data.draw(st.integers(0, 14), label="tokens"))
-        memory.settle()
+        memory.release_copy_sources()
     for seq_id in list(memory._tables):  # copies that are not settled yet
         _grow(memory, seq_id, data.draw(st.integers(0, 3), label="more"))
     lengths = {seq_id: table.physical_len for seq_id, table in memory._tables.items()}
     order = data.draw(st.permutations([seq_id for seq_id, n in lengths.items() if n]), label="order")
     passes = [(seq_id, data.draw(st.integers(0, lengths[seq_id]), label="keep")) for seq_id in order]
     foretold = memory.first_lacking(iter(passes))
-    memory.settle()
+    memory.release_copy_sources()
     assert foretold == _carried_out(memory, passes)
 
 

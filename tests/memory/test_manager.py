@@ -169,9 +169,9 @@ def test_the_source_of_a_copy_is_not_handed_out_before_the_copy_is_made():
     memory.free(1)
     assert (memory.pool.num_free, memory.stats().in_use) == (1, 2)
     memory.check()
-    memory.settle()
+    memory.release_copy_sources()
     assert memory.pool.num_free == 2
-    memory.settle()
+    memory.release_copy_sources()
     memory.check()
 
 
@@ -184,7 +184,7 @@ def test_a_held_source_is_still_written_in_place_by_its_last_sequence():
     for seq_id in (0, 1, 2):
         token_list(memory.table(seq_id).keys).append(7 + seq_id)
         memory.commit(seq_id, 1)
-    memory.settle()
+    memory.release_copy_sources()
     memory.check()
 
 
@@ -203,7 +203,7 @@ def test_distrusted_blocks_are_found_by_nobody():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(8))
     run(memory, 1, [*range(4), 9, 9, 9, 9])
-    memory.distrust(1)
+    memory.invalidate(1)
     assert find(memory, range(9)).num_tokens == 0
     memory.free(0)
     memory.free(1)

@@ -73,7 +73,7 @@ def test_nothing_is_indexed_after_a_parent_that_is_gone():
     a, b = pool.allocate(2)
     parent = pool.enter(a, pool.index.root(None), key([7, 8]))
     assert parent is not None
-    pool.strip(a)
+    pool.unindex(a)
     assert pool.enter(b, parent, key([7, 8], [9, 9])) is None
     assert len(pool.index) == 0
 
@@ -85,7 +85,7 @@ def test_an_orphan_makes_way_for_its_recomputed_twin():
     parent = pool.enter(a, root, key([1, 1]))
     assert parent is not None
     pool.enter(b, parent, second)
-    pool.strip(a)
+    pool.unindex(a)
     again = pool.enter(c, root, key([1, 1]))
     assert again is not None
     assert pool.index.find(again, second) is None

@@ -76,7 +76,7 @@ def test_an_empty_index_has_no_tree() -> None:
 def test_what_no_walk_reaches_is_left_out() -> None:
     memory = MemoryManager(10, SIZE)
     begin(memory, 0, [1] * 12)
-    memory.pool.strip(memory.table(0).block_ids[1])
+    memory.pool.unindex(memory.table(0).block_ids[1])
     (top,) = tree(memory, 0)
     assert top.num_tokens == SIZE
     assert len(memory.pool.index) == 2

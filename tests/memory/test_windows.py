@@ -33,7 +33,7 @@ def run(
         assert memory.can_grow(seq_id, step)
         memory.grow(seq_id, step)
         memory.commit(seq_id, step)
-        memory.settle()
+        memory.release_copy_sources()
         memory.check()
         done += step
     return match.num_tokens
@@ -89,7 +89,7 @@ def test_hits_within_chunks(num_tokens, cached, expected):
     entries = memory.table(0).entries
     for i, keep in enumerate(cached):
         if not keep:
-            memory.pool.strip(memory.pool.rows.find((entries[i].serial, 0))[0])
+            memory.pool.unindex(memory.pool.rows.find((entries[i].serial, 0))[0])
     assert memory.match_prefix(memory.keys(tokens)).num_tokens == expected
 
 
@@ -106,7 +106,7 @@ def test_most_blocks_is_reached_and_never_passed(chunk, length, window):
         memory.grow(0, step)
         most = max(most, memory.windows.num_blocks(0))
         memory.commit(0, step)
-        memory.settle()
+        memory.release_copy_sources()
     bound = window.most_blocks(length, chunk, SIZE)
     assert most <= bound
     if length == 40 and chunk == 1:
@@ -132,9 +132,9 @@ def test_hits_are_a_fixed_point(cached, num_full, expected):
     entries = memory.table(0).entries
     for i, keep in enumerate(cached):
         if not keep:
-            memory.pool.strip(memory.pool.rows.find((entries[i].serial, 0))[0])
+            memory.pool.unindex(memory.pool.rows.find((entries[i].serial, 0))[0])
     for entry in entries[num_full:]:
-        memory.pool.strip(entry.block)
+        memory.pool.unindex(entry.block)
     assert memory.match_prefix(memory.keys(tokens)).num_tokens == expected
 
 
@@ -144,9 +144,9 @@ def test_two_windows_agree_on_one_length():
     run(memory, 0, tokens, chunk=21)
     entries = memory.table(0).entries
     assert memory.match_prefix(memory.keys(tokens)).num_tokens == 20
-    memory.pool.strip(memory.pool.rows.find((entries[9].serial, 1))[0])
+    memory.pool.unindex(memory.pool.rows.find((entries[9].serial, 1))[0])
     assert memory.match_prefix(memory.keys(tokens)).num_tokens == 18
-    memory.pool.strip(memory.pool.rows.find((entries[7].serial, 0))[0])
+    memory.pool.unindex(memory.pool.rows.find((entries[7].serial, 0))[0])
     match = memory.match_prefix(memory.keys(tokens))
     assert match.num_tokens == 14
     assert match.miss == "window"
@@ -171,7 +171,7 @@ def test_a_fork_copies_the_begun_blocks_of_every_table():
     growth = memory.grow(1, 1)
     assert len(growth.copies) == 3  # the full layers' block and two of the window's
     memory.check()
-    memory.settle()
+    memory.release_copy_sources()
     assert memory.grow(0, 1).copies == ()
 
 
@@ -246,7 +246,7 @@ def test_any_order_of_operations_holds_together():
             step = min(rng.randrange(1, 9), len(tokens) - done)
             if step and memory.can_grow(seq_id_, step):
                 memory.grow(seq_id_, step)
-                memory.settle()
+                memory.release_copy_sources()
                 for n, table in enumerate(memory.windows.tables(seq_id_)):
                     for i in range(done // SIZE, (done + step) // SIZE):
                         for block in table.rows[i - table.first]:

@@ -179,9 +179,9 @@ class TiersWorld:
     def step(self, *, store_fails: bool = False) -> None:
         """Moves, tokens, and what they fill: in the engine's order."""
         memory = self.memory
-        for block, slot in memory.take_outs():
+        for block, slot in memory.pop_swap_outs():
             self.host[slot] = self.device[block]
-        moved = {block: self.host[slot] for slot, block in memory.take_loads()}
+        moved = {block: self.host[slot] for slot, block in memory.pop_swap_ins()}
         self.device.update(moved)
         copies = [pair for pairs in self.copies.values() for pair in pairs]
         self.device.update({target: self.device[source] for source, target in copies})
@@ -191,8 +191,8 @@ class TiersWorld:
         for seq_id, live in self.live.items():
             memory.commit(seq_id, live.grown)
             live.grown = 0
-        memory.settle()
-        stores = memory.take_stores()
+        memory.release_copy_sources()
+        stores = memory.pop_stores()
         if store_fails:
             memory.forget_slots([slot for _, slot in stores])
         else:

@@ -149,7 +149,7 @@ class World:
         growth = self.memory.grow(seq_id, num_tokens)
         assert growth.new_blocks == tuple(fresh)
         assert growth.copies == copies
-        self.memory.settle()
+        self.memory.release_copy_sources()
         return True
 
     def extend(self, seq_id: int, tokens: Sequence[int]) -> bool:
@@ -220,7 +220,7 @@ class World:
             return None
         shrunk = self.memory.shrink(plan)
         for block in plan.strip:
-            shadow.strip(block)
+            shadow.unindex(block)
         fresh = shadow.allocate(plan.targets.count(None))
         supply = iter(fresh)
         blocks = [next(supply) if target is None else target for target in plan.targets]

@@ -65,10 +65,10 @@ class ListWorker:
             row = self.rows.pop(lost.seq_id)
             if lost.parked:
                 self.aside[lost.seq_id] = row
-        for block, slot in plan.outs:
+        for block, slot in plan.swap_out:
             self.host[slot] = self.block(block)
-        assert len({block for _, block in plan.loads}) == len(plan.loads), "a block is loaded twice"
-        for slot, block in plan.loads:
+        assert len({block for _, block in plan.swap_in}) == len(plan.swap_in), "a block is loaded twice"
+        for slot, block in plan.swap_in:
             self.fill(block, self.host[slot])
         sources = [self.block(source) for source, _ in plan.copies]
         assert not {s for s, _ in plan.copies} & {t for _, t in plan.copies}
@@ -122,7 +122,7 @@ class ListWorker:
         """What has become full goes to its slots; now and then that fails."""
         if not isinstance(self.memory, TieredMemory):
             return
-        moves = self.memory.take_stores()
+        moves = self.memory.pop_stores()
         if self.random.random() < 0.05:
             self.memory.forget_slots([slot for _, slot in moves])
         else:

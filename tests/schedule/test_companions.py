@@ -36,7 +36,7 @@ def begun(held: Companions[Sequence], owner: Sequence, seq_id: int, num_tokens: 
 
 def written(held: Companions[Sequence], companion: Sequence, num_tokens: int) -> None:
     assert held.grow(companion, num_tokens) is not None
-    held.memory.settle()
+    held.memory.release_copy_sources()
     held.commit(companion, num_tokens)
     held.memory.check()
 
@@ -88,7 +88,7 @@ def test_a_fork_that_grows_leaves_the_others_last_block_alone():
     held.fork(child, branch, companion)
     growth = held.grow(branch, 1)
     assert growth is not None
-    held.memory.settle()
+    held.memory.release_copy_sources()
     held.commit(branch, 1)
     ours, theirs = held.memory.table(10).block_ids, held.memory.table(11).block_ids
     assert ours[:2] == theirs[:2]
@@ -103,7 +103,7 @@ def test_a_fork_of_an_exact_owner_shares_its_hits_and_adds_none():
     owner.keys = memory.keys(owner.token_ids)
     memory.admit(0, memory.match_prefix(owner.keys))
     memory.grow(0, 12)
-    memory.settle()
+    memory.release_copy_sources()
     memory.commit(0, 12)
     owner.num_computed = 12
     companion = sequence(10)
@@ -226,7 +226,7 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
             shadow[(who + 1) % 4] = list(shadow[who])
         elif what == "grow" and companion is not None:
             if held.grow(companion, 9) is not None:
-                held.memory.settle()
+                held.memory.release_copy_sources()
                 held.commit(companion, 9)
                 shadow[who][0] += 9
                 shadow[who][1] += 9
@@ -234,7 +234,7 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
                 shadow[who][1] = 8
         elif what == "draft" and companion is not None:
             held.grow(companion, 5)
-            held.memory.settle()
+            held.memory.release_copy_sources()
         elif what == "way" and held.give_way():
             shadow.popitem()
         elif what == "leave":

@@ -58,7 +58,7 @@ class Bench:
     def step(self):
         plan = self.scheduler.schedule()
         self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
-        self.memory.take_stores()
+        self.memory.pop_stores()
         return plan
 
     def chosen(self, policy, needy):
@@ -68,7 +68,7 @@ class Bench:
     def preempt(self, group):
         step = StepPlanBuilder(0)
         self.scheduler.preemptor.preempt(group, group[0], "decode", step)
-        return step.preempted, self.memory.take_outs()
+        return step.preempted, self.memory.pop_swap_outs()
 
 
 @pytest.mark.parametrize("policy", ["auto", "last", "priority", "lru", "cost"])
@@ -167,7 +167,7 @@ def test_those_that_come_back_together_share_again(exact):
     bench.memory.pool.release(blocks)
     plan = bench.step()
     assert [one.resumed for one in plan.admitted] == [True] * 4
-    assert len(plan.loads) == bench.memory.pool.num_in_use == 64 + 4
+    assert len(plan.swap_in) == bench.memory.pool.num_in_use == 64 + 4
     bench.memory.check()
 
 
@@ -206,6 +206,6 @@ def test_who_ends_before_it_is_moved_is_not_moved():
     assert bench.memory.num_parked_slots == 7
     bench.scheduler.remove(first[0])
     bench.scheduler.preemptor.preempt(second, second[0], "decode", step)
-    outs = bench.memory.take_outs()
+    outs = bench.memory.pop_swap_outs()
     assert len({slot for _, slot in outs}) == len(outs) == 7
     bench.memory.check()

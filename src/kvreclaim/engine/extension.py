@@ -95,7 +95,7 @@ class Extension:
     def unmoved(self, plan: StepPlan) -> None:
         """Preparing the plan's blocks has failed: nobody knows what they hold."""
 
-    def distrusted(self, seq: Seq) -> None:
+    def invalidated(self, seq: Seq) -> None:
         """What the blocks of a sequence hold may be wrong; nobody may find it any more."""
 
     def reset(self, seq_id: int) -> None:

@@ -126,7 +126,7 @@ class BlockTable:
         self.physical_len = num_tokens
         self.version += 1
 
-    def let_go(self, end: int) -> list[int]:
+    def release_out_of_window(self, end: int) -> list[int]:
         """Leave holes before entry `end`, whose slots no later token sees: what is computed stays exact.
         Returns: the blocks that were there."""
         first = self._first

@@ -131,12 +131,12 @@ class MemoryManager:
             return True
         return table.chain.block == table.block_ids[len(table.entries) - 1]
 
-    def unfilled(self) -> list[int]:
+    def open_blocks(self) -> list[int]:
         """The blocks that the next tokens of all sequences go to, one that holds some already included."""
         tables = ((table.block_ids, table.physical_len) for table in self._tables.values())
         found = [block for ids, n in tables for block in ids[n // self.block_size :] if block is not None]
         for seq_id, table in self._tables.items() if self.windows.windows else ():
-            found += self.windows.unfilled(seq_id, table.logical_len)
+            found += self.windows.open_blocks(seq_id, table.logical_len)
         return found
 
     def blocks(self, seq_id: int) -> list[int]:
@@ -286,7 +286,7 @@ class MemoryManager:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
 
         Changes no length. Growing again before commit adds only what is still missing. The caller
-        has asked can_grow first. The source of a copy is not handed out before `settle`.
+        has asked can_grow first. The source of a copy is not handed out before `release_copy_sources`.
         """
         table = self.table(seq_id)
         missing = self._missing(table, num_tokens)
@@ -311,7 +311,7 @@ class MemoryManager:
         table.append(blocks)
         return Growth(tuple(blocks), copies)
 
-    def settle(self) -> None:
+    def release_copy_sources(self) -> None:
         """The copies that grow asked for have been made: their sources are no longer held for them."""
         self.pool.release(self._held.elements())
         self._held.clear()
@@ -347,7 +347,7 @@ class MemoryManager:
         table = self.table(plan.seq_id)
         check_plan(plan, table, self.pool, self.block_size)
         for block in plan.strip:
-            self.pool.strip(block)
+            self.pool.unindex(block)
         fresh = self.pool.allocate(plan.targets.count(None))
         supply = iter(fresh)
         block_ids = tuple(next(supply) if target is None else target for target in plan.targets)
@@ -358,10 +358,10 @@ class MemoryManager:
         self._freed_by_compression += freed
         return Shrunk(block_ids, freed)
 
-    def let_go(self, seq_id: int, num_tokens: int) -> int:
+    def release_out_of_window(self, seq_id: int, num_tokens: int) -> int:
         """Give back the full blocks of a sequence's first tokens, which no layer sees any more; they can be
         hit like any others. Nothing of it may be compressed later. Returns: blocks that went back."""
-        return self.pool.release(self.table(seq_id).let_go(num_tokens // self.block_size))
+        return self.pool.release(self.table(seq_id).release_out_of_window(num_tokens // self.block_size))
 
     def punch(self, seq_id: int, indices: Sequence[int]) -> int:
         """Give back the full blocks at these table entries, last first, and leave holes; the lengths stay.
@@ -382,11 +382,11 @@ class MemoryManager:
         self._freed_by_compression += freed
         return freed
 
-    def distrust(self, seq_id: int) -> None:
+    def invalidate(self, seq_id: int) -> None:
         """What the sequence's blocks hold may be wrong: no prefix hit finds any of them from now on."""
         for block in self.table(seq_id).blocks():
-            self.pool.strip(block)
-        self.windows.distrust(seq_id)
+            self.pool.unindex(block)
+        self.windows.invalidate(seq_id)
 
     def mark_inexact(self, seq_id: int) -> None:
         """Something lossy happened: nothing written from here on is ever indexed."""

@@ -170,7 +170,7 @@ class BlockPool:
                 return entry
             if entry is parent:
                 return None
-            self.strip(entry.block)
+            self.unindex(entry.block)
         self.marks[block] = INDEXED
         if self.free_queue.watches:
             self.free_queue.entered(block, parent.block if isinstance(parent, Entry) else None, priority)
@@ -197,7 +197,7 @@ class BlockPool:
             if self.free_queue.watches:
                 self.free_queue.entered(block, None, priority)
 
-    def _strip_row(self, block: int) -> None:
+    def _unindex_row(self, block: int) -> None:
         """Nothing finds the row any more that this block is in."""
         self.index.version += 1
         for each in self.rows.remove(block):
@@ -209,10 +209,10 @@ class BlockPool:
             if self.free_queue.watches:
                 self.free_queue.forgot(each)
 
-    def strip(self, block: int) -> None:
+    def unindex(self, block: int) -> None:
         """Forget what the block caches, if anything; it keeps its references."""
         if self.marks[block] & WINDOW:
-            self._strip_row(block)
+            self._unindex_row(block)
         elif self.marks[block]:
             self.index.remove(block)
             self.num_cached -= self.refs[block] == 0
@@ -227,7 +227,7 @@ class BlockPool:
             if self.free_queue.watches:
                 self.free_queue.forgot(entry.block)
         for row in list(self.rows):
-            self._strip_row(row[0])
+            self._unindex_row(row[0])
         self.index.clear()
         self.num_cached = 0
 
@@ -271,7 +271,7 @@ class BlockPool:
         for block in blocks:
             if self.marks[block] & WINDOW:
                 self.num_cached -= sum(self.refs[each] > 0 for each in self.rows.find_of(block))
-                self._strip_row(block)
+                self._unindex_row(block)
         return [block for block in blocks if self.marks[block]]
 
     def _unmark(self, block: int) -> None:

@@ -223,12 +223,12 @@ class Windows:
         tables = self._tables.pop(seq_id, ())
         return sum(self._pool.release(reversed(list(table.blocks()))) for table in tables)
 
-    def distrust(self, seq_id: int) -> None:
+    def invalidate(self, seq_id: int) -> None:
         """Nothing finds the sequence's blocks any more."""
         for block in self.blocks(seq_id):
-            self._pool.strip(block)
+            self._pool.unindex(block)
 
-    def unfilled(self, seq_id: int, num_tokens: int) -> list[int]:
+    def open_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         """The blocks that positions from num_tokens on go to, one that holds some already included."""
         place = num_tokens // self._size
         tables = self._tables.get(seq_id, ())

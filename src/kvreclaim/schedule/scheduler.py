@@ -209,13 +209,13 @@ class Scheduler(Generic[Seq]):
                     seq.num_computed += num_tokens
                     seq.draft_ids = []
                     if seen_from := seq.footprint.seen_from(seq.num_computed):
-                        self.memory.let_go(seq.seq_id, seen_from)
+                        self.memory.release_out_of_window(seq.seq_id, seen_from)
                     self._state.clock += max(0, min(seq.num_computed, seq.num_prompt) - row.first)
                     seq.last_step = self.num_steps
                     seq.token_ids.extend(done.tokens.get(row.seq_id, ()))
                 except Exception as error:
                     failed.append((row.seq_id, error))
-        self.memory.settle()
+        self.memory.release_copy_sources()
         return failed
 
     def compress(self, sequences: Iterable[Seq]) -> list[Pass[int]]:

@@ -59,8 +59,8 @@ class StepPlan:
     preempted: sequences whose side state is to be dropped, or kept aside
     failed:    sequences that could not be scheduled, with the error: their requests end
     parked:    hidden sequences (snapshots) whose side state is to be kept aside; dropped: to be forgotten
-    outs:      (block, host slot), moved before all else
-    loads:     (host slot, block), moved next
+    swap_out:  (block, host slot), moved before all else
+    swap_in:   (host slot, block), moved next
     copies:    (source, target) blocks, copied together before anything is written; no block is both, and
                no source is handed out before the step is done
     fresh:     blocks that have been taken for the rows and hold nothing yet
@@ -75,8 +75,8 @@ class StepPlan:
     failed: tuple[tuple[int, Exception], ...] = ()
     parked: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
-    outs: tuple[tuple[int, int], ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,6 @@ class StepPlanBuilder(Generic[Seq]):
             failed=tuple(self.failed),
             parked=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_parked()),
             dropped=() if snapshots is None else tuple(seq.seq_id for seq in snapshots.take_gone()),
-            outs=tuple(tiered.take_outs()) if tiered else (),
-            loads=tuple(tiered.take_loads()) if tiered else (),
+            swap_out=tuple(tiered.pop_swap_outs()) if tiered else (),
+            swap_in=tuple(tiered.pop_swap_ins()) if tiered else (),
         )

@@ -65,5 +65,5 @@ def leap(scheduler: Scheduler[Seq], num_steps: int) -> list[Seq]:
         memory.commit(seq.seq_id, num_steps, exact=seq.is_exact)
         seq.num_computed += num_steps
         seq.last_step = scheduler.num_steps
-    memory.settle()
+    memory.release_copy_sources()
     return order

@@ -175,7 +175,7 @@ class Talks:
         count = min(STEP, len(talk.tokens) - done)
         self.memory.grow(talk.seq_id, count)
         self.memory.commit(talk.seq_id, count)
-        self.memory.settle()
+        self.memory.release_copy_sources()
         return True
 
 

@@ -144,7 +144,7 @@ class Replica:
         self._plan = plan
         self._note_plan(plan, start)
         end = start + self.cost.step_s(load_of(plan.rows, self.sequences, self.memory))
-        if moved := len(plan.outs) + len(plan.loads):
+        if moved := len(plan.swap_out) + len(plan.swap_in):
             self.blocks_moved += moved
             end += self.cost.move_s(moved)
         self.busy_s += end - now
@@ -195,7 +195,7 @@ class Replica:
         if failed:
             raise failed[0][1]
         if self.tiered is not None:
-            self.blocks_moved += len(self.tiered.take_stores())
+            self.blocks_moved += len(self.tiered.pop_stores())
             self.tiered.stored()
         ended = []
         for seq, num_tokens in rows:

@@ -40,9 +40,9 @@ def replay(requests: Sequence[TracedRequest], device: int, host: int) -> Row:
     hits = 0
     for number, request in enumerate(requests):
         hits += begin(memory, number, request.block_ids)
-        memory.take_loads()
-        memory.settle()
-        memory.take_stores()
+        memory.pop_swap_ins()
+        memory.release_copy_sources()
+        memory.pop_stores()
         memory.free(number)
     memory.check()
     queries, below = sum(len(request.block_ids) for request in requests), memory.counts.from_host

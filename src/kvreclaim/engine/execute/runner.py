@@ -105,7 +105,7 @@ class ModelRunner:
         self._late.clear()
         if self.cache.open is not None:
             sources = (source for source, _ in plan.copies)
-            self.moves.keep_open(self.cache, {*self.memory.unfilled(), *sources})
+            self.moves.keep_open(self.cache, {*self.memory.open_blocks(), *sources})
         for extension in self.extensions:
             extension.prepare(plan)
         if plan.copies:
@@ -119,7 +119,7 @@ class ModelRunner:
         """Rows of blocks that are not full, where the format keeps such, are kept for the blocks that the
         next tokens of all sequences go to."""
         if self.cache.open is not None:
-            self.moves.keep_open(self.cache, set(self.memory.unfilled()))
+            self.moves.keep_open(self.cache, set(self.memory.open_blocks()))
 
     def make_ready(self, growth: Growth) -> None:
         """Blocks that have been taken between two steps can be written."""

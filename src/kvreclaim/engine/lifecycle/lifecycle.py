@@ -222,8 +222,8 @@ class Lifecycle:
     def unmoved(self, plan: StepPlan) -> None:
         """What a plan was to move between blocks and host may not have arrived: nobody finds it, or takes it
         back. Whoever was to come back computes anew; those that the plan computes are the caller's."""
-        for _, block in plan.loads:
-            self.memory.pool.strip(block)
+        for _, block in plan.swap_in:
+            self.memory.pool.unindex(block)
         for lost in plan.preempted:
             seq = self.sequences.get(lost.seq_id)
             if lost.parked and seq is not None and seq.status is Status.WAITING:
@@ -248,14 +248,14 @@ class Lifecycle:
         request.error = f"{type(error).__name__}: {error}"
         self.end_request(request, "error")
 
-    def distrust(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Whatever the blocks of its sequences hold may be wrong, hits included: nobody finds it any more, so
         that the same prompt is computed anew."""
         for seq in request.sequences:
             for extension in self.extensions:
-                extension.distrusted(seq)
+                extension.invalidated(seq)
             if seq.status is Status.RUNNING:
-                self.memory.distrust(seq.seq_id)
+                self.memory.invalidate(seq.seq_id)
 
     def end_request(self, request: Request, reason: FinishReason) -> None:
         """End its sequences that have not ended."""

@@ -159,7 +159,7 @@ class CompressedSessions:
         """Give blocks their bytes, and the sequence what it has beside them."""
         signals, places = self.hidden.signals, range(len(blocks))
         if self.cache.open is not None:
-            self.backend.keep_open(self.cache, set(self.memory.unfilled()))
+            self.backend.keep_open(self.cache, set(self.memory.open_blocks()))
         self.backend.prepare_blocks(self.cache, blocks)
         write_blocks(self.cache.planes, image.blocks, places, blocks)
         if image.beside is not None:

@@ -58,7 +58,7 @@ class Moves:
 
     def store(self) -> None:
         """Blocks that have become full, to their slots; one that fails is never found."""
-        moves = self.memory.take_stores()
+        moves = self.memory.pop_stores()
         if not moves:
             return
         started = time.perf_counter()

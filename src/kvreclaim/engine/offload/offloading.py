@@ -79,10 +79,10 @@ class Offload(Extension):
 
     def prepare(self, plan: StepPlan) -> None:
         """Move the plan's blocks out and in; open blocks of resumed sequences get their rows back."""
-        if plan.outs:
-            self.moves.out(plan.outs)
-        if plan.loads:
-            self.moves.load(plan.loads)
+        if plan.swap_out:
+            self.moves.out(plan.swap_out)
+        if plan.swap_in:
+            self.moves.load(plan.swap_in)
         self.parking.fill_rows()
 
     def preempted(self, seq: Sequence, *, parked: bool) -> None:
@@ -118,7 +118,7 @@ class Offload(Extension):
 
     def load_now(self) -> None:
         """What the memory has asked for outside of a step."""
-        self.moves.load(self.memory.take_loads())
+        self.moves.load(self.memory.pop_swap_ins())
 
     def bring_up(self, keys: BlockKeys) -> None:
         """Read from disk what it has of these keys and the host has not, and wait for it."""

@@ -167,7 +167,7 @@ class Prefixes:
         self.hidden.held[seq.seq_id] = seq
         self._fresh.add(seq.seq_id)
 
-    def distrust(self, key: SnapshotKey) -> None:
+    def invalidate(self, key: SnapshotKey) -> None:
         """What its file holds may be wrong."""
         if key in self.below or key.name in self._storing:
             self._remove(key)

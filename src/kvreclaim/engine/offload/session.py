@@ -125,12 +125,12 @@ class Sessions:
             if growth.new_blocks:
                 self.backend.prepare_blocks(self.cache, list(growth.new_blocks))
                 write_blocks(self.cache.planes, blocks, range(held, len(blocks)), growth.new_blocks)
-            memory.settle()
+            memory.release_copy_sources()
             memory.commit(seq_id, (len(blocks) - held) * size)
             if self.tiers is not None:
                 self.tiers.store()
         except BaseException:
-            memory.distrust(seq_id)
+            memory.invalidate(seq_id)
             raise
         finally:
             memory.free(seq_id)

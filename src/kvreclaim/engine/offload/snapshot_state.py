@@ -28,7 +28,7 @@ class Files(Protocol):
 
     def used(self, hidden: Sequence) -> bool: ...
 
-    def distrust(self, key: SnapshotKey) -> None: ...
+    def invalidate(self, key: SnapshotKey) -> None: ...
 
 
 class SnapshotStore(Extension):
@@ -79,8 +79,8 @@ class SnapshotStore(Extension):
         self.forget(plan.parked)
         self.forget([one.snapshot for one in plan.admitted if one.unparked and one.snapshot is not None])
 
-    def distrusted(self, seq: Sequence) -> None:
-        self.distrust(seq.snapshot_key)
+    def invalidated(self, seq: Sequence) -> None:
+        self.invalidate(seq.snapshot_key)
 
     def keep(self, parent: Sequence) -> None:
         """Keep what a sequence is, just compressed at its compress_at, for others that begin like it."""
@@ -115,7 +115,7 @@ class SnapshotStore(Extension):
             return
         try:
             self.park(parked)
-            self.moves.out(self.moves.memory.take_outs())
+            self.moves.out(self.moves.memory.pop_swap_outs())
         except Exception:
             logger.exception("moving %d compressed prefixes to the host failed", len(parked))
             self.forget(parked)
@@ -169,8 +169,8 @@ class SnapshotStore(Extension):
             if seq_id in self.held:
                 self.scheduler.snapshots.drop(self.held[seq_id].snapshot_key)
 
-    def distrust(self, key: SnapshotKey | None) -> None:
+    def invalidate(self, key: SnapshotKey | None) -> None:
         """What is kept under a key, wherever, may be wrong."""
         self.scheduler.snapshots.drop(key)
         if key is not None and self.files is not None:
-            self.files.distrust(key)
+            self.files.invalidate(key)

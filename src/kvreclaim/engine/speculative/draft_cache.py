@@ -129,7 +129,7 @@ class DraftCache:
     def refuse(self, seq_id: int) -> None:
         """Draft no more for a sequence, nor trust what its blocks hold."""
         if seq_id in self._mirrors:
-            self.memory.distrust(seq_id)
+            self.memory.invalidate(seq_id)
         self.forget(seq_id)
         self._refused.add(seq_id)
 

@@ -53,7 +53,7 @@ class Following:
 
     def follow(self, computed: Iterable[Sequence]) -> None:
         """These have advanced."""
-        self.settle()
+        self.forget_gone()
         running = [seq for seq in computed if is_owner(seq) and seq.status is Status.RUNNING]
         owners = [seq for seq in running if verify_of(seq).way is not Way.READS]
         try:
@@ -167,7 +167,7 @@ class Following:
         if growth is None:
             return False
         self.runner.make_ready(growth)
-        self.companions.memory.settle()
+        self.companions.memory.release_copy_sources()
         return True
 
     def _compress(self, due: list[Pair]) -> None:
@@ -196,7 +196,7 @@ class Following:
             if companion is not None:
                 self.runner.signals.drop(companion.seq_id)
 
-    def settle(self) -> None:
+    def forget_gone(self) -> None:
         """What is kept beside companions that have given way is forgotten."""
         for companion in self.companions.gone:
             self.runner.signals.drop(companion.seq_id)

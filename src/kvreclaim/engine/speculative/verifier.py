@@ -70,7 +70,7 @@ class Verifier(Extension):
 
     def propose(self, running: ListLike[Sequence]) -> None:
         """Draft for every owner whose companion has come as far as itself."""
-        self.following.settle()
+        self.following.forget_gone()
         drafts: list[Draft] = []
         try:
             for owner in filter(is_owner, running):

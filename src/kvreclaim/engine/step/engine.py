@@ -481,7 +481,7 @@ class Engine:
         except Exception as error:
             self.lifecycle.unmoved(plan)
             for request in {item.seq.request_id: item.seq.request for item in step}.values():
-                self.lifecycle.distrust(request)
+                self.lifecycle.invalidate(request)
                 self.lifecycle.fail(request, error, "preparing blocks for")
             return None
         if not step:

@@ -74,7 +74,7 @@ class OutputProcessor:
                 sound.append((item, positions, rows))
             else:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
-                self.lifecycle.distrust(item.seq.request)
+                self.lifecycle.invalidate(item.seq.request)
                 self.lifecycle.fail(item.seq.request, error, "computing")
         return CheckedLogits(logits, best.indices.tolist(), sound)
 

@@ -267,7 +267,7 @@ class DiskTier:
         loading.outcomes[place] = outcome
         if outcome is Outcome.GONE:
             self.num_gone += 1
-            self.tier.pool.strip(transfer.disk_slot)
+            self.tier.pool.unindex(transfer.disk_slot)
         self.num_failed += outcome is Outcome.FAILED
         self.tier.pool.release([transfer.disk_slot])
         if loading.is_broken:

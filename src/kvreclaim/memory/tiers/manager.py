@@ -18,8 +18,10 @@ from kvreclaim.memory.tiers.write_through import Move, WriteThrough
 
 
 class TieredMemory(WriteThrough):
-    """Parks sequences in host slots. What is moved for that: `take_outs`, block to slot, before anything else
-    of a step, loads included; and when it comes back, with the loads.
+    """Parks sequences in host slots.
+
+    The moves of a parked sequence are in `pop_swap_outs`: block to slot, before anything else in a step. The
+    moves of a resumed one are in `pop_swap_ins`.
 
     Args:
         max_parked: slots that parked sequences may have for themselves; None: all
@@ -89,7 +91,7 @@ class TieredMemory(WriteThrough):
         return table.entries[i].block == table.block_ids[i]
 
     def park(self, seq_id: int) -> bool:
-        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`take_outs`)
+        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`pop_swap_outs`)
         before anything is written; blocks that others have left in this step, too, are moved once. Returns:
         whether there were slots; if not, nothing has changed.
 
@@ -253,18 +255,18 @@ class TieredMemory(WriteThrough):
         self._copied.update((target, source) for source, target in growth.copies)
         return growth
 
-    def take_loads(self) -> list[Move]:
+    def pop_swap_ins(self) -> list[Move]:
         self._coming.clear()
-        return super().take_loads()
+        return super().pop_swap_ins()
 
-    def take_outs(self) -> list[Move]:
+    def pop_swap_outs(self) -> list[Move]:
         """(block, slot) of sequences that were parked."""
         outs = list(self._leaving.items())
         self._leaving.clear()
         return outs
 
-    def settle(self) -> None:
-        super().settle()
+    def release_copy_sources(self) -> None:
+        super().release_copy_sources()
         self._copied.clear()
         for parked in self._resumed.values():
             self._release_parked(parked)

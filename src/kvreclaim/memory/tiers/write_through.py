@@ -26,9 +26,10 @@ class WriteThrough(MemoryManager):
     """A memory manager whose exact full blocks also lie in host slots, as long as these have room, and in
     slots of a file below.
 
-    Integers only: the caller carries out the moves, each of which is handed out once. `take_loads`: slot to
-    block, before anything is computed; `settle` says that these are made. `take_stores`: block to slot, after
-    `commit` and before the blocks change; `stored` says so. `disk.take_transfers`: between slots.
+    Integers only: the caller carries out the moves, each of which is handed out once. `pop_swap_ins`: slot to
+    block, before anything is computed; `release_copy_sources` says that these are made. `pop_stores`: block
+    to slot, after `commit` and before the blocks change; `stored` says so. `disk.take_transfers`: between
+    slots.
 
     While a sequence runs it references the slots of its exact blocks, so that of a chain the deepest slot is
     used again first. A slot that holds a block is in the index before the store has been made; `forget_slots`
@@ -291,16 +292,16 @@ class WriteThrough(MemoryManager):
     def forget_slots(self, slots: Sequence[int]) -> None:
         """What these slots were to hold could not be written: nothing finds them any more."""
         for slot in slots:
-            self.host.pool.strip(slot)
+            self.host.pool.unindex(slot)
 
-    def distrust(self, seq_id: int) -> None:
-        super().distrust(seq_id)
+    def invalidate(self, seq_id: int) -> None:
+        super().invalidate(seq_id)
         if self.disk is not None:
             self.disk.forget(self.table(seq_id).keys, self.num_below(seq_id))
             for entry in reversed(self._on_disk.get(seq_id, ())):
-                self.disk.tier.pool.strip(entry.block)
+                self.disk.tier.pool.unindex(entry.block)
         for entry in reversed(self._below.get(seq_id, ())):
-            self.host.pool.strip(entry.block)
+            self.host.pool.unindex(entry.block)
         self._unfollow(seq_id)
 
     def reset_prefix_cache(self, *, external: bool = True) -> None:
@@ -320,12 +321,12 @@ class WriteThrough(MemoryManager):
 
     # Moves.
 
-    def take_loads(self) -> list[Move]:
+    def pop_swap_ins(self) -> list[Move]:
         """(slot, block); of two loads into one block, which changed hands in this step, the last."""
         loads, self._loads = self._loads, []
         return [(slot, block) for block, slot in {block: slot for slot, block in loads}.items()]
 
-    def take_stores(self) -> list[Move]:
+    def pop_stores(self) -> list[Move]:
         """(block, slot) of blocks that have become full, or were met, and have not changed hands since."""
         stores, self._stores = self._stores, []
         is_live = self.pool.index.is_live
@@ -335,7 +336,7 @@ class WriteThrough(MemoryManager):
         return [(entry.block, slot) for entry, slot in stores]
 
     def stored(self) -> None:
-        """All slots that take_stores named are filled or forgotten; the disk may have them."""
+        """All slots that pop_stores named are filled or forgotten; the disk may have them."""
         for seq_id in self._on_disk:
             self._offer_disk(seq_id, self._tables[seq_id])
 
@@ -389,8 +390,8 @@ class WriteThrough(MemoryManager):
         if loading is not None and self.disk is not None:
             self.disk.end(loading)
 
-    def settle(self) -> None:
-        super().settle()
+    def release_copy_sources(self) -> None:
+        super().release_copy_sources()
         self.host.pool.release(reversed(self._reading))
         self._reading.clear()
 

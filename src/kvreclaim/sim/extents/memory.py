@@ -146,7 +146,7 @@ class ExtentMemory(MemoryManager):
         table.num_blocks += missing
         return _SOME
 
-    def settle(self) -> None:
+    def release_copy_sources(self) -> None:
         """Nothing is ever copied."""
 
     def commit(self, seq_id: int, num_tokens: int, *, exact: bool = True) -> None:
@@ -201,7 +201,7 @@ class ExtentMemory(MemoryManager):
                 stays = min(strip, run.count)
                 strip -= stays
                 if stays == run.count:
-                    pool.strip(run, stays)
+                    pool.unindex(run, stays)
             run.count -= stays
             if run.count:
                 freed += pool.drop(run, table)

@@ -137,7 +137,7 @@ class ExtentPool:
         node.add(first)
         return first
 
-    def strip(self, run: Run, num_blocks: int) -> None:
+    def unindex(self, run: Run, num_blocks: int) -> None:
         """Let no hit find the first blocks of a run any more, wherever they are."""
         self.version += 1
         first = self.split(run, num_blocks) if num_blocks < run.count else run
@@ -196,7 +196,7 @@ class ExtentPool:
                 table.chain = there.link(place + done - 1)
                 table.repeated_len += done * table.keys.block_size
                 return done
-            self.strip(there, done)
+            self.unindex(there, done)
         else:
             done = min(wanted, node.room(place, wanted)) if node.runs else wanted
         last = table.runs[-1] if table.runs else None
