@@ -16,7 +16,7 @@ OPTIONS = {name: each for name, each in settings_of(EngineConfig).items() if eac
 
 def rows() -> dict[str, str]:
     """The table's defaults by option."""
-    section = DOCS.split("## What it is for")[1].split("\n## ")[0].split("**Which tier.**")[0]
+    section = DOCS.split("## Options")[1].split("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
     return {re.findall(r"`(--[^`]+)`", cells[0])[0]: cells[1].strip() for cells in lines}
 

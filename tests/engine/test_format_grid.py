@@ -104,7 +104,7 @@ def test_the_page_names_what_there_is():
         assert named <= set(FORMATS) - set(PLAIN) or "MLA" in formats
         assert reason.strip()
     assert len(EXCLUDED) >= 2
-    table = PAGE.split("## Which one")[0]
+    table = PAGE.split("## Which format")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(KV_CACHE_DTYPES)
 
 
