@@ -20,7 +20,7 @@ demo: setup
 	-$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo --json demo_out/demo.json
 
-# A 4-bit model on a 24 GB card, lived through at a 64th of the size; a quarter of an hour: docs/24gb.md.
+# A 4-bit model on a 24 GB card, at 1/64 scale; a quarter of an hour: docs/evidence.md.
 demo-24gb: setup
 	$(BIN)/kvreclaim fetch
 	$(BIN)/kvreclaim demo-24gb --json demo_out/24gb.json

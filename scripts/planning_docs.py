@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-DOCS = [Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "24gb.md")]
+DOCS = [Path(__file__).parents[1] / "docs" / name for name in ("planning.md", "evidence.md")]
 BLOCK = re.compile(r"```console\n\$ (kvreclaim plan .*)\n(?:(?!```)(?:.*\n))*```")
 
 

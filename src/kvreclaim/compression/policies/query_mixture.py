@@ -26,7 +26,7 @@ class QueryMixture(CompressionPolicy):
     softmax scale over a temperature; then the maximum over the query heads of a KV head. Dims without
     position are plain products. The maximum over centres, not their weighted sum: rare kinds of queries
     are the ones that look far back. Ours, not published; arXiv 2604.04921 is the case of one centre.
-    docs/query-mixtures.md derives it and says what it was measured to do.
+    docs/evidence.md explains it and says what it was measured to do.
 
     offsets:     future distances d, tokens; these five lose nothing against 2^0 ... 2^16, one loses
     value_norm:  multiply by ||v||: what a token contributes is its weight times its value
