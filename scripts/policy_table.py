@@ -6,22 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
-from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.registry import make_policy
-
 Row = dict[str, object]
-
-
-def sharing(policy: str) -> str:
-    """How a policy works beside prefix sharing, in a few words."""
-    needs, window = make_policy(policy).needs, make_policy(policy).query_window
-    if Signal.ATTENTION_MASS in needs:
-        return "yes, reads no hit"
-    if Signal.FUTURE_QUERIES in needs:
-        return "–"
-    if window:
-        return f"yes, all but {window} token{'s' * (window > 1)}"
-    return "yes"
 
 
 def cells(rows: Iterable[Row], policy: str, fraction: float, task: str | None = None) -> list[Row]:
@@ -46,14 +31,14 @@ def summary(rows: list[Row], policies: list[str], fractions: list[float]) -> lis
     """One line a policy: accuracy at each fraction, and memory and speed at the middle one."""
     middle = fractions[len(fractions) // 2]
     head = [f"accuracy at {f:g}" for f in fractions]
-    tail = [f"blocks freed at {middle:g}", "KV held", "tokens/s", "beside prefix sharing"]
+    tail = [f"blocks freed at {middle:g}", "KV held", "tokens/s"]
     lines = [f"| policy | {' | '.join(head + tail)} |", "|---" * (len(head + tail) + 1) + "|"]
     for policy in policies:
         at = cells(rows, policy, middle)
         share = [float(r["kv_bytes"]) / float(r["kv_bytes_full"]) for r in at]  # type: ignore[arg-type]
         line = [average(cells(rows, policy, f), "accuracy", 3) for f in fractions]
         line += [f"{sum(int(r['blocks_freed']) for r in at):,}"]  # type: ignore[call-overload]
-        line += [f"{mean(share):.0%}" if share else "–", average(at, "tokens_per_s", 0), sharing(policy)]
+        line += [f"{mean(share):.0%}" if share else "–", average(at, "tokens_per_s", 0)]
         lines.append(f"| `{policy}` | {' | '.join(line)} |")
     return lines
 

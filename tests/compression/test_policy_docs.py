@@ -10,7 +10,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy, policy_class, policy_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
-LINES = PAGE.split("Beside prefix sharing:")[0] + PAGE.split("## Wrappers")[1].split("\n## ")[0]
+LINES = PAGE.split("## Prefix sharing")[0] + PAGE.split("## Wrappers")[1].split("\n## ")[0]
 ROWS = {match[1]: match[0] for match in re.finditer(r"^\| `([\w-]+)[`(].*$", LINES, re.MULTILINE)}
 NEEDS = {
     Signal.QUERY_STATS: "statistics",
