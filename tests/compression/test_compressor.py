@@ -16,7 +16,7 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 
 FACTS = model_facts()
 
@@ -118,7 +118,7 @@ class TestStatistics:
 class TestChoose:
     def test_properties(self):
         compressor = knorm(budget=300)
-        assert compressor.way is Way.COMPACT
+        assert compressor.eviction_method is EvictionMethod.COMPACT
         assert compressor.budget == 300
         assert compressor.mode is Mode.PER_LAYER_HEAD
         assert knorm(mode="union").mode is Mode.UNION

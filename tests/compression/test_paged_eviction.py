@@ -4,7 +4,7 @@ import torch
 from compression_oracles import layer_facts, layer_view, with_kv
 
 from kvreclaim.compression.policies.paged_eviction import PagedEviction
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 def test_is_the_ratio_of_the_norms():
@@ -15,4 +15,4 @@ def test_is_the_ratio_of_the_norms():
 
 
 def test_moves_nothing_and_takes_whole_blocks():
-    assert PagedEviction().way is Way.BLOCKS
+    assert PagedEviction().eviction_method is EvictionMethod.BLOCKS

@@ -16,7 +16,7 @@ from kvreclaim.compression.policy import CompressionPolicy, LayerSignals, Signal
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.testing import CHECKS, check_policy
 
 OPTIONS = (
@@ -71,9 +71,15 @@ BREACHES = {
         {"cache_relative": True, "needs": frozenset({Signal.POSITIONS})},
         "takes slots for positions",
     ),
-    "way": ({"way": "compact"}, "way is 'compact'"),
-    "counts": ({"way": Way.CELLS, "counts": lambda *_, **__: torch.full((3, 2), 12.0)}, "12.0 on average"),
-    "bounds": ({"way": Way.CELLS, "counts": lambda *_, **__: torch.tensor([[2.0, 18.0]] * 3)}, "outside"),
+    "way": ({"eviction_method": "compact"}, "eviction_method is 'compact'"),
+    "counts": (
+        {"eviction_method": EvictionMethod.CELLS, "counts": lambda *_, **__: torch.full((3, 2), 12.0)},
+        "12.0 on average",
+    ),
+    "bounds": (
+        {"eviction_method": EvictionMethod.CELLS, "counts": lambda *_, **__: torch.tensor([[2.0, 18.0]] * 3)},
+        "outside",
+    ),
 }
 
 
@@ -123,7 +129,7 @@ class TestEvictOnly:
     def test_delegates_and_moves_nothing(self):
         wrapped, inner = make_policy("evict-only(triattention)"), make_policy("triattention")
         view = a_view()
-        assert wrapped.way is Way.MASK
+        assert wrapped.eviction_method is EvictionMethod.MASK
         assert (wrapped.needs, wrapped.default_mode) == (inner.needs, inner.default_mode)
         assert torch.equal(wrapped.score(view), inner.score(view))
 

@@ -5,7 +5,7 @@ import torch
 from compression_oracles import noise
 
 from kvreclaim.compression.policies.quest import Quest
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 HEADS, KV_HEADS, BLOCKS, SLOTS, DIM = 6, 2, 5, 4, 8
 KEYS = noise(1, 3, KV_HEADS, BLOCKS, SLOTS, DIM)
@@ -44,4 +44,4 @@ def test_half_precision_is_scored_in_single():
 
 
 def test_evicts_nothing():
-    assert Quest().way is Way.READS
+    assert Quest().eviction_method is EvictionMethod.READS

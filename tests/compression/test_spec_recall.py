@@ -8,9 +8,9 @@ from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.recall import Recall
-from kvreclaim.schedule.budget.way import Way
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_refused(text):
 def footprint(recall, **fields):
     recall += "(blocks=4)"
     given = {"budget": 96, "interval": 64, "recent": 8, "sinks": 2, **fields}
-    return Footprint(Way.COMPACT, recall=parse_recall(recall), **given)
+    return Footprint(EvictionMethod.COMPACT, recall=parse_recall(recall), **given)
 
 
 def test_chunks_behind_the_prompt_end_where_pages_are_chosen():

@@ -14,7 +14,7 @@ from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.compression.spec.traits import footprint, traits
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 SPECS = (
     *policy_names(),
@@ -35,7 +35,11 @@ SPECS = (
 def test_the_table_says_what_the_classes_say(spec):
     policy, found = make_policy(spec), traits(spec)
     window = window_of(policy)
-    assert (found.way, found.prompt_only, found.window) == (policy.way, policy.prompt_only, window)
+    assert (found.eviction_method, found.prompt_only, found.window) == (
+        policy.eviction_method,
+        policy.prompt_only,
+        window,
+    )
 
 
 def test_the_table_is_what_the_classes_write():
@@ -80,7 +84,12 @@ def test_wrappers_take_what_their_classes_take(wrapper, inner):
 
 def test_a_spec_with_settings():
     found = footprint("triattention:budget=512,interval=64", block_size=32, max_chunk=256)
-    assert (found.way, found.budget, found.interval, found.sinks) == (Way.COMPACT, 512, 64, 4)
+    assert (found.eviction_method, found.budget, found.interval, found.sinks) == (
+        EvictionMethod.COMPACT,
+        512,
+        64,
+        4,
+    )
     assert (found.decode_cap, found.prompt_cap) == (576, 768)
     assert footprint("ada_kv(snapkv, alpha=0.1)").budget == 2048
     assert footprint("shares(random, by=static):budget=452").budget == 448

@@ -14,7 +14,7 @@ from kvreclaim.compression.registry import make_policy
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 LAYER = LayerFacts(4, 2, 8, 8, Softmax(0.5), rope=RopeLayout(torch.ones(4)))
 FACTS = ModelFacts("toy", "f", (LAYER, LAYER), torch.float32, torch.device("cpu"), 512)
@@ -55,10 +55,13 @@ def test_what_the_model_cannot_serve(policy, facts, message):
 @pytest.mark.parametrize(
     ("traits", "message"),
     [
-        ({"way": Way.CELLS, "needs": frozenset({Signal.ATTENTION_MASS})}, "no attention mass is kept"),
-        ({"way": Way.CELLS, "cache_relative": True}, "slot for its position"),
-        ({"way": Way.MASK, "cache_relative": True}, "slot for its position"),
-        ({"way": Way.BLOCKS, "cache_relative": True}, "slot for its position"),
+        (
+            {"eviction_method": EvictionMethod.CELLS, "needs": frozenset({Signal.ATTENTION_MASS})},
+            "no attention mass is kept",
+        ),
+        ({"eviction_method": EvictionMethod.CELLS, "cache_relative": True}, "slot for its position"),
+        ({"eviction_method": EvictionMethod.MASK, "cache_relative": True}, "slot for its position"),
+        ({"eviction_method": EvictionMethod.BLOCKS, "cache_relative": True}, "slot for its position"),
     ],
 )
 def test_contradictions(traits, message):

@@ -12,7 +12,7 @@ from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policies.query_mixture import QueryMixture
 from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode
 from kvreclaim.compression.wrapping import fill
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class BlockNorm(Knorm):
     """Whole blocks, by the norms of their keys."""
 
     name = "block-norm"
-    way = Way.BLOCKS
+    eviction_method = EvictionMethod.BLOCKS
     default_mode = Mode.UNION
 
 
@@ -37,7 +37,7 @@ class EarlyFirst(CompressionPolicy):
     """Keeps the earliest tokens."""
 
     name = "early-first"
-    way = Way.BLOCKS
+    eviction_method = EvictionMethod.BLOCKS
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:
@@ -51,7 +51,7 @@ class HeadNorm(Knorm):
     layer keeps half as much again as its share."""
 
     name = "head-norm"
-    way = Way.CELLS
+    eviction_method = EvictionMethod.CELLS
 
     def counts(self, question: CountsQuestion) -> Tensor:
         scores, room = question.scores, question.limit.sum(dim=1)
@@ -73,7 +73,7 @@ class HeadMixture(QueryMixture):
     """Unequal heads with statistics: the last layer and the last head keep more."""
 
     name = "head-mixture"
-    way = Way.CELLS
+    eviction_method = EvictionMethod.CELLS
 
     def counts(self, question: CountsQuestion) -> Tensor:
         layers, heads = question.limit.shape

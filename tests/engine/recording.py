@@ -18,7 +18,7 @@ from kvreclaim.compression.policy import (
     Mode,
     Signal,
 )
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 ONE_MORE_PASS = {Signal.FUTURE_QUERIES, Signal.READ_AGAIN}
 NEEDS = {
@@ -97,7 +97,7 @@ class BlockRecorder(Recorder):
     """The same for whole blocks."""
 
     name = "block-recorder"
-    way = Way.BLOCKS
+    eviction_method = EvictionMethod.BLOCKS
     default_mode = Mode.UNION
 
 
@@ -106,7 +106,7 @@ class UnevenRecorder(Recorder):
     """The same for heads that keep unequal numbers: every other head keeps twice as many."""
 
     name = "uneven-recorder"
-    way = Way.CELLS
+    eviction_method = EvictionMethod.CELLS
 
     def counts(self, question: CountsQuestion) -> Tensor:
         layers, heads = question.limit.shape

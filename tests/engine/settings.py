@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvreclaim import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.registry import make_policy, policy_names
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
 """Known only of tokens that were computed with them."""
@@ -14,12 +14,19 @@ UPFRONT = {Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES}
 def _serves(policy: CompressionPolicy) -> bool:
     """Equal counts, token by token, of a text that is not known beforehand, again and again; test_uneven,
     test_whole_blocks, test_policies_end_to_end and test_prompt_only have the others."""
-    fixed = policy.way in (Way.CELLS, Way.BLOCKS) or Signal.FUTURE_QUERIES in policy.needs
-    return policy.way.evicts and not fixed and not policy.prompt_only
+    fixed = (
+        policy.eviction_method in (EvictionMethod.CELLS, EvictionMethod.BLOCKS)
+        or Signal.FUTURE_QUERIES in policy.needs
+    )
+    return policy.eviction_method.evicts and not fixed and not policy.prompt_only
 
 
 EVICTING = tuple(name for name in policy_names() if _serves(make_policy(name)))
-MOVING = tuple(name for name in EVICTING if make_policy(name).way in (Way.COMPACT, Way.CELLS))
+MOVING = tuple(
+    name
+    for name in EVICTING
+    if make_policy(name).eviction_method in (EvictionMethod.COMPACT, EvictionMethod.CELLS)
+)
 
 
 def takes_every_hit(policy: str) -> bool:

@@ -20,7 +20,7 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 AS_NEAR = 1.001
 """Of a token's distance from what is stored of it: one code farther than need be adds more, but where it
@@ -286,7 +286,7 @@ class Shadow:
         seq = item.seq
         history = self.histories[seq.seq_id]
         compressor = seq.request.compressor
-        if compressor is not None and compressor.way is Way.READS:
+        if compressor is not None and compressor.eviction_method is EvictionMethod.READS:
             history.num_exact = min(history.num_exact, max(seq.num_prompt, compressor.budget))
         if seq.footprint.sparse is not None:
             history.num_exact = min(history.num_exact, seq.footprint.sparse_rows(seq.num_prompt).stop)

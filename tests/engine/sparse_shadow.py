@@ -7,7 +7,7 @@ import math
 import torch
 from score_shadow import ScoreShadow
 
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class SparseShadow(ScoreShadow):
@@ -25,7 +25,11 @@ class SparseShadow(ScoreShadow):
     def _attend(self, item, history, call, rows):
         out = super()._attend(item, history, call, rows)
         compressor = item.seq.request.compressor
-        if compressor is None or compressor.way is not Way.READS or self.groups.places[call.layer].table:
+        if (
+            compressor is None
+            or compressor.eviction_method is not EvictionMethod.READS
+            or self.groups.places[call.layer].table
+        ):
             return out
         keys, values = history.k[call.layer], history.v[call.layer]
         heads = len(keys)

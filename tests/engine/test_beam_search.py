@@ -14,7 +14,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy, policy_names
 from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 TRIGRAMS = torch.tensor(
     [[0.25, 0.25, 0.25, 0.25], [0.11, 0.29, 0.41, 0.19], [0.37, 0.23, 0.06, 0.34], [0.05, 0.52, 0.26, 0.17]]
@@ -292,7 +292,7 @@ def test_a_beam_that_cannot_be_computed_ends_its_search_alone(make_llm, monkeypa
 
 def served(policy):
     made = make_policy(policy)
-    return made.way is not Way.KEEP and not made.needs & {Signal.FUTURE_QUERIES}
+    return made.eviction_method is not EvictionMethod.KEEP and not made.needs & {Signal.FUTURE_QUERIES}
 
 
 @pytest.mark.parametrize("policy", [name for name in policy_names() if served(name)])
@@ -300,7 +300,7 @@ def test_beams_that_are_compressed_score_as_teacher_forcing_does(make_llm, polic
     """LLM.score compresses at the points at which generating does: so what beams sum up is what each output
     has alone, whatever it shared on its way."""
     llm = make_llm(num_blocks=60)
-    wide = make_policy(policy).way in (Way.BLOCKS, Way.READS)
+    wide = make_policy(policy).eviction_method in (EvictionMethod.BLOCKS, EvictionMethod.READS)
     config = small(policy, budget=64 if wide else 32, interval=16)
     prompts = tiny.prompts((90, 41), seed=6)
     outputs = llm.beam_search(prompts, WIDE, config)
@@ -310,7 +310,7 @@ def test_beams_that_are_compressed_score_as_teacher_forcing_does(make_llm, polic
         for found in output.outputs:
             (score,) = llm.score([prompt], [found.token_ids], config)
             assert found.cumulative_logprob == pytest.approx(sum(score.logprobs), abs=2e-3)
-    assert made or make_policy(policy).way is Way.READS
+    assert made or make_policy(policy).eviction_method is EvictionMethod.READS
     assert_idle(llm)
 
 

@@ -18,7 +18,7 @@ from kvreclaim.ops import reference, turning
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout, rotate
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 CACHE = {"positions": "cache"}
@@ -74,7 +74,7 @@ class RelativeShadow:
         forward, attend = llm.engine.runner.forward, runner_module.PagedKVBatch.attend
         backend = llm.engine.backend
         compact = backend.compact
-        way = llm.engine.compression.ways[Way.COMPACT]
+        way = llm.engine.compression.methods[EvictionMethod.COMPACT]
         apply = way.apply
         current = []
 

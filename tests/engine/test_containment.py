@@ -11,7 +11,7 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.sampling import processors
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkeypatch):
@@ -97,10 +97,10 @@ def fail_in(llm, monkeypatch, where):
     elif where == "shrink":
         breaks(engine.memory, where, lambda plan: plan.seq_id == seq.seq_id)
     elif where == "choose":
-        way = engine.compression.ways[Way.COMPACT]
+        way = engine.compression.methods[EvictionMethod.COMPACT]
         breaks(way, where, lambda jobs: any(job.seq is seq for job in jobs))
     else:
-        breaks(engine.compression.ways[Way.COMPACT], where, lambda job, _: job.seq is seq)
+        breaks(engine.compression.methods[EvictionMethod.COMPACT], where, lambda job, _: job.seq is seq)
 
 
 PLACES = ("commit", "can_grow", "grow", "fork", "indexed_len", "match_prefix", "generator", "finish")

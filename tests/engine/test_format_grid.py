@@ -78,7 +78,7 @@ def check(llm: LLM, policy: str, *, latent: bool) -> None:
     (out,) = llm.score([prompt], [answer], small(policy))
     assert out.error is None
     assert torch.tensor(out.logprobs).isfinite().all()
-    assert (out.metrics.compactions > 0) == make_policy(policy).way.evicts
+    assert (out.metrics.compactions > 0) == make_policy(policy).eviction_method.evicts
     assert_idle(llm)
 
 

@@ -11,7 +11,7 @@ from kvreclaim import SamplingParams
 from kvreclaim.compression.policy import Mode
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.ops import reference as ops
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 
@@ -182,7 +182,7 @@ def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm
     """The bytes of shared and of indexed blocks are the same before and after every compaction."""
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     memory, cache = llm.engine.memory, llm.engine.cache
-    compact = llm.engine.compression.ways[Way.COMPACT]
+    compact = llm.engine.compression.methods[EvictionMethod.COMPACT]
     choose, apply = compact.choose, compact.apply
     due, watched = [], []
 

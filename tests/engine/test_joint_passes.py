@@ -27,7 +27,7 @@ SPECS = tuple(
         "triattention(aggregate=max)",
         "evict-only(snapkv)",
     )
-    if make_policy(name).way.evicts and Signal.FUTURE_QUERIES not in make_policy(name).needs
+    if make_policy(name).eviction_method.evicts and Signal.FUTURE_QUERIES not in make_policy(name).needs
 )
 
 

@@ -216,4 +216,4 @@ def test_every_policy_is_served_without_sinks_and_recent_tokens(policy, make_llm
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     outputs = llm.generate(tiny.prompts((70, 3)), long, small(policy, budget=16, sinks=0, recent=0))
     assert [out.outputs[0].finish_reason for out in outputs] == ["length", "length"]
-    assert (outputs[0].metrics.compactions > 0) == make_policy(policy).way.evicts
+    assert (outputs[0].metrics.compactions > 0) == make_policy(policy).eviction_method.evicts

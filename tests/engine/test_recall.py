@@ -13,7 +13,7 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.engine.compact.job import Done, Job
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
-from kvreclaim.schedule import Pass, Way
+from kvreclaim.schedule import EvictionMethod, Pass
 
 TOLERANCE = 1e-5
 MODES = ("pass", "tokens:4", "query")
@@ -143,7 +143,7 @@ def test_everything_back_is_the_full_cache(kernels, packing, make_cold):
         engine.step()
     (seq,) = request.sequences
     blocks = tuple(engine.memory.blocks(seq.seq_id))
-    plan = Pass(seq.seq_id, Way.COMPACT, blocks, blocks, 144, 144, 144, 144, first=True)
+    plan = Pass(seq.seq_id, EvictionMethod.COMPACT, blocks, blocks, 144, 144, 144, 144, first=True)
     (done,) = engine.compression.run([Job(seq, request.compressor, plan)])
     assert isinstance(done, Done), done
     assert done.kept.shape[-1] == 144 - 7 * 16

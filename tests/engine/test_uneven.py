@@ -11,7 +11,7 @@ from settings import assert_idle, small
 from shadow import Shadow
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
 POLICIES = ("head-norm", "head-mixture")
@@ -101,7 +101,7 @@ def test_real_blocks_come_free(block_size, interval, make_llm):
 
 def test_heads_hold_whole_blocks_after_a_pass_and_share_them_all(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=32)
-    way, seen = llm.engine.compression.ways[Way.CELLS], []
+    way, seen = llm.engine.compression.methods[EvictionMethod.CELLS], []
     apply = way.apply
 
     def watched(job, choice):
@@ -137,7 +137,7 @@ def test_sinks_recent_tokens_and_a_protected_prompt_stay_in_every_head(make_llm,
 def test_a_protected_prompt_longer_than_the_budget_outranks_answers(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow = Shadow(llm, monkeypatch)
-    way, drops = llm.engine.compression.ways[Way.CELLS], []
+    way, drops = llm.engine.compression.methods[EvictionMethod.CELLS], []
     choose = way.choose
 
     def watched(jobs):
@@ -206,7 +206,7 @@ def test_siblings_that_share_the_prefix_do_not_notice(kernels, make_llm):
 def test_no_block_that_another_may_read_is_written(make_llm, monkeypatch):
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     memory, cache = llm.engine.memory, llm.engine.cache
-    cells = llm.engine.compression.ways[Way.CELLS]
+    cells = llm.engine.compression.methods[EvictionMethod.CELLS]
     choose, apply = cells.choose, cells.apply
     due, watched = [], []
 

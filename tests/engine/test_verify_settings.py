@@ -13,7 +13,7 @@ from kvreclaim.config import BUDGETS
 from kvreclaim.engine.request.request import FULL_ROUNDS, Verify
 from kvreclaim.engine.step.verified import budgets_of
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 
 POOLED = "pooled(alpha=0.9, rows=16, first=32, last=6, layers=0, block=16, sinks=1, local=1)"
 
@@ -25,7 +25,7 @@ def chosen_itself(**fields) -> CompressionConfig:
 def fresh(llm: LLM, num_tokens: int = 200) -> Verify:
     compressor = llm.compressor(chosen_itself())
     config = compressor.config
-    footprint = Footprint(Way.COMPACT, config.budget, config.interval, block_size=16)
+    footprint = Footprint(EvictionMethod.COMPACT, config.budget, config.interval, block_size=16)
     return Verify(compressor, footprint, 8, budgets_of(compressor, num_tokens))
 
 
@@ -78,7 +78,7 @@ def test_it_rises_with_each_round_that_is_refused_and_falls_after_full_ones(make
 
 def test_a_budget_that_is_given_stays(make_llm):
     compressor = make_llm().compressor(drafting("snapkv"))
-    verify = Verify(compressor, Footprint(Way.COMPACT, 24, 8), 8)
+    verify = Verify(compressor, Footprint(EvictionMethod.COMPACT, 24, 8), 8)
     for accepted in (0, *[8] * 30, 2):
         verify.note([0.5] * 8, accepted)
     assert verify.compressor is compressor

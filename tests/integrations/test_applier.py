@@ -23,7 +23,7 @@ from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops.facts import LayerFacts, ModelFacts, Softmax
 from kvreclaim.ops.key_source import DenseSource
-from kvreclaim.schedule import Pass, Way
+from kvreclaim.schedule import EvictionMethod, Pass
 
 SETTINGS = CompressionConfig(policy="knorm", budget=16, interval=8, sinks=2, recent=4)
 
@@ -78,7 +78,7 @@ def make_pass(
     name: str, source: tuple[int, ...], target: tuple[int, ...], tokens: int, **more: Any
 ) -> Pass[str]:
     values = {"keep": 16, "logical_len": tokens, "prompt_slots": 0, "first": True}
-    return Pass(name, Way.COMPACT, source, target, tokens, **{**values, **more})
+    return Pass(name, EvictionMethod.COMPACT, source, target, tokens, **{**values, **more})
 
 
 @pytest.mark.parametrize("make", WRITERS)

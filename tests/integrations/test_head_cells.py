@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.options import Options
 from kvreclaim.integrations.vllm.passes import StepMessage
 from kvreclaim.integrations.vllm.tracing import Trace
 from kvreclaim.ops.cell_tables import Cells
-from kvreclaim.schedule import Pass, Way
+from kvreclaim.schedule import EvictionMethod, Pass
 
 POOL = 24
 SETTINGS = CompressionConfig(policy="shares(knorm)", budget=2 * S, interval=S, sinks=2, recent=3)
@@ -85,7 +85,7 @@ class Walk:
         after = targets + request.blocks[len(full) :]
         one = Pass(
             request.name,
-            Way.CELLS,
+            EvictionMethod.CELLS,
             tuple(request.blocks),
             tuple(after),
             request.length,
@@ -270,7 +270,15 @@ def test_without_cells_heads_keep_equally_many() -> None:
     applier = Applier(Options(settings), make_facts(), None, views, rows)
     applier.trace = trace = Trace(Positions((L, K), torch.device("cpu")))
     one = Pass(
-        "a", Way.CELLS, (1, 2, 3, 4, 5), (2, 3, 5), 36, keep=20, logical_len=36, prompt_slots=12, first=True
+        "a",
+        EvictionMethod.CELLS,
+        (1, 2, 3, 4, 5),
+        (2, 3, 5),
+        36,
+        keep=20,
+        logical_len=36,
+        prompt_slots=12,
+        first=True,
     )
     applier.begin(replace_message(output(one), one, settings))
     [(_, _, kept)] = trace.take()

@@ -18,7 +18,7 @@ from kvreclaim.page.frames import Compaction, Snapshot
 from kvreclaim.page.sharing import Sharing
 from kvreclaim.page.view import FREE, IN_USE, PoolView, RequestView
 from kvreclaim.schedule import Pass
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 LIMIT_S = 300.0
 NAMES = ("prompt_tokens", "generation_tokens", "tokens_evicted", "compactions", "blocks_freed")
@@ -78,7 +78,7 @@ def shrunk(request_id: str, source: Sequence[int], target: Sequence[int], *, evi
     num_tokens = 32 * len(source)
     return Pass(
         seq_id=request_id,
-        way=Way.COMPACT,
+        eviction_method=EvictionMethod.COMPACT,
         source_ids=tuple(source),
         target_ids=tuple(target),
         num_tokens=num_tokens,

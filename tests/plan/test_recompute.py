@@ -25,8 +25,8 @@ from kvreclaim.plan.recompute import (
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.weights import WEIGHTS
 from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 
 requests = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 120)), min_size=1, max_size=6)
 
@@ -62,7 +62,7 @@ def test_blocks_without_a_budget(pairs, size: int, chunk: int) -> None:
 
 @given(requests, st.integers(1, 8), st.integers(1, 64), st.integers(8, 64), st.integers(1, 20))
 def test_blocks_under_a_budget(pairs, size: int, chunk: int, budget: int, interval: int) -> None:
-    rules = Footprint(Way.COMPACT, budget, interval, block_size=size, max_chunk=chunk)
+    rules = Footprint(EvictionMethod.COMPACT, budget, interval, block_size=size, max_chunk=chunk)
     found = blocks_while_decoding(lengths(pairs), rules).tolist()
     want = walked(pairs, rules)
     assert found[: len(want)] == want

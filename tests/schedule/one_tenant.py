@@ -94,7 +94,7 @@ class OneTenant(Scheduler[Sequence]):
             for seq in sorted(map(self._known.get, step.rows), key=lambda seq: seq.seats == 1):
                 length = seq.num_computed + step.rows[seq.seq_id][0].num_tokens
                 footprint, account = seq.footprint, seq.account
-                if footprint.way.moves and footprint.is_due(length, seq.num_prompt, account):
+                if footprint.eviction_method.moves and footprint.is_due(length, seq.num_prompt, account):
                     keep = -(-footprint.kept(length - account.num_evicted) // self.memory.block_size)
                     blocks = self.memory.blocks(seq.seq_id)
                     own = sum(refs[block] == 1 for block in blocks)

@@ -18,8 +18,8 @@ from kvreclaim.memory.prefix.keys import BlockName
 from kvreclaim.memory.tiers.disk import Outcome, Transfer
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
@@ -162,7 +162,7 @@ class ListWorker:
         row = self.rows[done.seq_id]
         assert done.num_tokens == len(row.live)
         assert done.keep == seq.num_computed - seq.account.num_evicted
-        if done.way is Way.BLOCKS:
+        if done.eviction_method is EvictionMethod.BLOCKS:
             full_blocks = range(len(row.states) // self.size)
             count = (done.num_tokens - done.keep) // self.size
             gone = sorted(self.random.sample(full_blocks, count))
@@ -170,7 +170,7 @@ class ListWorker:
             row.live = list(range(len(row.states)))
             return gone, 0
         kept = sorted(self.random.sample(row.live, done.keep))
-        if done.way is Way.MASK:
+        if done.eviction_method is EvictionMethod.MASK:
             live = {slot // self.size for slot in kept}
             row.live = kept
             held = self.memory.table(done.seq_id).block_ids

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.sequence import Sequence, Status
 
 SIZE = 4
-FOOTPRINT = Footprint(Way.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)
+FOOTPRINT = Footprint(EvictionMethod.COMPACT, budget=8, interval=8, block_size=SIZE, max_chunk=16)
 
 
 def sequence(seq_id: int, num_tokens: int = 12, max_len: int = 64) -> Sequence:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvreclaim.schedule import Account, Footprint, Way
+from kvreclaim.schedule import Account, EvictionMethod, Footprint
 from kvreclaim.schedule.budget.footprint import budget_in_blocks
 
 
@@ -14,7 +14,7 @@ def random_footprint(rng: random.Random) -> Footprint:
     size = rng.choice([1, 4, 8])
     interval = rng.randrange(size, 40)
     return Footprint(
-        way=rng.choice(list(Way)),
+        eviction_method=rng.choice(list(EvictionMethod)),
         budget=rng.randrange(1, 8) * size + size,
         interval=interval,
         prompt_only=rng.random() < 0.2,
@@ -33,7 +33,7 @@ def walk(footprint: Footprint, num_prompt: int, length: int, rng: random.Random)
         chunk = min(known - computed, footprint.tokens_until_pass(computed, num_prompt, account))
         assert chunk >= 1
         computed += rng.randint(1, min(chunk, footprint.max_chunk))
-        most = max(most, computed - (account.num_evicted if footprint.way.reclaims else 0))
+        most = max(most, computed - (account.num_evicted if footprint.eviction_method.reclaims else 0))
         if footprint.is_due(computed, num_prompt, account):
             live = computed - account.num_evicted
             keep = footprint.kept(live)
@@ -73,7 +73,7 @@ def test_due_points_do_not_depend_on_how_chunks_fall(seed):
 def test_offsets_spread_the_passes_of_requests_that_arrive_together():
     for num_prompt, first in ((40, 96), (90, 90)):  # first compressed while it generates; at its prompt's end
         for offset in range(0 if first == 96 else 6, 25):
-            footprint = Footprint(Way.COMPACT, budget=64, interval=32, block_size=8, offset=offset)
+            footprint = Footprint(EvictionMethod.COMPACT, budget=64, interval=32, block_size=8, offset=offset)
             passes, _ = walk(footprint, num_prompt, 300, random.Random(0))
             early = first - offset if num_prompt == 40 else first
             second = early + 32 if num_prompt == 40 else early + 32 - offset
@@ -86,7 +86,7 @@ def test_aligned_passes_give_back_whole_blocks_wherever_chunks_fall(seed):
     rng = random.Random(seed)
     size, budget, chunk = rng.choice([1, 4, 8]), rng.randrange(1, 60), rng.randrange(1, 60)
     footprint = Footprint(
-        Way.COMPACT, budget, rng.randrange(1, 40), block_size=size, max_chunk=chunk, aligned=True
+        EvictionMethod.COMPACT, budget, rng.randrange(1, 40), block_size=size, max_chunk=chunk, aligned=True
     )
     num_prompt, length, account, computed = rng.randrange(1, 300), 400, Account(), 0
     while computed < length:

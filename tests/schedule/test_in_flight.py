@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serving import SIZE, Serving
 
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.in_flight import LEAST_SHARED, MOST_WAITS
 from kvreclaim.schedule.scheduler import POLICIES
 
@@ -95,9 +95,9 @@ def test_another_salt_waits_for_nobody() -> None:
     [
         ({}, {"most_hit": 0}, 0),
         ({"most_hit": 0}, {}, 1),
-        ({}, {"footprint": Footprint(Way.COMPACT, budget=100, window=None)}, 0),
-        ({"footprint": Footprint(Way.COMPACT, budget=100, interval=16, max_chunk=16)}, {}, 1),
-        ({"footprint": Footprint(Way.COMPACT, budget=40, interval=16, max_chunk=16)}, {}, 0),
+        ({}, {"footprint": Footprint(EvictionMethod.COMPACT, budget=100, window=None)}, 0),
+        ({"footprint": Footprint(EvictionMethod.COMPACT, budget=100, interval=16, max_chunk=16)}, {}, 1),
+        ({"footprint": Footprint(EvictionMethod.COMPACT, budget=40, interval=16, max_chunk=16)}, {}, 0),
     ],
     ids=["wants all rows", "owner wants all rows", "may hit nothing", "up to a pass", "pass too early"],
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory.windows.window import Window
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
 
 PLAIN = Footprint(block_size=4, max_chunk=8)
-BOUNDED = Footprint(Way.COMPACT, budget=12, interval=6, block_size=4, max_chunk=8)
-PROMPT_ONLY = Footprint(Way.COMPACT, budget=12, prompt_only=True, block_size=4, max_chunk=8)
+BOUNDED = Footprint(EvictionMethod.COMPACT, budget=12, interval=6, block_size=4, max_chunk=8)
+PROMPT_ONLY = Footprint(EvictionMethod.COMPACT, budget=12, prompt_only=True, block_size=4, max_chunk=8)
 WINDOWED = Footprint(block_size=4, max_chunk=8, windows=(Window(6, 2),))
 TRAILING = Footprint(block_size=4, max_chunk=8, trailing=Window(6))
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 
 from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.tiers.manager import TieredMemory
-from kvreclaim.schedule import Footprint, Scheduler, Sequence, StepDone, Way
+from kvreclaim.schedule import EvictionMethod, Footprint, Scheduler, Sequence, StepDone
 from kvreclaim.schedule.slots_needed import slots_of_fork
 
 SIZE = 4
@@ -24,11 +24,11 @@ def run(scheduler, seq, num_tokens, draw):
         assert not plan.failed
         assert scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
         for done in scheduler.compress([seq]):
-            if done.way in (Way.MASK, Way.BLOCKS):
+            if done.eviction_method in (EvictionMethod.MASK, EvictionMethod.BLOCKS):
                 blocks = scheduler.memory.table(seq.seq_id).block_ids[: done.num_tokens // SIZE]
                 held = [i for i, block in enumerate(blocks) if block is not None]
                 count = min(len(held), (done.num_tokens - done.keep) // SIZE)
-                most = count if done.way is Way.BLOCKS else draw(st.integers(0, count))
+                most = count if done.eviction_method is EvictionMethod.BLOCKS else draw(st.integers(0, count))
                 gone = sorted(draw(st.permutations(held))[:most])
                 scheduler.compressed(done, gone, None)
 
@@ -36,7 +36,12 @@ def run(scheduler, seq, num_tokens, draw):
 @given(st.data())
 def test_what_is_let_in_finds_its_blocks(data):
     draw = data.draw
-    way = draw(st.sampled_from([Way.COMPACT, Way.CELLS, Way.MASK, Way.BLOCKS]), label="way")
+    way = draw(
+        st.sampled_from(
+            [EvictionMethod.COMPACT, EvictionMethod.CELLS, EvictionMethod.MASK, EvictionMethod.BLOCKS]
+        ),
+        label="way",
+    )
     budget, at = draw(st.integers(2, 6)) * SIZE, draw(st.integers(13, 40), label="compress_at")
     footprint = Footprint(
         way,

@@ -12,8 +12,8 @@ import pytest
 from one_tenant import OneTenant
 from simulation import Ask, World
 
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.scheduler import Scheduler
 
 STEPS_PER_WORLD = 500
@@ -34,13 +34,13 @@ assert "transformers" not in sys.modules
 
 def random_footprint(world: World) -> Footprint:
     random, size = world.random, world.size
-    way = random.choice((Way.KEEP, Way.KEEP, *Way))
+    way = random.choice((EvictionMethod.KEEP, EvictionMethod.KEEP, *EvictionMethod))
     blocks = random.randrange(2, 4)
     return Footprint(
-        way=way,
+        eviction_method=way,
         budget=max(blocks * size, 2),
         interval=random.choice((size, size + 1, 5)),
-        prompt_only=way is Way.COMPACT and random.random() < 0.3,
+        prompt_only=way is EvictionMethod.COMPACT and random.random() < 0.3,
         window=random.choice((1, 1, 3, None)),
         block_size=size,
         max_chunk=world.max_chunk,

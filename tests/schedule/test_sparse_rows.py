@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.sparse import SparseRows
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.sequence import Sequence
 
 SPARSE = SparseRows(tile=4, span=8, first=10, last=5)
@@ -27,7 +27,9 @@ def footprints(draw) -> Footprint:
     if draw(st.booleans()):
         return Footprint(sparse=sparse, max_chunk=draw(st.integers(12, 40)))
     budget, interval = draw(st.integers(4, 30)), draw(st.integers(1, 10))
-    return Footprint(Way.COMPACT, budget, interval, sparse=sparse, max_chunk=draw(st.integers(12, 40)))
+    return Footprint(
+        EvictionMethod.COMPACT, budget, interval, sparse=sparse, max_chunk=draw(st.integers(12, 40))
+    )
 
 
 @given(footprints(), st.integers(1, 150), st.data())
@@ -41,7 +43,7 @@ def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footp
             break
         most = data.draw(st.integers(footprint.sparse.span, 40))
         own = footprint._until_pass(seq.num_computed, num_prompt, seq.account)
-        own = seq.num_computed + own if footprint.way.evicts else -1
+        own = seq.num_computed + own if footprint.eviction_method.evicts else -1
         was_exact = seq.is_exact
         seq.num_computed += (chunk := seq.chunk_of(data.draw(st.integers(1, most)), most))
         assert 0 < chunk <= most

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from kvreclaim.plan.cost import Linear
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.sim.cluster import Cluster, Outcome
 from kvreclaim.sim.request import Asked
 from kvreclaim.sim.settings import Settings
@@ -18,12 +18,22 @@ COST = Linear(base=0.011, token=0.00037, kv=0.0000131, pair=0.0000019, seq=0.000
 
 def random_settings(random: Random) -> Settings:
     size, chunk = random.choice((1, 2, 4, 8)), random.choice((5, 16, 40))
-    way = random.choice((Way.KEEP, Way.KEEP, Way.COMPACT, Way.COMPACT, Way.CELLS, Way.MASK, Way.READS))
+    way = random.choice(
+        (
+            EvictionMethod.KEEP,
+            EvictionMethod.KEEP,
+            EvictionMethod.COMPACT,
+            EvictionMethod.COMPACT,
+            EvictionMethod.CELLS,
+            EvictionMethod.MASK,
+            EvictionMethod.READS,
+        )
+    )
     footprint = Footprint(
-        way=way,
+        eviction_method=way,
         budget=random.choice((2, 3, 5)) * size + random.choice((0, 1)),
         interval=random.choice((size, size + 1, 7)),
-        prompt_only=way is Way.COMPACT and random.random() < 0.3,
+        prompt_only=way is EvictionMethod.COMPACT and random.random() < 0.3,
         window=random.choice((1, 1, 3, None)),
         block_size=size,
         max_chunk=chunk,

@@ -11,7 +11,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.answer import plan
 from kvreclaim.plan.asked import Asked as AskedOfPlan
 from kvreclaim.plan.cost import Linear
-from kvreclaim.schedule import Footprint, Way
+from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.sim.cluster import Cluster
 from kvreclaim.sim.options import Machine, Serving
@@ -149,7 +149,7 @@ def test_a_length_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> N
 
 def test_block_policies_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="drops whole blocks"):
-        Settings(10, footprint=Footprint(Way.BLOCKS, budget=64))
+        Settings(10, footprint=Footprint(EvictionMethod.BLOCKS, budget=64))
 
 
 def scenario(**fields) -> Scenario:
@@ -219,7 +219,7 @@ def test_search_for_rate_seats_and_budget() -> None:
     tried = {row["value"]: row["kept"] for row in seats["tried"]}
     assert tried[seats["best"]]
     assert not tried[seats["best"] + 1]
-    compact = Footprint(Way.COMPACT, budget=64, interval=32)
+    compact = Footprint(EvictionMethod.COMPACT, budget=64, interval=32)
     budgets = replace(pressed, settings=replace(pressed.settings, footprint=compact))
     budgets = replace(budgets, targets=parse_targets("e2e=20s"))
     budget = Search(budgets, "budget").run()

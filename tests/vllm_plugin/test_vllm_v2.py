@@ -230,7 +230,7 @@ def move_blocks_about(engine: Engine, request_id: str) -> None:
     output = SchedulerOutput.make_empty()
     move = Pass(
         request_id,
-        record.footprint.way,
+        record.footprint.eviction_method,
         tuple(source),
         tuple(target),
         num_tokens=live,

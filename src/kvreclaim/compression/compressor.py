@@ -33,8 +33,8 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.protection import Rules, candidates
-from kvreclaim.schedule.budget.way import Way
 
 LayerSource = Callable[[int], KeySource]
 SignalSource = Callable[[int], LayerSignals]
@@ -104,7 +104,7 @@ class Compressor:
                 require_centers(self.policy, self.stats)
         windows = [layer.softmax.window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
-        alone = self.mode is Mode.PER_LAYER_HEAD and self.way is not Way.BLOCKS
+        alone = self.mode is Mode.PER_LAYER_HEAD and not self.eviction_method.whole_blocks
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
         self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
@@ -112,10 +112,10 @@ class Compressor:
         self._siblings: dict[int, Compressor] = {}
 
     @property
-    def way(self) -> Way:
+    def eviction_method(self) -> EvictionMethod:
         """What it does to memory: ask choose under COMPACT and MASK, choose_blocks under BLOCKS,
         choose_uneven under CELLS, block_scores under READS."""
-        return self.policy.way
+        return self.policy.eviction_method
 
     @property
     def budget(self) -> int:
@@ -182,7 +182,7 @@ class Compressor:
         keep = self.budget if keep is None else keep
         at_least = self.budget if self.recall is None else 1
         assert keep >= at_least, f"{keep} tokens to keep, below the budget of {self.budget}"
-        over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.way.evicts]
+        over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.eviction_method.evicts]
         votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
         alike: dict[tuple[int, int], list[int]] = {}
         for i in over:

@@ -16,7 +16,6 @@ from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
 from kvreclaim.schedule.budget.recall import Recall
-from kvreclaim.schedule.budget.way import Way
 
 MAX_KEPT: Final = 16
 """Settings whose compressors are kept at a time, the last ones used: callers may invent ever new ones."""
@@ -93,7 +92,7 @@ class CompressionConfig(CompressionSettings):
             require(not self.options, "options belong to a policy, and policy is 'auto'; name one, or none.")
             return
         policy = self.make_policy()
-        if policy.way in (Way.BLOCKS, Way.CELLS, Way.READS) and self.mode not in (None, policy.default_mode):
+        if policy.eviction_method.fixes_mode and self.mode not in (None, policy.default_mode):
             raise InvalidArgumentError(
                 f"mode is {self.mode!r}, but policy {policy.name} decides itself who shares a kept set; "
                 "leave mode out."
@@ -128,7 +127,7 @@ class CompressionConfig(CompressionSettings):
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
         """The same with the budget that blocks of this size serve, where heads keep unequal numbers."""
-        if self.make_policy().way is not Way.CELLS:
+        if not self.make_policy().eviction_method.uneven:
             return self
         budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
         return self if budget == self.budget else replace(self, budget=budget)
@@ -138,7 +137,7 @@ class CompressionConfig(CompressionSettings):
         policy = self.make_policy()
         return replace(
             plain,
-            way=policy.way,
+            eviction_method=policy.eviction_method,
             budget=self.budget,
             interval=self.interval,
             prompt_only=policy.prompt_only,

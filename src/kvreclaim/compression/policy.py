@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.spec.wrapping import TRAIT_OF_WAY, Trait
+from kvreclaim.compression.spec.wrapping import Trait, unfit_to_wrap
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
 from kvreclaim.options import check_options
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class Signal(Enum):
@@ -161,9 +161,9 @@ class CompressionPolicy(ABC):
     What a subclass says of itself, as class attributes or properties:
 
     name:           how it is asked for
-    way:            what it does to memory. Under Way.KEEP and Way.READS score is never asked; under
-                    Way.BLOCKS a block's score is the mean over its tokens, layers and heads; Way.CELLS asks
-                    for counts, too; Way.READS for block_scores, and budget is the tokens read per head
+    eviction_method: what it does to memory. KEEP and READS never ask for scores. Under BLOCKS a block's score
+                    is the mean over its tokens, layers and heads. CELLS asks for counts, too. READS asks for
+                    block_scores, and budget is the tokens read per head
     query_window:   queries kept for Signal.RECENT_QUERIES
     prompt_only:    True if it compresses once, when the prompt has been computed, and never again
     cache_relative: True if a token's position is its slot: keys are turned again when they move
@@ -177,9 +177,9 @@ class CompressionPolicy(ABC):
         check_options(self, f"{self.name} option '{{}}'")
 
     @property
-    def way(self) -> Way:
+    def eviction_method(self) -> EvictionMethod:
         """A subclass overrides this with a plain class attribute."""
-        return Way.COMPACT
+        return EvictionMethod.COMPACT
 
     @property
     def query_window(self) -> int:
@@ -223,12 +223,12 @@ class CompressionPolicy(ABC):
         return [self.score(view) for view in views]
 
     def counts(self, question: CountsQuestion) -> Tensor:
-        """Only under Way.CELLS: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
+        """CELLS only: tokens that each head keeps, [L, K] float, before rounding to blocks. Their
         mean is the budget; a head keeps at least the protected ones."""
         raise NotImplementedError(f"{self.name} keeps equal counts")
 
     def block_scores(self, queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Only under Way.READS: [..., K, N] fp32, higher = read.
+        """READS only: [..., K, N] fp32, higher = read.
 
         Args:
             queries:   [..., H, D] of one decode step, rotated
@@ -240,8 +240,8 @@ class CompressionPolicy(ABC):
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
     """What may make the policy unfit to be wrapped."""
     found = {Trait.CACHE_RELATIVE: policy.cache_relative, Trait.LIFTS: policy.lifts}
-    own = {TRAIT_OF_WAY[policy.way]} if policy.way in TRAIT_OF_WAY else set()
-    return frozenset(own | {trait for trait, has in found.items() if has})
+    own = unfit_to_wrap(policy.eviction_method)
+    return frozenset(({own} if own else set()) | {trait for trait, has in found.items() if has})
 
 
 def _of_inner(name: str) -> Any:
@@ -276,7 +276,7 @@ class Wrapper(CompressionPolicy):
                 f"{self.name}({self.inner.name}) is refused: {self.inner.name} {trait}; {self.remedy}."
             )
 
-    way = _of_inner("way")
+    eviction_method = _of_inner("eviction_method")
     query_window = _of_inner("query_window")
     prompt_only = _of_inner("prompt_only")
     cache_relative = _of_inner("cache_relative")

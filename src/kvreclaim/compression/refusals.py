@@ -9,7 +9,6 @@ from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.schedule.budget.recall import Recall
-from kvreclaim.schedule.budget.way import Way
 
 _PARTS = {
     Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),
@@ -25,14 +24,14 @@ STATISTICS = frozenset({Signal.QUERY_STATS, *_PARTS})
 def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
     """Raise InvalidArgumentError if the policy's way of compressing does not go with the model, or with
     itself."""
-    if policy.way in (Way.CELLS, Way.READS):
+    if policy.eviction_method.uneven or policy.eviction_method.sparse_reads:
         _refuse_layers(policy, facts)
-    if policy.way is Way.CELLS:
+    if policy.eviction_method.uneven:
         _check_uneven(policy)
-    if policy.cache_relative and policy.way is not Way.COMPACT:
+    if policy.cache_relative and not policy.eviction_method.equal_heads:
         raise InvalidArgumentError(
             f"policy {policy.name} takes a token's slot for its position, which goes with equal counts that "
-            "slide together alone; let its way be COMPACT."
+            "slide together alone; let its eviction_method be COMPACT."
         )
     if policy.cache_relative or policy.needs & STATISTICS:
         _check_rotation(policy, facts)
@@ -46,7 +45,7 @@ def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
 def check_recall(policy: CompressionPolicy, recall: Recall, facts: ModelFacts) -> None:
     """Raise InvalidArgumentError where evicted tokens of this policy or model cannot come back."""
     name, problem = policy.name, None
-    if policy.way is not Way.COMPACT:
+    if not policy.eviction_method.equal_heads:
         problem = f"policy {name} does not slide equal numbers of tokens together; use one that does"
     elif policy.cache_relative:
         problem = f"policy {name} turns keys to their slots, which a page has not; use positions=original"
@@ -90,7 +89,7 @@ def _refuse_layers(policy: CompressionPolicy, facts: ModelFacts) -> None:
         return
     what = (
         "keeps unequal numbers of tokens per head"
-        if policy.way is Way.CELLS
+        if policy.eviction_method.uneven
         else "reads some blocks per head"
     )
     raise InvalidArgumentError(

@@ -8,7 +8,11 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     """What a policy that ever evicts asks for."""
-    return compressor.policy.needs if compressor is not None and compressor.way.evicts else frozenset()
+    return (
+        compressor.policy.needs
+        if compressor is not None and compressor.eviction_method.evicts
+        else frozenset()
+    )
 
 
 def window_of(policy: CompressionPolicy) -> int | None:

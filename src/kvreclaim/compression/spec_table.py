@@ -21,10 +21,10 @@ FILE = Path(__file__).parent / "spec" / "policies.json"
 def rows() -> dict[str, dict[str, Any]]:
     """By name, what spec/traits.py reads: options in their order, and
 
-    of a policy that ranks:  way, window, prompt_only by default; the option that sets the window; the option
-                             and value that make it prompt_only
-    of a wrapper:            the policy that it wraps by default, its way if it has one of its own, and the
-                             traits that its inner policy must not have
+    of a policy that ranks:  eviction_method, window, prompt_only by default; the option that sets the
+                             window; the option and value that make it prompt_only
+    of a wrapper:            the policy that it wraps by default, its eviction method if it has one of its
+                             own, and the traits that its inner policy must not have
     """
     return {name: _row(cls) for name, cls in built_in().items()}
 
@@ -35,12 +35,15 @@ def _row(cls: type[CompressionPolicy]) -> dict[str, Any]:
     policy = make_policy(cls.name)
     if isinstance(policy, Wrapper):
         row |= {"wraps": policy.default_inner, "refuses": sorted(trait.name for trait in policy.unfit)}
-        return row if isinstance(getattr_static(cls, "way"), property) else row | {"way": policy.way.value}
+        inherited = isinstance(getattr_static(cls, "eviction_method"), property)
+        return row if inherited else row | {"eviction_method": policy.eviction_method.name}
     found = _facts(policy)
     row |= found
     for field, value, changed in _variants(cls, options):
-        if changed["way"] != found["way"]:
-            raise TypeError(f"policy {cls.name}: {field} changes its way, which the table cannot say")
+        if changed["eviction_method"] != found["eviction_method"]:
+            raise TypeError(
+                f"policy {cls.name}: {field} changes its eviction method, which the table cannot say"
+            )
         if changed["window"] != found["window"]:
             assert changed["window"] == value, f"policy {cls.name}: window is not {field} itself"
             row["window_option"] = field
@@ -50,7 +53,11 @@ def _row(cls: type[CompressionPolicy]) -> dict[str, Any]:
 
 
 def _facts(policy: CompressionPolicy) -> dict[str, Any]:
-    return {"way": policy.way.value, "window": window_of(policy), "prompt_only": policy.prompt_only}
+    return {
+        "eviction_method": policy.eviction_method.name,
+        "window": window_of(policy),
+        "prompt_only": policy.prompt_only,
+    }
 
 
 def _variants(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvreclaim.compression.policy import Mode, Trait, Wrapper
 from kvreclaim.ops.moving import move
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 _MARGIN = 2.0**-10
 _STEPS = 100
@@ -22,7 +22,7 @@ class Uneven(Wrapper):
     head)."""
 
     default_inner = "snapkv"
-    way = Way.CELLS
+    eviction_method = EvictionMethod.CELLS
     default_mode = Mode.PER_LAYER_HEAD
 
     @property

@@ -86,7 +86,11 @@ def _distrust(plan: EvalPlan, setting: Setting, by_seed: BySeed, *, alone: bool)
     results = _flat(by_seed)
     if not results:
         return Problem("error", "nothing was run")
-    if not alone and make_policy(setting.policy).way.evicts and not any(r.compactions for r in results):
+    if (
+        not alone
+        and make_policy(setting.policy).eviction_method.evicts
+        and not any(r.compactions for r in results)
+    ):
         longest = max(results, key=lambda r: r.num_tokens)
         return Problem(
             "error",
@@ -110,7 +114,7 @@ def _note(setting: Setting, by_seed: BySeed) -> str | None:
     results = _flat(by_seed)
     compressed = sum(r.compactions > 0 for r in results)
     notes = sorted({r.note for r in results if r.note})
-    if make_policy(setting.policy).way.evicts and compressed < len(results):
+    if make_policy(setting.policy).eviction_method.evicts and compressed < len(results):
         notes.append(
             f"compression fired in {compressed} of {len(results)} examples; the others were too short"
         )

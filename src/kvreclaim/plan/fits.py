@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.demand import Cache
-from kvreclaim.schedule.budget.way import Way
 
 
 def check_fits(cache: Cache, compression: str | None) -> None:
@@ -13,7 +12,8 @@ def check_fits(cache: Cache, compression: str | None) -> None:
     if compression is None:
         return
     policy, _, _ = compression.partition(":")
-    if all(layer.window for layer in cache.shape.layers) and cache.footprint.way in (Way.CELLS, Way.READS):
+    method = cache.footprint.eviction_method
+    if all(layer.window for layer in cache.shape.layers) and (method.uneven or method.sparse_reads):
         raise InvalidArgumentError(
             f"policy {policy} keeps or reads unequal tokens per head, which is served for layers with full "
             f"attention, and {cache.shape.name} has none; use a policy with equal counts, such as "

@@ -162,7 +162,7 @@ def _sequences(section: Section, cache: Cache, asked: Asked, pool: Pool, found: 
         f"{pool.num_blocks:,} blocks / {found.each_blocks:,} of each sequence of {found.each:,} tokens = "
         f"{found.max_sequences:,} sequences"
     )
-    if cache.footprint.way.evicts:
+    if cache.footprint.eviction_method.evicts:
         fits = "" if found.prompt_fits else ", more than there are: such a prompt never runs"
         section.row("in a prompt", f"{words.count(found.prompt_blocks, 'block')}{fits}")
     elif not found.prompt_fits:

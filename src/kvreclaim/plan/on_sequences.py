@@ -97,7 +97,7 @@ def on_request(answer: Answer, cache: Cache, asked: Asked, context: int) -> None
     section.step(f"{blocks:,} x {cache.block_bytes:,} = {blocks * cache.block_bytes:,} bytes")
     if reserved != slots:
         section.step(f"reserved for {reserved:,} tokens: {reserved / slots:.3g} times as much")
-    if cache.footprint.way.evicts:
+    if cache.footprint.eviction_method.evicts:
         _budget(section, cache, context)
     windowed = None
     if cache.shape.has_windows:
@@ -126,7 +126,7 @@ def _budget(section: Section, cache: Cache, context: int) -> None:
     section.row(
         "in a prompt", f"{words.count(peak, 'block')} at most, {words.size(peak * cache.block_bytes)}"
     )
-    if not step.way.reclaims:
+    if not step.eviction_method.reclaims:
         live = min(context, step.decode_cap)
         section.row("attended to", f"{live:,} tokens at most; what is evicted gives no block back")
     if step.bounded:
@@ -169,7 +169,7 @@ def on_load(answer: Answer, cache: Cache, asked: Asked, sequences: int) -> None:
         f"{sequences:,} x {load.unshared // sequences:,} = {load.unshared:,}, "
         f"{load.unshared / load.shared:.4f} times as many"
     )
-    if cache.footprint.way.evicts:
+    if cache.footprint.eviction_method.evicts:
         section.row(
             "under the budget",
             f"{words.count(load.compressed, 'block')}, {words.size(load.compressed * each)}; compressed "

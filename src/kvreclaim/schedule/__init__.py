@@ -2,8 +2,8 @@
 
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.compaction import Pass
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import Sequence, Status
 from kvreclaim.schedule.step import Admitted, Preempted, Row, StepDone, StepPlan
@@ -11,6 +11,7 @@ from kvreclaim.schedule.step import Admitted, Preempted, Row, StepDone, StepPlan
 __all__ = [
     "Account",
     "Admitted",
+    "EvictionMethod",
     "Footprint",
     "Pass",
     "Preempted",
@@ -20,5 +21,4 @@ __all__ = [
     "Status",
     "StepDone",
     "StepPlan",
-    "Way",
 ]

@@ -222,7 +222,7 @@ class Scheduler(Generic[Seq]):
         """The passes of those that are due, in this order; tables and lengths are changed at return.
         `schedule` has left blocks for the passes of a step, in the order of its rows, those that fork first.
 
-        A pass under Way.MASK or Way.BLOCKS is to be followed by `compressed`.
+        A pass whose method settles_after_choice is followed by `compressed`.
         """
         return [self._pass(seq) for seq in sequences if seq.status is Status.RUNNING and seq.is_due]
 
@@ -300,7 +300,7 @@ class Scheduler(Generic[Seq]):
     @staticmethod
     def _moves_after(seq: Seq, step: StepPlanBuilder[Seq]) -> bool:
         """Whether a pass moves its tokens once it has computed those of this step."""
-        return seq.footprint.way.moves and seq.is_due_after(step.rows[seq.seq_id][0].num_tokens)
+        return seq.footprint.eviction_method.moves and seq.is_due_after(step.rows[seq.seq_id][0].num_tokens)
 
     def _with_drafts(self, seq: Seq, num_tokens: int) -> int:
         """So many tokens, or as many as there are blocks for: for drafts nobody gives way."""

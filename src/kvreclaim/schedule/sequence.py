@@ -146,7 +146,9 @@ class Sequence:
         if there would be none left, as many as that takes out of `most`."""
         sparse, chunk = self.footprint.sparse, self.next_chunk
         num_tokens = min(chunk, room)
-        if sparse is None or (num_tokens == chunk and self.footprint.way.evicts):  # up to the next pass
+        if sparse is None or (
+            num_tokens == chunk and self.footprint.eviction_method.evicts
+        ):  # up to the next pass
             return num_tokens
         stop = self.footprint.sparse_rows(self.num_prompt).stop
         found = sparse.aligned(self.num_computed, num_tokens, stop)

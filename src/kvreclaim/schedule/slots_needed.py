@@ -21,7 +21,7 @@ def own_slots(seq: Sequence, match: PrefixMatch, memory: MemoryManager) -> int:
         slots = blocks_for(slots, memory.block_size) * memory.block_size
         slots += seq.footprint.window_slots(known) - len(match.window_blocks) * memory.block_size
     first_pass = seq.footprint.first_pass(seq.num_prompt)
-    if seq.footprint.way.moves and first_pass is not None and first_pass < known:
+    if seq.footprint.eviction_method.moves and first_pass is not None and first_pass < known:
         # Its blocks are its own from then on, while others go on holding those that it shared.
         slots += memory.num_shared(match) * memory.block_size
     return slots + len(match.lower) * memory.block_size + _slots_of_followers(seq, memory.block_size)
@@ -44,7 +44,7 @@ def _slots_of_followers(seq: Sequence, size: int) -> int:
 def _becomes_own(seq: Sequence) -> bool:
     """Whether passes will make blocks its own that it shares with others."""
     first_pass = seq.footprint.first_pass(seq.num_prompt)
-    moves = seq.footprint.way.moves and seq.footprint.bounded
+    moves = seq.footprint.eviction_method.moves and seq.footprint.bounded
     return moves and first_pass is not None and first_pass < seq.max_len
 
 
@@ -58,7 +58,7 @@ def slots_of_fork(seq: Sequence, snapshot: Sequence, memory: MemoryManager) -> i
         parked = memory.parked(snapshot.seq_id)
     table = memory.table(snapshot.seq_id) if parked is None else parked.table
     blocks = memory.num_to_fork(table, known - snapshot.num_computed)
-    if footprint.way.moves and footprint.bounded:
+    if footprint.eviction_method.moves and footprint.bounded:
         blocks = max(blocks, blocks_for(footprint.slots_needed(seq.num_prompt, known), size))
     slots = blocks * size + footprint.window_slots(known)
     return slots if parked is None else slots + len(parked.held) * size

@@ -56,12 +56,12 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
     keeps_all = True  # the server itself, for whoever asks for nothing
     if own is not None:
         chosen = own.make_policy()
-        keeps_all = own.verify or not chosen.way.evicts
+        keeps_all = own.verify or not chosen.eviction_method.evicts
         least, window = min(least, own.interval), max(window, chosen.query_window)
         window = max(window, own.recalled.every if own.recalled is not None else 0)
         most = None if most is None else max(most, own.budget)
     require(
-        asked.interval >= least or policy.prompt_only or not policy.way.evicts,
+        asked.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
         f"interval is {asked.interval} tokens, but this server has a pass once in {least} at most; "
         f"ask for {least} or more.",
     )
@@ -81,7 +81,7 @@ def check_limits(asked: CompressionConfig, own: CompressionConfig | None, limits
         f"budget is {asked.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
     )
     require(
-        most is None or keeps_all or (policy.way.evicts and not asked.verify),
+        most is None or keeps_all or (policy.eviction_method.evicts and not asked.verify),
         f"{'verify' if asked.verify else 'policy ' + repr(asked.policy)} keeps every token, but this server "
         f"keeps {most} at most; ask for a policy that evicts, with a budget of {most} or less.",
     )

@@ -28,7 +28,7 @@ def leap_length(scheduler: Scheduler[Seq], *, blocked: bool) -> int:
         if known - seq.num_computed != 1 or seq.num_computed < seq.num_prompt or seq.is_due:
             return 0
         until = seq.footprint.tokens_until_pass(seq.num_computed, seq.num_prompt, seq.account)
-        if seq.footprint.way.moves and memory.num_shared_of(seq.seq_id):
+        if seq.footprint.eviction_method.moves and memory.num_shared_of(seq.seq_id):
             until -= 1  # its pass takes blocks, and somebody may have to give them
         table = memory.table(seq.seq_id)
         most = min(most, seq.max_len - known, until)

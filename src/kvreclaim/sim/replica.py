@@ -11,7 +11,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.tiers.manager import TieredMemory
 from kvreclaim.plan.cost import Load, StepTime
 from kvreclaim.plan.loads import keys_read, load_of
-from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan, Way
+from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
 from kvreclaim.schedule.budget.lengths import excess_slots
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.fast_forward import leap, leap_length
@@ -209,7 +209,7 @@ class Replica:
                     ended.append(seq)
         self._end(ended, now)
         computed = [seq for seq, _ in rows]
-        if self.settings.footprint.way.evicts:
+        if self.settings.footprint.eviction_method.evicts:
             self._compress(computed)
         self._count_running(1)
         return ended
@@ -229,7 +229,7 @@ class Replica:
             if len(seq.token_ids) >= seq.max_len:
                 ended.append(seq)
         self._end(ended, now)
-        if self.settings.footprint.way.evicts:
+        if self.settings.footprint.eviction_method.evicts:
             self._compress(running)
         self._count_running(1)
         return ended
@@ -279,7 +279,7 @@ class Replica:
             self._passed(done)
 
     def _passed(self, done: Pass[int]) -> None:
-        if done.way is Way.MASK:
+        if done.eviction_method.settles_after_choice:
             self.scheduler.compressed(done, (), None)
         self._calm = False
         self.num_passes += 1

@@ -8,7 +8,6 @@ from kvreclaim.checks import check_int, require
 from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
@@ -61,7 +60,7 @@ class Settings:
             "footprint",
         )
         require(
-            self.footprint.way is not Way.BLOCKS,
+            not self.footprint.eviction_method.whole_blocks,
             "a policy that drops whole blocks is not simulated: which blocks go depends on scores, and so "
             "does what other sequences still hold of them; take one that compacts.",
             "compression",

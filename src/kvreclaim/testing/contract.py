@@ -15,7 +15,7 @@ from kvreclaim.compression.registry import make_policy, policy_spec
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import DenseSource
 from kvreclaim.ops.rope import RopeLayout
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.testing import toys
 
 ROPES = {"full": toys.layout(4), "interleaved": toys.layout(4, "interleaved"), "partial": toys.layout(3)}
@@ -46,7 +46,9 @@ def declares_itself(policy: CompressionPolicy) -> None:
     assert type(policy).__dataclass_params__.frozen, f"{spec} can be changed"
     window = policy.query_window
     assert Signal.RECENT_QUERIES not in policy.needs or window > 0, f"{spec} needs queries in a window of 0"
-    assert isinstance(policy.way, Way), f"{spec}: way is {policy.way!r}"
+    assert isinstance(policy.eviction_method, EvictionMethod), (
+        f"{spec}: eviction_method is {policy.eviction_method!r}"
+    )
     turned = policy.cache_relative and Signal.POSITIONS in policy.needs
     assert not turned, f"{spec} asks for positions in the text, and takes slots for positions"
 
@@ -104,7 +106,7 @@ def a_roomy_budget_keeps_all(policy: CompressionPolicy) -> None:
 
 def keeps_the_budget(policy: CompressionPolicy) -> None:
     """Exactly the budget stays, ascending, sinks and recent tokens in it."""
-    if _special(policy) or not policy.way.evicts:
+    if _special(policy) or not policy.eviction_method.evicts:
         return
     kept = _choose(policy, budget=6, logical_len=30, mode=policy.default_mode)
     assert kept.shape[-1] == 6, f"{policy_spec(policy)} keeps {kept.shape[-1]} tokens of 6"
@@ -115,7 +117,7 @@ def keeps_the_budget(policy: CompressionPolicy) -> None:
 
 def counts_add_up(policy: CompressionPolicy) -> None:
     """Unequal counts have the budget as their mean and lie within what each head has."""
-    if policy.way is not Way.CELLS:
+    if not policy.eviction_method.uneven:
         return
     stats = toys.query_stats(toys.model_facts())
     layers = tuple(stats.layer(n) for n in range(3))
@@ -133,7 +135,7 @@ def counts_add_up(policy: CompressionPolicy) -> None:
 
 def block_scores_fit(policy: CompressionPolicy) -> None:
     """One finite fp32 score per KV head and block, for one query or many."""
-    if policy.way is not Way.READS:
+    if not policy.eviction_method.sparse_reads:
         return
     keys = toys.noise(3, 5, 2, 4, 8)
     low, high = keys, keys + toys.noise(4, 5, 2, 4, 8).abs()
@@ -160,7 +162,7 @@ CHECKS: tuple[Callable[[CompressionPolicy], None], ...] = (
 
 def _special(policy: CompressionPolicy) -> bool:
     """Whether the engine chooses otherwise than by equal counts of tokens."""
-    return policy.way in (Way.CELLS, Way.BLOCKS, Way.READS)
+    return policy.eviction_method.fixes_mode
 
 
 def _view(rope: RopeLayout | None = None, num_tokens: int = 9) -> LayerView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreclaim.compression.policy import Trait, Wrapper
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class EvictOnly(Wrapper):
     """
 
     name = "evict-only"
-    way = Way.MASK
+    eviction_method = EvictionMethod.MASK
     unfit = tuple(trait for trait in Trait if trait is not Trait.LIFTS)
     remedy = (
         "wrap a policy that evicts, compacts and keeps equal counts at original positions, such as "

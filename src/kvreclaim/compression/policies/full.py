@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Full(CompressionPolicy):
     """
 
     name = "full"
-    way = Way.KEEP
+    eviction_method = EvictionMethod.KEEP
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 _SMALLEST = 1e-6
 
@@ -30,7 +30,7 @@ class PagedEviction(CompressionPolicy):
     """
 
     name = "paged_eviction"
-    way = Way.BLOCKS
+    eviction_method = EvictionMethod.BLOCKS
     default_mode = Mode.UNION
 
     def score(self, view: LayerView) -> Tensor:

@@ -12,7 +12,6 @@ from kvreclaim.compression.policy import LayerView, Signal, Trait, Wrapper
 from kvreclaim.compression.wrapping import lift
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import option
-from kvreclaim.schedule.budget.way import Way
 
 _LARGEST_BLOCK = 4096
 
@@ -60,7 +59,9 @@ class Protect(Wrapper):
         for start, end in self.spans:
             chosen = chosen | ((positions >= start) & (positions < end))
         # a block's score is a mean over its tokens: one protected token must outweigh all the others
-        return lift(self.inner.score(view), chosen, _LARGEST_BLOCK if self.way is Way.BLOCKS else 1.0)
+        return lift(
+            self.inner.score(view), chosen, _LARGEST_BLOCK if self.eviction_method.whole_blocks else 1.0
+        )
 
 
 def _checked_spans(spans: object) -> tuple[tuple[int, int], ...]:

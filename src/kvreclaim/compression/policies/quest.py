@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Quest(CompressionPolicy):
     """
 
     name = "quest"
-    way = Way.READS
+    eviction_method = EvictionMethod.READS
 
     def score(self, view: LayerView) -> Tensor:
         return torch.zeros(view.source.shape, dtype=torch.float32, device=view.source.device)

@@ -19,12 +19,12 @@ from typing import Any
 from kvreclaim.checks import require
 from kvreclaim.compression.spec.arguments import WRAPPED, named_arguments, refuse_unknown, wrapped
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
-from kvreclaim.compression.spec.wrapping import TRAIT_OF_WAY
+from kvreclaim.compression.spec.wrapping import unfit_to_wrap
 from kvreclaim.config import AUTO, CompressionSettings
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import Footprint, budget_in_blocks
-from kvreclaim.schedule.budget.way import Way
 
 _ROWS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     json.loads((Path(__file__).parent / "policies.json").read_text())
@@ -36,7 +36,7 @@ SETTINGS = ("budget", "interval", "sinks", "recent")
 
 
 def traits(policy: str) -> Footprint:
-    """Way, prompt_only and window of a policy as it is written, whatever the budget. Raises:
+    """Eviction method, prompt_only and window of a policy as it is written, whatever the budget. Raises:
     InvalidArgumentError if it is not to be read or not built in."""
     return _traits(parse_spec(policy))
 
@@ -46,7 +46,7 @@ def footprint(text: str, *, block_size: int = 16, max_chunk: int = 2048) -> Foot
     policy, settings = _split(text)
     lengths = {name: getattr(settings, name) for name in SETTINGS}
     found = replace(traits(policy), block_size=block_size, max_chunk=max_chunk, **lengths)
-    if found.way is Way.CELLS:
+    if found.eviction_method.uneven:
         always = found.sinks + found.recent
         found = replace(found, budget=budget_in_blocks(found.budget, block_size, always))
     check_blocks(found, policy)
@@ -87,7 +87,9 @@ def _traits(spec: Spec) -> Footprint:
     refuse_unknown(spec.name, row["options"], given)
     if "wraps" in row:
         return _wrapper_traits(spec.name, row, given)
-    found = Footprint(Way(row["way"]), window=row["window"], prompt_only=row["prompt_only"])
+    found = Footprint(
+        EvictionMethod[row["eviction_method"]], window=row["window"], prompt_only=row["prompt_only"]
+    )
     if isinstance(window := given.get(row.get("window_option", "")), int):
         found = replace(found, window=window)
     option, value = row.get("prompt_only_if", ("", None))
@@ -95,13 +97,14 @@ def _traits(spec: Spec) -> Footprint:
 
 
 def _wrapper_traits(name: str, row: Mapping[str, Any], given: Mapping[str, Value]) -> Footprint:
-    """The wrapped policy's, but for the way where the wrapper has one of its own."""
+    """The wrapped policy's traits, with the wrapper's own eviction method if it has one."""
     what = wrapped(name, given.get(WRAPPED, row["wraps"]))
     inner = _traits(what)
-    unfit = TRAIT_OF_WAY.get(inner.way)
+    unfit = unfit_to_wrap(inner.eviction_method)
     require(
         unfit is None or unfit.name not in row["refuses"],
         f"{name}({what.name}) is refused: {what.name} {unfit}; wrap a policy that ranks tokens, such as "
         f"{name}({row['wraps']}).",
     )
-    return replace(inner, way=Way(row["way"])) if "way" in row else inner
+    own = row.get("eviction_method")
+    return inner if own is None else replace(inner, eviction_method=EvictionMethod[own])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from types import MappingProxyType
 
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class Trait(StrEnum):
@@ -20,12 +18,12 @@ class Trait(StrEnum):
     LIFTS = "lifts scores within a head, which says nothing between heads"
 
 
-TRAIT_OF_WAY: Mapping[Way, Trait] = MappingProxyType(
-    {
-        Way.KEEP: Trait.KEEPS_ALL,
-        Way.READS: Trait.KEEPS_ALL,
-        Way.MASK: Trait.UNMOVED,
-        Way.BLOCKS: Trait.WHOLE_BLOCKS,
-        Way.CELLS: Trait.UNEVEN,
-    }
-)
+def unfit_to_wrap(method: EvictionMethod) -> Trait | None:
+    """Why a policy of this method may be unfit; None: it ranks tokens, and equally many of each head stay."""
+    if not method.evicts:
+        return Trait.KEEPS_ALL
+    if not method.shortens:
+        return Trait.UNMOVED
+    if method.whole_blocks:
+        return Trait.WHOLE_BLOCKS
+    return Trait.UNEVEN if method.uneven else None

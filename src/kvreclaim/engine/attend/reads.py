@@ -1,4 +1,4 @@
-"""Way.READS: digests of full blocks, and at each decode step the blocks that each head reads.
+"""READS: digests of full blocks, and at each decode step the blocks that each head reads.
 
 Nothing is evicted or written, so prefixes stay shared. A prompt is attended whole; every token after it,
 once the sequence is longer than the budget, reads budget / S blocks per (layer, KV head): those of the sinks,

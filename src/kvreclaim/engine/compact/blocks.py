@@ -1,4 +1,4 @@
-"""Way.BLOCKS: whole blocks go, the same in all layers and heads; what stays is not moved."""
+"""BLOCKS: whole blocks go, the same in all layers and heads; what stays is not moved."""
 
 from __future__ import annotations
 

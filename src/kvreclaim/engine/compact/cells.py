@@ -1,4 +1,4 @@
-"""Way.CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks.
+"""CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks.
 
 All heads' last cells fill up together (ops.cell_tables), so block table, physical length and slot mapping are
 those of any other sequence.

@@ -1,4 +1,4 @@
-"""Way.COMPACT: every head keeps equally many tokens, which slide together into blocks of the new table."""
+"""COMPACT: every head keeps equally many tokens, which slide together into blocks of the new table."""
 
 from __future__ import annotations
 

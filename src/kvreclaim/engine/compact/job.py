@@ -10,7 +10,7 @@ from torch import Tensor
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.uneven import Heads
 from kvreclaim.engine.request.request import Sequence
-from kvreclaim.schedule import Pass, Way
+from kvreclaim.schedule import Pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Job:
     @property
     def num_slots(self) -> int:
         """Slots in use before, those of masked tokens included."""
-        return self.plan.logical_len if self.plan.way is Way.MASK else self.plan.num_tokens
+        return self.plan.logical_len if not self.plan.eviction_method.shortens else self.plan.num_tokens
 
     @property
     def next_position(self) -> int:
@@ -48,7 +48,7 @@ class Done:
     prompt_slots: int | None = None
 
 
-class WayOfPass(Protocol):
+class PassMethod(Protocol):
     """One way of compressing. What choose finds is for apply alone to understand."""
 
     def choose(self, jobs: list[Job]) -> list[Any]:

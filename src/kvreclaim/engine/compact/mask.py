@@ -1,4 +1,4 @@
-"""Way.MASK: evicted tokens are masked and nothing moves; a block goes back when no head needs it any more."""
+"""MASK: evicted tokens are masked and nothing moves; a block goes back when no head needs it any more."""
 
 from __future__ import annotations
 

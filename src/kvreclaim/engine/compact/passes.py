@@ -10,17 +10,17 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
-from kvreclaim.engine.compact.job import Done, Job, WayOfPass
+from kvreclaim.engine.compact.job import Done, Job, PassMethod
 from kvreclaim.engine.compact.mask import Mask
 from kvreclaim.engine.compact.pages import Pages
 from kvreclaim.engine.compact.recall_pass import RecallPass
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 class CompressionPass:
-    """Groups planned passes by compressor and dispatches by way.
+    """Groups planned passes by compressor and dispatches by eviction method.
 
     Tables have changed (integers), and so blocks of one sequence may become another's before their bytes have
     moved. Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
@@ -29,11 +29,11 @@ class CompressionPass:
     def __init__(self, pages: Pages, totals: EngineTotals, recalls: Recalls | None = None) -> None:
         self.pages = pages
         self.totals = totals
-        self.ways: dict[Way, WayOfPass] = {
-            Way.COMPACT: Compact(pages),
-            Way.MASK: Mask(pages),
-            Way.BLOCKS: Blocks(pages),
-            Way.CELLS: UnevenPass(pages),
+        self.methods: dict[EvictionMethod, PassMethod] = {
+            EvictionMethod.COMPACT: Compact(pages),
+            EvictionMethod.MASK: Mask(pages),
+            EvictionMethod.BLOCKS: Blocks(pages),
+            EvictionMethod.CELLS: UnevenPass(pages),
         }
         self._recall = None if recalls is None else RecallPass(pages, recalls)
 
@@ -57,9 +57,9 @@ class CompressionPass:
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes
 
-    def _way(self, compressor: Compressor) -> WayOfPass:
+    def _way(self, compressor: Compressor) -> PassMethod:
         if compressor.recall is None:
-            return self.ways[compressor.way]
+            return self.methods[compressor.eviction_method]
         assert self._recall is not None, "a request with recall was refused"
         return self._recall
 

@@ -57,7 +57,7 @@ def recall_of(job: Job) -> Recall:
 
 
 class RecallPass:
-    """Way.COMPACT with recall."""
+    """COMPACT with recall."""
 
     def __init__(self, pages: Pages, recalls: Recalls) -> None:
         self.pages, self.recalls = pages, recalls

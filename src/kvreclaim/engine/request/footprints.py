@@ -35,7 +35,7 @@ def footprint_of(
     if compressor is None:
         return plain
     settings, recall, least = compressor.config, compressor.recall, config.block_size
-    window = window_of(compressor.policy) if compressor.way.evicts else 1
+    window = window_of(compressor.policy) if compressor.eviction_method.evicts else 1
     if recall is not None:  # the recent tokens must not reach the recalled ones, nor a window's queries
         least = max(least, settings.recent, compressor.policy.query_window)
         if window is not None and recall.needs_queries:
@@ -54,7 +54,7 @@ def _check_compress_at(compress_at: int | None, compressor: Compressor | None, n
         return
     check_int("compress_at", compress_at, 1)
     require(
-        compressor is not None and compressor.way.evicts,
+        compressor is not None and compressor.eviction_method.evicts,
         f"compress_at is {compress_at}, but the request's compression evicts nothing; give it a policy that "
         "does, or leave compress_at out.",
         "compress_at",

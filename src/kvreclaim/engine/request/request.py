@@ -212,8 +212,8 @@ class Verify:
     num_accepted: int = 0
 
     @property
-    def way(self) -> schedule.Way:
-        return self.compressor.way
+    def eviction_method(self) -> schedule.EvictionMethod:
+        return self.compressor.eviction_method
 
     def belief(self, probability: float) -> float:
         """In a draft that the compressed cache holds so probable."""

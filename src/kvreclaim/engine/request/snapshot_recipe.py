@@ -29,7 +29,10 @@ def recipe_of(compressor: Compressor, footprint: Footprint) -> str:
         "policy": f"{type(policy).__module__} {policy.name} {policy!r}",
         "mode": str(compressor.mode.value),
         "statistics": compressor.stats_digest,
-        "footprint": {**asdict(replace(footprint, offset=0)), "way": footprint.way.value},
+        "footprint": {
+            **asdict(replace(footprint, offset=0)),
+            "eviction_method": footprint.eviction_method.value,
+        },
     }
     return json.dumps(told, sort_keys=True)
 

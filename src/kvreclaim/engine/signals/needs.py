@@ -10,7 +10,6 @@ from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.schedule.budget.way import Way
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
 """Signals that every step has to add to."""
@@ -29,7 +28,7 @@ def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, bloc
         found += compressor.policy.query_window * layer.num_heads * layer.head_dim * facts.dtype.itemsize
     if Signal.ATTENTION_MASS in needs:
         found += layer.num_kv_heads * num_slots * torch.float32.itemsize
-    if compressor.way is Way.READS:
+    if compressor.eviction_method.sparse_reads:
         found += 2 * layer.num_kv_heads * layer.head_dim * (num_slots // block_size) * torch.float32.itemsize
     if (recall := compressor.recall) is not None and recall.needs_queries:
         found += recall.every * layer.num_heads * layer.head_dim * facts.dtype.itemsize

@@ -16,7 +16,7 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence, Verify
 from kvreclaim.engine.speculative.asked import QUERIES, Asked
 from kvreclaim.engine.speculative.feeding import Feeding, Piece
-from kvreclaim.schedule import Row, Status, Way
+from kvreclaim.schedule import Row, Status
 from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
 
@@ -55,7 +55,7 @@ class Following:
         """These have advanced."""
         self.forget_gone()
         running = [seq for seq in computed if is_owner(seq) and seq.status is Status.RUNNING]
-        owners = [seq for seq in running if verify_of(seq).way is not Way.READS]
+        owners = [seq for seq in running if not verify_of(seq).eviction_method.sparse_reads]
         try:
             pairs = [(owner, companion) for owner in owners if (companion := self._companion(owner))]
             self._compress([(owner, companion) for owner, companion in pairs if companion.is_due])
@@ -186,7 +186,7 @@ class Following:
             if isinstance(outcome, Exception):
                 self.failed("compressing for drafts of request %s", owner.request_id, outcome)
                 self.leave(owner.seq_id)
-            elif job.plan.way in (Way.MASK, Way.BLOCKS):
+            elif job.plan.eviction_method.settles_after_choice:
                 account, memory = job.seq.account, self.companions.memory
                 take_choice(job.plan, outcome.gone, outcome.prompt_slots, account, memory)
 

@@ -16,7 +16,6 @@ from kvreclaim.engine.speculative.companion_drafts import Draft, draft_all
 from kvreclaim.engine.speculative.drafter import most_drafts
 from kvreclaim.engine.speculative.following import Following, adjust, is_owner, verify_of
 from kvreclaim.ops.batch import AttentionBatch
-from kvreclaim.schedule import Way
 
 
 class Verifier(Extension):
@@ -91,7 +90,9 @@ class Verifier(Extension):
         verify = verify_of(owner)
         memory, form = self.lifecycle.memory, self.runner.cache.format
         most = most_drafts(owner, verify.num_tokens, memory, form)
-        companion = self._reader(owner, most) if verify.way is Way.READS else self.companions.get(owner)
+        companion = (
+            self._reader(owner, most) if verify.eviction_method.sparse_reads else self.companions.get(owner)
+        )
         if not most or companion is None or companion.num_computed != owner.num_computed:
             return []
         companion.token_ids[companion.num_computed :] = owner.token_ids[companion.num_computed :]

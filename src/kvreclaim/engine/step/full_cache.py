@@ -19,7 +19,6 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.streamed import StreamedLayers, host_cache
-from kvreclaim.schedule.budget.way import Way
 
 logger = logging.getLogger(__name__)
 FIELD = "full_cache_host_size"
@@ -53,7 +52,7 @@ def check_kept(
 ) -> None:
     """Raise InvalidArgumentError for a request that does not keep its full cache, where that lies in host
     memory."""
-    if compressor is not None and compressor.way is not Way.KEEP:
+    if compressor is not None and not compressor.eviction_method.keeps_all:
         raise InvalidArgumentError(
             f"policy {compressor.policy.name} keeps its survivors on the device, and {FIELD} is "
             f"{config.full_cache_host_size:g}, with which caches lie in host memory; ask for verify=True, "

@@ -10,7 +10,6 @@ from kvreclaim.errors import RequestTooLongError
 from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
-from kvreclaim.schedule.budget.way import Way
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def check_length(
 
     num_prompt, known: tokens of the prompt, and of everything that is given; policy: its name
     """
-    if footprint.way is not Way.KEEP:
+    if not footprint.eviction_method.keeps_all:
         check_blocks(footprint, policy)
     assert config.max_model_len is not None, "the engine's limits are set"
     assert config.num_blocks is not None, "the engine's limits are set"

@@ -18,7 +18,7 @@ from kvreclaim.engine.sampling.logprobs import report_prompt
 from kvreclaim.engine.sampling.processors import SampleRow
 from kvreclaim.engine.sampling.sampler import Drawn, draw
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.schedule import Pass, Way
+from kvreclaim.schedule import Pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +212,7 @@ class OutputProcessor:
                 continue
             with self.lifecycle.contained(job.seq.request, "compressing"):
                 plan = job.plan
-                if plan.way in (Way.MASK, Way.BLOCKS):
+                if plan.eviction_method.settles_after_choice:
                     plan = scheduler.compressed(plan, outcome.gone, outcome.prompt_slots)
                 self.passes.append((job.seq.request, plan))
                 for extension in self.lifecycle.extensions:

@@ -18,7 +18,6 @@ from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.budget.footprint import Footprint
 from kvreclaim.schedule.budget.lengths import most_blocks
 from kvreclaim.schedule.budget.sparse import SparseRows
-from kvreclaim.schedule.budget.way import Way
 
 
 def check_prompt(
@@ -106,7 +105,7 @@ def check_sparse_prefill(
             "computed from; leave one of them out.",
             field=where,
         )
-    if compressor is not None and compressor.way is Way.MASK:
+    if compressor is not None and not compressor.eviction_method.shortens:
         raise InvalidArgumentError(
             f"policy {compressor.policy.name} hides evicted tokens in place, which sparse prefill "
             f"{method.name} does not look at; use a policy that moves tokens together, or compute prompts "

@@ -12,7 +12,6 @@ from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.request import Verify
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.budget.check import check_blocks
-from kvreclaim.schedule.budget.way import Way
 
 
 def divided(compressor: Compressor | None) -> tuple[Compressor | None, Compressor | None]:
@@ -51,11 +50,11 @@ def _check(
     policy, facts, on_host = compressor.policy, groups.facts, config.full_cache_host_size > 0
     problems = {
         f"policy {policy.name} holds on the device as much as the full cache, which full_cache_host_size "
-        "moves to the host; name one that gives blocks back": on_host and not policy.way.reclaims,
+        "moves to the host; name one that gives blocks back": on_host and not policy.eviction_method.reclaims,
         f"policy {policy.name} keeps scores beside the slots of the full cache, which lie in host memory; "
         "use another policy": on_host and Signal.TOKEN_SCORES in policy.needs,
         f"policy {policy.name} evicts nothing, so there is nothing to draft from; name one that does": (
-            policy.way is Way.KEEP
+            policy.eviction_method.keeps_all
         ),
         f"policy {policy.name} turns keys to positions relative to the cache, where exact keys do not fit; "
         "keep the original positions": policy.cache_relative,

@@ -32,7 +32,6 @@ from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.formats import plain_format
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
-from kvreclaim.schedule.budget.way import Way
 
 logger = logging.getLogger("vllm.kvreclaim")
 
@@ -162,7 +161,7 @@ class Applier:
         compressor = self.compressor(settings)
         positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
         asked = positions is not None or self.trace is not None
-        if one.way is Way.CELLS and self.uneven is not None:
+        if one.eviction_method.uneven and self.uneven is not None:
             check = partial(self.clock.watch, one.seq_id)
             kept = self.uneven.carry_out(one, compressor, positions, check, asked)
         else:
@@ -191,7 +190,7 @@ class Applier:
             check=partial(self.clock.watch, one.seq_id),
         )
         self.views.compact(kept, source, self.views.block_ids(one.target_ids))
-        if one.way is Way.CELLS:  # for the scheduler heads differ, so it leaves the count to us
+        if one.eviction_method.uneven:  # for the scheduler heads differ, so it leaves the count to us
             rules = compressor.rules
             left = kept_prompt_slots(num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **rules)
             self.prompts[one.seq_id] = left

@@ -26,7 +26,6 @@ from kvreclaim.integrations.vllm import page_address as address
 from kvreclaim.integrations.vllm.asking import KEY, VARIABLE
 from kvreclaim.integrations.vllm.page_address import PageAddress
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 
 SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, knorm, keydiff, lagkv, random or "
@@ -152,7 +151,7 @@ class Options:
     @property
     def has_cells(self) -> bool:
         """Whether heads may keep unequal numbers of tokens, which attention has to be made ready for."""
-        return self.settings.make_policy().way is Way.CELLS
+        return self.settings.make_policy().eviction_method.uneven
 
     def bound(self, block_size: int, max_chunk: int) -> int | None:
         """Tokens that one compressed request holds at most; None: its whole length."""
@@ -179,12 +178,12 @@ class Options:
                     f"it; ask for {limit} or less, or turn compression off for this request.",
                 )
             require(
-                is_bounded(settings) or not settings.make_policy().way.evicts,
+                is_bounded(settings) or not settings.make_policy().eviction_method.evicts,
                 f"policy {settings.policy!r} keeps whole prompts, for which this server, started with "
                 f"{own.policy!r}, has not sized its memory; ask for a policy that compresses throughout.",
             )
         require(
-            self.has_cells or settings.make_policy().way is not Way.CELLS,
+            self.has_cells or not settings.make_policy().eviction_method.uneven,
             f"policy {settings.policy!r} lets heads keep unequal numbers of tokens, for which this server, "
             f"started with {own.policy!r}, has not made attention ready; ask for a policy with equal heads.",
         )
@@ -210,11 +209,11 @@ def is_bounded(settings: CompressionConfig) -> bool:
 def check_policy(policy: CompressionPolicy) -> None:
     """Raise InvalidArgumentError for a policy that wants what is not to be had inside vLLM."""
     missing = sorted(policy.needs & _MISSING.keys(), key=lambda signal: signal.value)
-    way = policy.way
+    method = policy.eviction_method
     reasons = {
-        "evicts whole blocks, and the scheduler cannot know which": way is Way.BLOCKS,
-        "moves nothing, so that no block comes back": way is Way.MASK,
-        "reads some blocks only, and attention is vLLM's own": way is Way.READS,
+        "evicts whole blocks, and the scheduler cannot know which": method.whole_blocks,
+        "moves nothing, so that no block comes back": not method.shortens,
+        "reads some blocks only, and attention is vLLM's own": method.sparse_reads,
         "turns keys when they move, and positions are vLLM's own": policy.cache_relative,
         f"needs {_MISSING[missing[0]] if missing else ''}, which vLLM does not keep": bool(missing),
     }
@@ -250,7 +249,7 @@ def _best_that_fits(stats: object, where: str) -> str:
 
 
 def _unless_full(settings: CompressionConfig) -> CompressionConfig | None:
-    return settings if settings.make_policy().way.evicts else None
+    return settings if settings.make_policy().eviction_method.evicts else None
 
 
 def _parse(text: str, where: str) -> object:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 
 
 def check_blocks(footprint: Footprint, name: str) -> None:
     """Raise InvalidArgumentError for a way of compressing that these blocks cannot serve."""
     size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
-    uneven, least = footprint.way is Way.CELLS, footprint.least_budget
+    uneven, least = footprint.eviction_method.uneven, footprint.least_budget
     problem = _recall_problem(footprint)
     if uneven and interval < size:
         problem = (

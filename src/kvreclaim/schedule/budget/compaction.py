@@ -7,7 +7,7 @@ from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, TableState
-from kvreclaim.schedule.budget.way import Way
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +17,16 @@ class Pass(Generic[Id]):
     source_ids:   blocks that hold the num_tokens live tokens, in table order; a hole, which nobody reads,
                   names another block of the sequence
     target_ids:   blocks that hold the `keep` survivors afterwards; may overlap the sources, and so may those
-                  of a later pass: passes are carried out in their order. Under Way.MASK and Way.BLOCKS
-                  nothing moves, and only the choice tells which blocks go: Scheduler.compressed
+                  of a later pass: passes are carried out in their order. Where the method
+                  settles_after_choice, only the choice tells which blocks go: Scheduler.compressed
     logical_len:  tokens computed so far, evicted ones included: the position of the next query
-    prompt_slots: leading live slots that hold prompt tokens (under Way.CELLS: those since the last pass)
+    prompt_slots: leading live slots that hold prompt tokens (under CELLS: those since the last pass)
     first:        nothing of this sequence has been evicted yet
     blocks_freed: blocks that went back to the pool, less those taken; as far as known beforehand
     """
 
     seq_id: Id
-    way: Way
+    eviction_method: EvictionMethod
     source_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
     num_tokens: int

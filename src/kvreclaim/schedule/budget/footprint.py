@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule.budget.account import Account
+from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
 from kvreclaim.schedule.budget.recall import Recall
 from kvreclaim.schedule.budget.sparse import SparseRows
-from kvreclaim.schedule.budget.way import Way
 
 
 def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
@@ -32,7 +32,7 @@ def budget_in_blocks(budget: int, block_size: int, protected: int) -> int:
 class Footprint:
     """How one request's cache grows and shrinks in one engine. All lengths in tokens per layer and KV head.
 
-    way, budget, interval, prompt_only, sinks, recent, protect_prompt: of its compression
+    eviction_method, budget, interval, prompt_only, sinks, recent, protect_prompt: of its compression
     window:     queries before the first pass that must be computed, not hit, at least 1; None: all of them
     block_size: slots per block
     max_chunk:  tokens that one step computes at most
@@ -51,7 +51,7 @@ class Footprint:
     lossy_from: leading tokens behind which what is computed is nobody else's; None: all is found by others
     """
 
-    way: Way = Way.KEEP
+    eviction_method: EvictionMethod = EvictionMethod.KEEP
     budget: int = 0
     interval: int = 1
     prompt_only: bool = False
@@ -72,14 +72,14 @@ class Footprint:
 
     def seen_from(self, num_computed: int) -> int:
         """Tokens before the first one that a later token sees, of those that may be given back."""
-        if self.trailing is None or self.way is not Way.KEEP:
+        if self.trailing is None or not self.eviction_method.keeps_all:
             return 0
         return self.trailing.first_seen(num_computed)
 
     @property
     def bounded(self) -> bool:
         """Whether a sequence never holds much more than its budget, however long it gets."""
-        return self.way.reclaims and not self.prompt_only
+        return self.eviction_method.reclaims and not self.prompt_only
 
     @property
     def decode_cap(self) -> int:
@@ -105,7 +105,7 @@ class Footprint:
 
     def is_due(self, num_computed: int, num_prompt: int, account: Account) -> bool:
         """Whether a sequence is compressed at its present length."""
-        if not self.way.evicts:
+        if not self.eviction_method.evicts:
             return False
         in_prompt = num_computed < num_prompt
         if self.compress_at and (self.prompt_only or num_computed == self.compress_at):
@@ -136,10 +136,10 @@ class Footprint:
 
     def _until_pass(self, num_computed: int, num_prompt: int, account: Account) -> int:
         prompt_left = num_prompt - num_computed
-        if self.way is Way.READS:
+        if self.eviction_method.sparse_reads:
             whole = max(num_prompt, self.budget) - num_computed
             return whole if whole > 0 else self.max_chunk
-        if not self.way.evicts:
+        if not self.eviction_method.evicts:
             return self.max_chunk
         if num_computed < self.compress_at:
             until = self.compress_at - num_computed
@@ -157,11 +157,11 @@ class Footprint:
 
     def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
         """Whether the next tokens read some blocks only: what is computed then is not exact."""
-        return self.way is Way.READS and num_computed >= max(num_prompt, self.budget)
+        return self.eviction_method.sparse_reads and num_computed >= max(num_prompt, self.budget)
 
     def first_pass(self, num_prompt: int) -> int | None:
         """Logical length at which a sequence is compressed for the first time; None: it never is."""
-        if not self.way.evicts:
+        if not self.eviction_method.evicts:
             return None
         at = self.compress_at
         if self.prompt_only:
@@ -177,7 +177,7 @@ class Footprint:
         that it would find."""
         if (end := self.shared_until(num_prompt)) is not None:
             known = min(known, end)
-        if self.way is Way.READS:
+        if self.eviction_method.sparse_reads:
             return min(known, max(num_prompt, self.budget))
         first = self.first_pass(num_prompt)
         if first is None:
@@ -193,7 +193,7 @@ class Footprint:
         attention over all that there are, or as sparsely."""
         if (end := self.shared_until(num_prompt)) is not None:
             known = min(known, end)
-        if self.way is Way.READS:
+        if self.eviction_method.sparse_reads:
             return min(known, max(num_prompt, self.budget))
         return min(known, self.first_pass(num_prompt) or known)
 
@@ -205,10 +205,10 @@ class Footprint:
 
     def slots_needed(self, num_prompt: int, known: int) -> int:
         """Slots that a sequence holds at most on its way to these lengths, but for its windows."""
-        if self.way is Way.KEEP and self.trailing is not None:
+        if self.eviction_method.keeps_all and self.trailing is not None:
             most = self.trailing.most_blocks(known, min(self.max_chunk, known), self.block_size)
             return min(known, most * self.block_size)
-        if not self.way.reclaims:
+        if not self.eviction_method.reclaims:
             return known
         if self.aligned:
             return known if self.most_tokens is None else min(known, self.most_tokens)
@@ -222,7 +222,7 @@ class Footprint:
         gone = max(0, live - self.budget)
         if self.aligned:
             gone = gone // self.block_size * self.block_size
-        elif self.way is Way.BLOCKS:
+        elif self.eviction_method.whole_blocks:
             gone = blocks_for(gone, self.block_size) * self.block_size
         return live - gone
 
@@ -242,6 +242,6 @@ class Footprint:
         """Tokens in the blocks that may not go, or are always read, wherever the newest token lies."""
         size = self.block_size
         sinks = blocks_for(self.sinks, size)
-        if self.way is Way.READS:
+        if self.eviction_method.sparse_reads:
             return (1 + max(1, sinks) + blocks_for(self.recent - 1, size)) * size
-        return sinks * size + self.recent + size - 1 if self.way is Way.BLOCKS else 0
+        return sinks * size + self.recent + size - 1 if self.eviction_method.whole_blocks else 0

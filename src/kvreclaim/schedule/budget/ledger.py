@@ -12,7 +12,6 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.budget.account import Account
 from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
 from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.way import Way
 
 
 class Pool(Protocol[Id]):
@@ -43,7 +42,7 @@ def compress(
 ) -> Pass[Id] | None:
     """Bring a sequence that is due back to its budget; account, pool and table are changed at return.
 
-    Where nothing moves (Way.MASK, Way.BLOCKS) the blocks are dropped later, once the choice is made.
+    Where nothing moves the blocks are dropped later, once the choice is made.
 
     Returns: None if blocks are missing, and nothing has changed.
     """
@@ -52,7 +51,7 @@ def compress(
     assert keep < live, f"sequence {seq_id} is due with {live} tokens, of which {keep} stay"
     source_ids: tuple[int, ...] = ()
     shrunk: Shrunk | None
-    if footprint.way.moves and isinstance(pool, Runs) and isinstance(seq_id, int):
+    if footprint.eviction_method.moves and isinstance(pool, Runs) and isinstance(seq_id, int):
         shrunk = pool.compact(seq_id, keep)
     else:
         source_ids, shrunk = _in_blocks(seq_id, live, keep, footprint, pool)
@@ -61,7 +60,7 @@ def compress(
     prompt = account.prompt_now(num_computed, num_prompt)
     done = Pass(
         seq_id,
-        footprint.way,
+        footprint.eviction_method,
         source_ids,
         shrunk.block_ids,
         num_tokens=live,
@@ -84,7 +83,7 @@ def take_choice(
 ) -> Pass[int]:
     """A choice has been made that nothing moves for: these full entries of the sequence's table go, and so
     many leading slots hold prompt tokens now (None: as planned). Returns: the pass as it came out."""
-    give_back = memory.punch if done.way is Way.MASK else memory.drop_blocks
+    give_back = memory.drop_blocks if done.eviction_method.shortens else memory.punch
     memory.mark_inexact(done.seq_id)
     freed = give_back(done.seq_id, gone) if gone else 0
     account.blocks_freed += freed
@@ -99,15 +98,15 @@ def _in_blocks(
 ) -> tuple[tuple[int, ...], Shrunk | None]:
     """Returns: the blocks before, a hole named after another one, and those afterwards; None: some lack."""
     table = pool.table_state(seq_id)
-    if footprint.way is Way.COMPACT:
+    if footprint.eviction_method.equal_heads:
         held = len(table.block_ids)
         assert held == blocks_for(live, footprint.block_size), f"{seq_id}: {live} tokens in {held} blocks"
     some = next((block for block in reversed(table.block_ids) if block is not None), 0)
     source_ids = tuple(some if block is None else block for block in table.block_ids)
-    if not footprint.way.moves:
+    if not footprint.eviction_method.moves:
         return source_ids, Shrunk(source_ids, 0)
     size = footprint.block_size
-    is_open = footprint.aligned and footprint.way is Way.CELLS and live % size != 0
+    is_open = footprint.aligned and footprint.eviction_method.uneven and live % size != 0
     plan = plan_compaction(seq_id, table, keep, size, pool.num_free, open_stays=is_open)
     return source_ids, None if plan is None else pool.shrink(plan)
 
@@ -116,7 +115,7 @@ def _note(account: Account, done: Pass[Id], footprint: Footprint) -> None:
     size, live, keep = footprint.block_size, done.num_tokens, done.keep
     account.num_evicted = done.shift
     account.prompt_slots = (
-        0 if done.way is Way.CELLS else footprint.kept_prompt(live, done.prompt_slots, keep)
+        0 if done.eviction_method.uneven else footprint.kept_prompt(live, done.prompt_slots, keep)
     )
     account.last_computed = done.logical_len
     account.blocks_freed += done.blocks_freed

@@ -38,7 +38,7 @@ def most_blocks(width: int, num_prompt: int, length: int, footprint: Footprint) 
     windows = width * (footprint.window_slots(length) // size)
     each = blocks_for(footprint.slots_needed(num_prompt, length), size)
     first_pass = footprint.first_pass(num_prompt)
-    if footprint.way.moves and first_pass is not None and first_pass < length:
+    if footprint.eviction_method.moves and first_pass is not None and first_pass < length:
         return windows + width * each
     shared = num_prompt // size
     return windows + shared + width * (blocks_for(length, size) - shared)

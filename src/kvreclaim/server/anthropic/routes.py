@@ -69,7 +69,11 @@ def _compress_at(
 ) -> int | None:
     """What the request says, else its last cache breakpoint where its cache is compressed: what lies before
     is asked about again, so it is compressed once for all who do."""
-    if body.compress_at is not None or compression is None or not compression.make_policy().way.evicts:
+    if (
+        body.compress_at is not None
+        or compression is None
+        or not compression.make_policy().eviction_method.evicts
+    ):
         return body.compress_at
     ends = [point.num_tokens for point in rendered.breakpoints if point.num_tokens < len(rendered.token_ids)]
     return max(ends, default=0) or None
