@@ -311,50 +311,91 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn; vLLM's names and meanings. Raises: InvalidArgumentError.
+    """How one request's tokens are drawn, in vLLM's names, meanings and order. Raises: InvalidArgumentError.
 
     n:           outputs for the prompt, computed once and forked with copy-on-write
-    stop:        strings that end an output (cut from the text); stop_token_ids likewise (kept in token_ids)
-    logprobs:    per generated token the log-probabilities of this many most likely tokens and of the
-                 one drawn, before temperature, penalties and logit_bias; None keeps none
+    stop:        strings that end an output; the text ends before them
+    stop_token_ids: tokens that end an output; they stay in token_ids
+    logprobs:    log-probabilities of this many most likely tokens, and of the one drawn, per generated token;
+                 -1: of the whole vocabulary. They are the model's, before anything here changes logits
     prompt_logprobs: the same per prompt token but the first; such a prompt is computed whole, without a
                  prefix hit, and the logits of a chunk, [max_num_batched_tokens, V], are held at once
-    logit_bias:  token id -> -100 .. 100, added to the logits before all else that changes them
-    cache_salt:  prefix blocks are shared only among requests with the same salt
-    sparse_prefill: how the prompt is computed, as of EngineConfig; None: as the engine says
+    detokenize:  False: outputs have no text
+    skip_special_tokens: special tokens add no text
+    include_stop_str_in_output: the text ends with the stop string or token that ended the output
+    logit_bias:  token id -> -100 .. 100, added to the logits before penalties
+    allowed_token_ids: only these tokens are drawn
+    bad_words:   texts that no output gets: a token that would complete one is not drawn. A word is looked for
+                 as the tokenizer writes it at the start of a text and behind a space
     """
 
     n: int = option(1, low=1)
-    temperature: float = option(1.0, "0 takes the likeliest token.", low=0.0, high=100.0)
-    top_p: float = option(
-        1.0, "Only the likeliest tokens that have this probability together.", low=0.0, high=1.0
+    presence_penalty: float = option(
+        0.0, "Subtract this from the logits of tokens that the output contains.", low=-2.0, high=2.0
     )
-    top_k: int = option(0, "Only so many likeliest tokens; 0 or -1: all.", low=-1, high=MAX_COUNT)
-    min_p: float = option(
-        0.0, "Only tokens of this share of the likeliest one's probability.", low=0.0, high=1.0
-    )
-    seed: int | None = option(None, "Draws the same tokens again.", low=0, high=MAX_SEED)
-    stop: str | list[str] | tuple[str, ...] | None = option(
-        None, "Ends the output, and is cut from it; may be given several times.", typed_as=list[str]
-    )
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
-    max_tokens: int | None = option(
-        16, "Of the output; as many as fit where it is None.", low=1, high=MAX_COUNT
-    )
-    min_tokens: int = option(0, "No end before.", low=0, high=MAX_COUNT)
-    ignore_eos: bool = option(False, "The model does not end the output.")
-    logprobs: int | None = option(None, low=0)
-    presence_penalty: float = option(0.0, "On tokens that the output has.", low=-2.0, high=2.0)
     frequency_penalty: float = option(
-        0.0, "On tokens, each time that the output has them.", low=-2.0, high=2.0
+        0.0,
+        "Subtract this from a token's logit for each time that the output contains it.",
+        low=-2.0,
+        high=2.0,
     )
     repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens that prompt or output have.", low=0.01, high=100.0
+        1.0,
+        "Penalize tokens that the prompt or the output contains; above 1 makes them less likely.",
+        low=0.01,
+        high=100.0,
     )
-    cache_salt: str | None = None
-    logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = option(None, low=0)
-    sparse_prefill: str | None = None
+    temperature: float = option(
+        1.0, "Randomness of sampling; 0 always takes the most likely token.", low=0.0, high=100.0
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the fewest most likely tokens whose probabilities add up to this.",
+        low=0.0,
+        high=1.0,
+    )
+    top_k: int = option(
+        0, "Sample from this many most likely tokens; 0 or -1 means all.", low=-1, high=MAX_COUNT
+    )
+    min_p: float = option(
+        0.0,
+        "Drop tokens less probable than this share of the most likely token's probability.",
+        low=0.0,
+        high=1.0,
+    )
+    seed: int | None = option(
+        None, "Seed of this request; the same seed gives the same output.", low=0, high=MAX_SEED
+    )
+    stop: str | list[str] | tuple[str, ...] | None = option(
+        None,
+        "Text that ends the output; the output ends before it. May be given several times.",
+        typed_as=list[str],
+    )
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
+    max_tokens: int | None = option(
+        16, "Maximum number of tokens to generate; as many as fit where it is null.", low=1, high=MAX_COUNT
+    )
+    min_tokens: int = option(
+        0, "Generate at least this many tokens before the output may end.", low=0, high=MAX_COUNT
+    )
+    logprobs: int | None = option(None, low=-1)
+    prompt_logprobs: int | None = option(None, low=-1)
+    detokenize: bool = option(True, kw_only=True)
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.", kw_only=True)
+    include_stop_str_in_output: bool = option(
+        False, "End the text with the stop string or token that ended the output.", kw_only=True
+    )
+    logit_bias: dict[int, float] | None = field(default=None, kw_only=True)
+    allowed_token_ids: list[int] | tuple[int, ...] | None = field(default=None, kw_only=True)
+    bad_words: list[str] | tuple[str, ...] | None = option(
+        None,
+        "Text that the output may not contain. May be given several times.",
+        typed_as=list[str],
+        kw_only=True,
+    )
+    cache_salt: str | None = field(default=None, kw_only=True)
+    sparse_prefill: str | None = field(default=None, kw_only=True)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -367,10 +408,25 @@ class SamplingParams:
         )
         self._check_bias()
         self._check_ends()
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _check_token_ids(name, getattr(self, name))
         require(
-            isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
-            f"stop is {self.stop!r}; pass a non-empty string or a list of them.",
+            self.allowed_token_ids is None or bool(self.allowed_token_ids),
+            "allowed_token_ids is empty, so that no token may come; pass some, or None.",
+            "allowed_token_ids",
+        )
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name, texts in (("stop", stop), ("bad_words", self.bad_words or [])):
+            require(
+                isinstance(texts, (list, tuple)) and all(isinstance(s, str) and s for s in texts),
+                f"{name} is {getattr(self, name)!r}; pass non-empty strings in a list"
+                f"{', or one string' if name == 'stop' else ''}.",
+                name,
+            )
+        require(
+            self.detokenize or not stop,
+            f"stop is {self.stop!r} with detokenize False: stop strings are looked for in text; leave one of "
+            "them out, or pass stop_token_ids.",
             "stop",
         )
         object.__setattr__(self, "stop_strings", tuple(stop))
@@ -393,13 +449,6 @@ class SamplingParams:
             "min_tokens",
         )
         require(
-            self.stop_token_ids is None or isinstance(self.stop_token_ids, (list, tuple)),
-            f"stop_token_ids is {self.stop_token_ids!r}; pass a list of token ids or None.",
-            "stop_token_ids",
-        )
-        for token in self.stop_token_ids or ():
-            check_int("stop_token_ids", token, 0)
-        require(
             self.cache_salt is None or isinstance(self.cache_salt, str),
             f"cache_salt is {self.cache_salt!r}; pass a string or None.",
             "cache_salt",
@@ -409,6 +458,16 @@ class SamplingParams:
             "cache_salt holds the character NUL, which sets apart what is not computed exactly; drop it.",
             "cache_salt",
         )
+
+
+def _check_token_ids(name: str, ids: object) -> None:
+    require(
+        ids is None or isinstance(ids, (list, tuple)),
+        f"{name} is {ids!r}; pass a list of token ids or None.",
+        name,
+    )
+    for token in ids or ():  # type: ignore[attr-defined]
+        check_int(name, token, 0)
 
 
 BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvreclaim.config import SamplingParams
 from kvreclaim.engine.sampling.logprobs import Logprob
-from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.processors import SampleRow, completing
 from kvreclaim.engine.sampling.sampler import _sample
 
 VOCAB = 12
@@ -188,7 +188,8 @@ def penalised(logits: list[float], one: SampleRow) -> list[float]:
             x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
         count = one.generated.count(token)
         x -= p.frequency_penalty * count + (p.presence_penalty if count else 0.0)
-        out.append(-math.inf if token in one.forbidden else x)
+        may_come = p.allowed_token_ids is None or token in p.allowed_token_ids
+        out.append(x if may_come and token not in one.forbidden else -math.inf)
     return out
 
 
@@ -200,6 +201,8 @@ PENALTIES = [
     {"frequency_penalty": 0.6},
     {"frequency_penalty": -0.6},
     {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3, "allowed_token_ids": [11, 7, 5, 5, 1]},
+    {"allowed_token_ids": [2]},
 ]
 
 
@@ -232,7 +235,34 @@ def test_forbidden_tokens_do_not_come(temperature: float) -> None:
     assert temperature < 100 or set(counts) == left
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3])
+def test_tokens_that_are_not_allowed_do_not_come_whatever_else_is_in_the_batch() -> None:
+    logits = noise(9, VOCAB)
+    rows = [row(SamplingParams(temperature=0, allowed_token_ids=[token])) for token in range(VOCAB)]
+    rows.insert(4, row(SamplingParams(temperature=0)))
+    tokens, _ = sample(logits.expand(len(rows), -1).clone(), rows)
+    assert tokens == [*range(4), int(logits.argmax()), *range(4, VOCAB)]
+
+
+@pytest.mark.parametrize("drawn", [{"temperature": 0.0}, {}, {"top_k": 3, "min_p": 0.1}], ids=str)
+def test_a_row_of_which_no_token_may_come_is_an_error_of_its_own(drawn: dict) -> None:
+    dead = row(SamplingParams(allowed_token_ids=[3, 4], **drawn), forbidden=(3, 4))
+    rows = [row(SamplingParams(temperature=0)), dead, row(SamplingParams(allowed_token_ids=[7]))]
+    logits = noise(10, VOCAB)
+    first, error, last = _sample(logits.expand(3, -1).clone(), rows, [one.noise(VOCAB) for one in rows])
+    assert (first.token, last.token) == (int(logits.argmax()), 7)
+    assert isinstance(error, ValueError)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=6), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_token_that_would_complete_a_word_is_forbidden(words, data) -> None:
+    """Against looking for each word in what each token would make."""
+    generated = data.draw(st.lists(st.integers(0, 2), max_size=6))
+    want = {token for token in range(3) for word in words if (*generated, token)[-len(word) :] == word}
+    assert set(completing(words, generated)) == want
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3, -1])
 def test_logprobs_are_those_of_the_model(count: int) -> None:
     """Of the likeliest and of the one drawn; before temperature, penalties and bans."""
     logits = noise(7, VOCAB)
@@ -245,7 +275,7 @@ def test_logprobs_are_those_of_the_model(count: int) -> None:
         report = reports[0]
         want = torch.log_softmax(logits.double(), -1)
         order = want.argsort(descending=True).tolist()
-        assert set(report) == {*order[:count], tokens[0]}
+        assert set(report) == {*(order if count < 0 else order[:count]), tokens[0]}
         for token, entry in report.items():
             assert entry.logprob == pytest.approx(float(want[token]), abs=1e-5)
             assert entry.rank == order.index(token) + 1

@@ -31,6 +31,10 @@ SAMPLING: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "ignore_eos": (GREEDY | {"logit_bias": {str(EOS): 100}}, True, True),
     "min_tokens": (GREEDY | {"logit_bias": {str(EOS): 100}}, 3, 3),
     "n": (SEEDED, 3, 3),
+    "allowed_token_ids": (GREEDY, [65, 66, 67], [65, 66, 67]),
+    "bad_words": (GREEDY | {"logit_bias": {"65": 100}}, ["b", "bb"], ["b", "bb"]),
+    "skip_special_tokens": (GREEDY | {"logit_bias": {str(EOS): 100}, "ignore_eos": True}, False, False),
+    "include_stop_str_in_output": (GREEDY | {"logit_bias": {"65": 100}, "stop": ["bb"]}, True, True),
 }
 
 

@@ -31,6 +31,9 @@ TOKENIZERS = {
     "words": words_tokenizer(),
 }
 VOCABULARIES = {name: Vocabulary(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+WHOLE_VOCABULARIES = {
+    name: Vocabulary(tokenizer, skip_special_tokens=False) for name, tokenizer in TOKENIZERS.items()
+}
 WHOLE = {
     name: [token for token in range(len(tokenizer)) if "�" not in tokenizer.decode([token])]
     for name, tokenizer in TOKENIZERS.items()
@@ -82,6 +85,19 @@ def test_offsets_behind_a_broken_character(name: str) -> None:
     assert text == "end� end"
     found = spelt(VOCABULARIES[name], [end, broken, end])
     assert [(part, at) for part, at, _ in found] == [("end", 0), ("�", 3), (" end", 4)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_special_tokens_that_are_not_skipped_are_text(name: str, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.sampled_from(WHOLE[name]), max_size=12))
+    found = spelt(WHOLE_VOCABULARIES[name], tokens)
+    assert "".join(text for text, _, _ in found) == TOKENIZERS[name].backend_tokenizer.decode(
+        tokens, skip_special_tokens=False
+    )
+    assert [at for _, at, _ in found] == [
+        sum(len(text) for text, _, _ in found[:n]) for n in range(len(found))
+    ]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -57,6 +57,8 @@ ENGINE_FIELDS = {"compression": "kv_compression"} | {
         "max_tokens",
         "stop_token_ids",
         "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
         "prompt_logprobs",
         "compress_at",
         "beam_width",

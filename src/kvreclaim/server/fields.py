@@ -27,6 +27,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKEN_LIST = 1024
 """Of token ids that each new token is compared with."""
+MAX_BAD_WORDS = 128
 MAX_TOOLS = 1024
 """Definitions, or calls of one message."""
 MAX_BLOCKS = 4096
@@ -167,3 +168,4 @@ StopStrings = Annotated[
     StopString | StopList,
     described(f"a string or at most {MAX_STOP_STRINGS} of them, each of 1 to {MAX_STOP_LENGTH} characters"),
 ]
+BadWords = Annotated[Listed[StopString], Field(max_length=MAX_BAD_WORDS)]

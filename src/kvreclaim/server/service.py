@@ -74,8 +74,14 @@ class Service:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Of the tokenizer. Raises: InvalidArgumentError where there is none."""
+        """How tokens are spelled in texts without special tokens. Raises: InvalidArgumentError where there is
+        no tokenizer."""
         return Vocabulary(self.tokenizer)
+
+    @cached_property
+    def whole_vocabulary(self) -> Vocabulary:
+        """The same in texts with special tokens."""
+        return Vocabulary(self.tokenizer, skip_special_tokens=False)
 
     def check_model(self, model: str) -> str:
         """The name if it is one of ours. Raises: ApiError 404."""

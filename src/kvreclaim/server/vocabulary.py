@@ -34,10 +34,14 @@ class Place(NamedTuple):
 
 
 class Vocabulary:
-    """The spellings of a tokenizer's tokens, each made once; threads may share it."""
+    """The spellings of a tokenizer's tokens, each made once; threads may share it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    skip_special_tokens: they add nothing to a text
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
         self._known: dict[int, tuple[Spelling, Spelling]] = {}
 
     def spelling(self, token_id: int, *, first: bool) -> Spelling:
@@ -48,8 +52,8 @@ class Vocabulary:
 
     def _spell(self, token_id: int) -> tuple[Spelling, Spelling]:
         """Behind others, and as the first."""
-        decode = self.tokenizer.backend_tokenizer.decode
-        alone, twice = decode([token_id]), decode([token_id, token_id])
+        decode, skips = self.tokenizer.backend_tokenizer.decode, self.skip_special_tokens
+        alone, twice = (decode([token_id] * n, skip_special_tokens=skips) for n in (1, 2))
         if not twice:
             name = Spelling(decode([token_id], skip_special_tokens=False), (), special=True)
             return name, name
@@ -82,7 +86,7 @@ class TokenPlaces:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._stream = TextStream(vocabulary.tokenizer)
+        self._stream = TextStream(vocabulary.tokenizer, skip_special_tokens=vocabulary.skip_special_tokens)
         self._length = 0
         self._first = True
 

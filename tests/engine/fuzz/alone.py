@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lean import FIRST_SPECIAL
+
 from kvreclaim import BeamSearchParams, SamplingParams
 from kvreclaim.engine.request.request import Request
 
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 NOISES = (1e-6,) * 8 + (1e-5,) * 8 + (1e-4,) * 4
 LOGPROB = 1e-3
 """Most that a log-probability may be off."""
+LIMITS = {
+    "allowed": {"allowed_token_ids": list(range(0, FIRST_SPECIAL, 3))},
+    "bad_words": {"bad_words": [f"t{i} t{i}" for i in range(FIRST_SPECIAL)]},
+    "bias": {"logit_bias": {3: 100.0, 5: 100.0, 8: -100.0}, "presence_penalty": 2.0},
+}
+"""By what an operation calls it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Question:
     sparse: str | None = None
     recall: str | None = None
     verify: int = 0
+    limits: str | None = None
 
     @property
     def as_alone(self) -> Question:
@@ -72,6 +81,7 @@ class Question:
             prompt_logprobs=0 if self.kind == "prompt_logprobs" else None,
             cache_salt=self.salt,
             sparse_prefill=self.sparse,
+            **LIMITS.get(self.limits, {}),
         )
 
 

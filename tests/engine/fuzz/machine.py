@@ -15,7 +15,9 @@ import tiny
 from alone import Answer, Question
 from lean import FIRST_SPECIAL, Boom, Lean
 from operations import Ask, Setup
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
@@ -79,6 +81,10 @@ class Machine:
         path = tiny.save_model(family, directory, **SHAPE | WINDOWED.get(family, {}))
         for file in path.glob("token*"):  # of more ids than this model has
             file.unlink()
+        words = {f"t{token}": token for token in range(FIRST_SPECIAL)}
+        backend = Tokenizer(models.WordLevel(words))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
         how = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "num_blocks": 256}
         llm = LLM(path, **how)
         lengths = (60, 60, 60, 140)
@@ -158,6 +164,7 @@ class Machine:
             sparse=ask.sparse,
             recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
             verify=verify,
+            limits=None if ask.kind in ("beams", "score") else ask.limits,
         )
 
     def compress_at(self, ask: Ask, prompt: list[int]) -> int | None:

@@ -79,6 +79,10 @@ SPARSE = (
 """Ways of computing a prompt sparsely, each with prefixes of its own."""
 
 
+LIMITS = ("allowed", "bad_words", "bias")
+"""What may restrict or lift the tokens that are drawn."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
@@ -146,6 +150,7 @@ class Ask:
     sparse: str | None = None
     reuse: str | None = None
     verify: int = 0
+    limits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,7 @@ class Habits:
     reuse: tuple[str | None, ...]
     recalls: tuple[str | None, ...]
     verify: tuple[int, ...]
+    limits: tuple[str | None, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Habits:
@@ -223,6 +229,7 @@ class Habits:
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
             recalls=random.choice(((None,), (None, *RECALLS), RECALLS)),
             verify=random.choice(((0,), (0, 1, 5), (3, 8))),
+            limits=random.choice(((None,), (None, *LIMITS), LIMITS)),
         )
 
 
@@ -329,6 +336,7 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         reuse=random.choice(habits.reuse),
         recall=random.choice(habits.recalls),
         verify=random.choice(habits.verify),
+        limits=random.choice(habits.limits),
     )
     if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
         return replace(ask, compress_at=None, sparse=None, reuse=None, recall=None)

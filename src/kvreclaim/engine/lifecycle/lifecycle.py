@@ -305,8 +305,13 @@ class Lifecycle:
             generator = torch.Generator(self.loaded.facts.device)
             generator.manual_seed((request.seed * 65_537 + index) % 2**63)
         detokenizer = None
-        if tokenizer is not None and request.beams is None:
-            detokenizer = Detokenizer(tokenizer, params.stop_strings)
+        if tokenizer is not None and params.detokenize and request.beams is None:
+            detokenizer = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+            )
         seq_id, is_plain = next(self._seq_ids), request.is_plain and request.parent is None
         seq = Sequence(
             seq_id=seq_id,

@@ -28,7 +28,7 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
-from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.processors import SampleRow, completing
 from kvreclaim.schedule.budget.account import Account
 
 PROBABLE = (0.5, 0.9)
@@ -86,12 +86,14 @@ class Sequence(schedule.Sequence):
 
     def sample_row(self, eos_token_ids: frozenset[int]) -> SampleRow:
         """What the sampler has to know to draw the next token."""
-        params = self.request.params
+        params, words = self.request.params, self.request.bad_words
         forbidden: tuple[int, ...] = ()
         if self.num_generated < params.min_tokens:
             forbidden = tuple({*eos_token_ids, *(params.stop_token_ids or ())})
-        needs_tokens = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        generated = self.token_ids[self.num_prompt :] if needs_tokens else []
+        penalizes = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        generated = self.token_ids[self.num_prompt :] if penalizes or words else []
+        if words:
+            forbidden += completing(words, generated)
         return SampleRow(params, self.request.prompt_token_ids, generated, forbidden, self.generator)
 
     def output(self) -> CompletionOutput:
@@ -257,6 +259,7 @@ class Request:
     sparse_prefill: how its prompt is computed; None: by full attention
     reuse:     of its prompt's chunks; None: it has none
     verify:    None unless a compressed cache drafts for it; compressor is None then
+    bad_words: token ids of each of its params' bad_words
     parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
     is_plain:  full attention over all its tokens, and nothing is kept beside them
     """
@@ -276,6 +279,7 @@ class Request:
     sparse_prefill: SparsePrefill | None = None
     reuse: Reuse | None = None
     verify: Verify | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     is_plain: bool = field(init=False)

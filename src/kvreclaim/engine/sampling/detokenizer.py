@@ -8,11 +8,12 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """The text that each token completes; special tokens add none."""
+    """The text that each token completes; special tokens add none where they are skipped."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
 
     def step(self, token_id: int) -> str:
         try:
@@ -22,7 +23,7 @@ class TextStream:
                 raise
             # A byte-fallback vocabulary (Llama 2, Gemma) decodes a run of bytes as a whole: one that is
             # no UTF-8 unmakes text that was printed already. What is printed stays; begin anew.
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
             return self._stream.step(self._backend, token_id) or ""
 
 
@@ -30,20 +31,30 @@ class Detokenizer:
     """Collects one output's text and looks for stop strings.
 
     Held back until more comes, or the end: incomplete UTF-8 (tokenizers' DecodeStream), and what may be
-    the beginning of a stop string.
+    the beginning of a stop string that is to be cut.
+
+    include_stop: the text ends with the stop string, not before it
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: tuple[str, ...],
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
         self._stopped = False
-        self._stream = TextStream(tokenizer)
-        self._stop_strings = stop_strings
+        self._skip = skip_special_tokens
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stop_strings, self._include_stop = stop_strings, include_stop
         self._whole = ""
         self.text = ""
 
     def append(self, token_id: int, *, may_stop: bool) -> str | None:
-        """Add a token. Returns: the stop string that it completed (cut from the text), or None."""
+        """Add a token. Returns: the stop string that it completed, at which the text ends, or None."""
         self._token_ids.append(token_id)
         piece = self._stream.step(token_id)
         if not piece:
@@ -58,12 +69,14 @@ class Detokenizer:
             self.text = self._whole[: len(self._whole) - self._num_held_back()]
             return None
         at, stop = min(hits)
-        self.text = self._whole[:at]
+        self.text = self._whole[: at + len(stop) if self._include_stop else at]
         self._stopped = True
         return stop
 
     def _num_held_back(self) -> int:
-        """Characters at the end that may turn out to begin a stop string."""
+        """Characters at the end that may turn out to begin a stop string, and to be cut."""
+        if self._include_stop:
+            return 0
         longest = max((len(s) for s in self._stop_strings), default=1) - 1
         lengths = range(min(longest, len(self._whole)), 0, -1)
         ends = (
@@ -75,5 +88,5 @@ class Detokenizer:
         """No token follows: show what was held back."""
         if self._stopped:
             return
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)
         self.text = whole if whole.startswith(self._whole) else self._whole

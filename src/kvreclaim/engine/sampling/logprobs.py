@@ -24,12 +24,13 @@ MAX_ELEMENTS = 1 << 24
 
 
 def report(logprobs: Tensor, given: list[int], num_top: int) -> list[dict[int, Logprob]]:
-    """For each row of logprobs [N, V] its num_top most likely tokens, and the one given if it is not among
-    them. Ranks begin at 1; a given token's is one more than the number of likelier ones."""
+    """For each row of logprobs [N, V] its num_top most likely tokens, -1 for all, and the one given if it is
+    not among them. Ranks begin at 1; a given token's is one more than the number of likelier ones."""
     index = torch.tensor(given, device=logprobs.device)[:, None]
     own = logprobs.gather(-1, index)
     ranks = (logprobs > own).sum(-1) + 1
-    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    vocab = logprobs.shape[-1]
+    top = logprobs.topk(vocab if num_top < 0 else min(num_top, vocab), dim=-1)
     found = []
     rows = zip(
         given, own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True

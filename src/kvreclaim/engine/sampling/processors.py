@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class SampleRow:
     """One row's request.
 
     prompt, generated: token ids so far, for penalties
-    forbidden:         token ids that may not come yet (end tokens before min_tokens)
+    forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
     generator:         the output's own source of randomness, on the logits' device: batching changes nothing
     """
 
@@ -37,6 +38,11 @@ class SampleRow:
         return (
             p.temperature == 0 and p.logprobs is None and not any(each.applies(self) for each in PROCESSORS)
         )
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens may not come."""
+        return any(each.applies(self) for each in RESTRICTIONS)
 
     def noise(self, vocab_size: int) -> Tensor | None:
         """[V] fp32 on the generator's device; None for a greedy row, which needs none."""
@@ -105,7 +111,7 @@ class CountPenalties(LogitsProcessor):
 
 
 class Forbidden(LogitsProcessor):
-    """End tokens do not come before min_tokens."""
+    """End tokens do not come before min_tokens, and no token completes a bad word."""
 
     def applies(self, row: SampleRow) -> bool:
         return bool(row.forbidden)
@@ -114,8 +120,22 @@ class Forbidden(LogitsProcessor):
         logits[_index(logits, places, [list(row.forbidden) for row in rows])] = float("-inf")
 
 
-PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), Forbidden())
-"""In the order in which they change logits, which is vLLM's."""
+class Allowed(LogitsProcessor):
+    """Only some tokens come."""
+
+    def applies(self, row: SampleRow) -> bool:
+        return row.params.allowed_token_ids is not None
+
+    def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
+        index = _index(logits, places, [sorted({*(row.params.allowed_token_ids or ())}) for row in rows])
+        kept = logits[index]
+        logits[places] = float("-inf")
+        logits[index] = kept
+
+
+RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed())
+PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), *RESTRICTIONS)
+"""In the order in which they change logits. vLLM restricts first, which comes to the same."""
 
 
 def process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
@@ -124,6 +144,20 @@ def process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         places = [i for i, row in enumerate(rows) if processor.applies(row)]
         if places:
             processor.apply(logits, places, [rows[i] for i in places])
+
+
+def word_ids(word: str, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """The token ids of a word, as it is given, at the start of a text and behind a space."""
+    bare = word.lstrip(" ")
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, bare, " " + bare))
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def completing(words: Sequence[tuple[int, ...]], generated: list[int]) -> tuple[int, ...]:
+    """The last tokens of the words all of whose other tokens have just been generated."""
+    return tuple(
+        word[-1] for word in words if tuple(generated[len(generated) + 1 - len(word) :]) == word[:-1]
+    )
 
 
 def _index(logits: Tensor, places: list[int], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:

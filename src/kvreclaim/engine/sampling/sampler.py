@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
             except Exception as error:
                 found[i] = error
 
-    def drawn(places: list[int]) -> list[Drawn]:
+    def drawn(places: list[int]) -> list[Drawn | Exception]:
         chosen = logits[[rows[i] for i in places]].float()
         return _sample(chosen, [asked[i] for i in places], [noises[i] for i in places])
 
@@ -57,8 +58,9 @@ def draw(logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn]:
-    """A token for each row of logits [N, V] fp32, which change, from noise that has been drawn."""
+def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) -> list[Drawn | Exception]:
+    """A token for each row of logits [N, V] fp32, which change, from noise that has been drawn; an error for
+    a row of which no token may come."""
     logprobs = _raw_logprobs(logits, rows)
     process(logits, rows)
     noisy = [i for i, noise in enumerate(noises) if noise is not None]
@@ -68,7 +70,14 @@ def _sample(logits: Tensor, rows: list[SampleRow], noises: list[Tensor | None]) 
         chosen = logits if len(noisy) == len(rows) else logits[noisy]
         best[noisy] = _draw(chosen, [rows[i] for i in noisy], noise)
     tokens = best.tolist()
-    return [Drawn(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)]
+    found: list[Drawn | Exception] = [
+        Drawn(tokens[i], _report(logprobs, i, tokens[i], row)) for i, row in enumerate(rows)
+    ]
+    if restricted := [i for i, row in enumerate(rows) if row.is_restricted]:
+        values = logits[restricted, best[restricted]].tolist()
+        for i in (i for i, value in zip(restricted, values, strict=True) if value == -math.inf):
+            found[i] = ValueError("allowed_token_ids, bad_words and min_tokens leave no token that may come")
+    return found
 
 
 def _raw_logprobs(logits: Tensor, rows: list[SampleRow]) -> Tensor | None:

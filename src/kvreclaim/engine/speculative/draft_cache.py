@@ -143,7 +143,7 @@ class DraftCache:
         params = replace(seq.request.params, logprobs=None, prompt_logprobs=None)
         prompt = seq.request.prompt_token_ids
         spec = RequestSpec(request_id=seq.request_id, prompt_token_ids=prompt, params=params)
-        request = Request(spec, None, seq.max_len, seq.request.seed)
+        request = Request(spec, None, seq.max_len, seq.request.seed, bad_words=seq.request.bad_words)
         own = Sequence(
             seq_id=seq.seq_id,
             request_id=seq.request_id,

@@ -68,6 +68,7 @@ from kvreclaim.engine.step.validation import (
     check_recall,
     check_reuse,
     check_sparse_prefill,
+    checked_bad_words,
 )
 from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
@@ -289,6 +290,7 @@ class Engine:
         if spec.request_id in self.requests:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
         check_prompt(tokens, params, config, self.loaded, scored=scored)
+        bad_words = checked_bad_words(params, self.loaded)
         check_priority(spec.priority, config)
         method = self._prefill_method(spec)
         if config.full_cache_host_size:
@@ -323,6 +325,7 @@ class Engine:
             sparse_prefill=method,
             reuse=reuse,
             verify=verify,
+            bad_words=bad_words,
             parent=parent,
         )
         if spec.continuation is not None:

@@ -294,10 +294,10 @@ class OutputProcessor:
         may_stop = seq.num_generated >= params.min_tokens
         is_eos = token in self._eos_token_ids and not params.ignore_eos
         is_stop = token in (params.stop_token_ids or ())
-        stop = None
-        if seq.detokenizer is not None and not (may_stop and (is_eos or is_stop)):
-            stop = seq.detokenizer.append(token, may_stop=may_stop)
-        if may_stop and (is_eos or is_stop or stop is not None):
+        ends, stop = may_stop and (is_eos or is_stop), None
+        if seq.detokenizer is not None and (not ends or params.include_stop_str_in_output):
+            stop = seq.detokenizer.append(token, may_stop=may_stop and not ends)
+        if ends or stop is not None:
             seq.stop_reason = stop if stop is not None else (token if is_stop and not is_eos else None)
             return "stop"
         return "length" if len(seq.token_ids) >= request.max_len else None

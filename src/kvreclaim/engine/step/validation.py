@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from kvreclaim.checks import is_int, require
+from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.config import EngineConfig, SamplingParams
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.sampling.beam_search import BeamSearch
+from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.engine.signals.needs import WATCHED
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
@@ -37,8 +38,8 @@ def check_prompt(
             f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}.",
             field="prompt",
         )
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        if beyond := [t for t in ids or () if t >= loaded.vocab_size]:
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if beyond := [t for t in getattr(params, name) or () if t >= loaded.vocab_size]:
             raise InvalidArgumentError(
                 f"{name} holds token {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it.",
                 field=name,
@@ -60,6 +61,25 @@ def check_prompt(
             "stop strings need a tokenizer, which this model has not; pass stop_token_ids.",
             field="stop",
         )
+
+
+def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad_words. Raises: InvalidArgumentError for a word that the model cannot write."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words or ():
+        if loaded.tokenizer is None:
+            raise InvalidArgumentError(
+                "bad_words need a tokenizer, which this model has not; leave them out.", field="bad_words"
+            )
+        check_text("a text of bad_words", word, "bad_words")
+        ids = word_ids(word, loaded.tokenizer)
+        require(
+            bool(ids) and max(map(max, ids)) < loaded.vocab_size,
+            f"bad_words has {word!r}, for which the model has no tokens; remove it.",
+            "bad_words",
+        )
+        found.update(dict.fromkeys(ids))
+    return tuple(found)
 
 
 def check_priority(priority: int, config: EngineConfig) -> None:

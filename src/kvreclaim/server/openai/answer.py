@@ -52,7 +52,8 @@ class Answer(ABC):
         self.response_id = answer_id(request_id, self.route)
         self.prompts = prompts
         self.options = fields.stream_options or StreamOptions()
-        self.vocabulary = service.vocabulary
+        skips = fields.skip_special_tokens is not False
+        self.vocabulary = service.vocabulary if skips else service.whole_vocabulary
         self.places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(self.vocabulary))
         self._created = int(time.time())
         self._metrics: dict[int, RequestMetrics] = {}

@@ -22,12 +22,18 @@ DRAWN = (
     "logit_bias",
     "stop",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
     "logprobs",
     "top_logprobs",
     "prompt_logprobs",
     "stream",
 )
 """Fields of tokens that are drawn one after the other."""
+HARMLESS = {"skip_special_tokens": True}
+"""The values that change nothing; False of the others."""
 
 
 def beams_of(fields: GenerationFields, max_tokens: int, tenant: Tenant) -> BeamSearchParams | None:
@@ -41,7 +47,8 @@ def beams_of(fields: GenerationFields, max_tokens: int, tenant: Tenant) -> BeamS
         return None
     for name in DRAWN:
         value = getattr(fields, name, None)
-        if value is not None and value is not False and not (name == "temperature" and value == 0):
+        changes_nothing = value is None or value is HARMLESS.get(name, False)
+        if not changes_nothing and not (name == "temperature" and value == 0):
             raise ApiError(
                 400, f"{name} does not go with use_beam_search, which draws no tokens; leave one out.", name
             )

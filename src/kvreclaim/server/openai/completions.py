@@ -174,7 +174,8 @@ class CompletionAnswer(Answer):
             return text
         given = self.fields.prompt[index // (self.fields.n or 1)]
         if not isinstance(given, str):
-            given = str(self.vocabulary.tokenizer.decode(tokens, skip_special_tokens=True))
+            skips = self.vocabulary.skip_special_tokens
+            given = str(self.vocabulary.tokenizer.decode(tokens, skip_special_tokens=skips))
         return given + text
 
     def _logprobs(

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvreclaim.server.fields import MAX_TOKEN_LIST, Fields, GeneratingFields, Listed, StopStrings
+from kvreclaim.server.fields import (
+    MAX_TOKEN_LIST,
+    BadWords,
+    Fields,
+    GeneratingFields,
+    Listed,
+    StopStrings,
+)
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 
 MAX_LOGPROBS = 20
@@ -23,6 +30,9 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
+TokenIds = Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)]
+
+
 class GenerationFields(GeneratingFields):
     """docs/api.md says what each does; None is the default that it names there."""
 
@@ -34,7 +44,11 @@ class GenerationFields(GeneratingFields):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)] | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = Field(None, min_length=1)

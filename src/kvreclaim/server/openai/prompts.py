@@ -19,7 +19,17 @@ from kvreclaim.server.service import Service
 from kvreclaim.server.tenants import Tenant
 
 LIMITS = ("max_tokens", "max_completion_tokens")
-SAMPLING = (*SHARED, "n", "stop", "stop_token_ids", "prompt_logprobs")
+SAMPLING = (
+    *SHARED,
+    "n",
+    "stop",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+)
 
 
 def check_options(fields: GenerationFields, service: Service, scope: Scope) -> None:
